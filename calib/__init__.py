@@ -1,0 +1,1 @@
+"""Calibration: one pass over unlabelled images, second-order statistics at named sites."""

@@ -1,0 +1,5 @@
+"""What a caller of this room may have to hear; light to import."""
+
+
+class BadInput(ValueError):
+    """The user's mistake: what is wrong, where, what was got and expected, what to do."""

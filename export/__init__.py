@@ -1,0 +1,1 @@
+"""Export: typed ONNX graphs and the engines built from them."""

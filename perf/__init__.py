@@ -1,0 +1,1 @@
+"""Measurement: runners, timing, statistics, parity, records and reports."""
