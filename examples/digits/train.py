@@ -5,36 +5,30 @@
 The weights in the repository came from this script; nothing else in the project trains.
 """
 
-import json
 from pathlib import Path
 
 import click
 import numpy as np
-import timm
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
 from examples.digits.images import IMAGE_SIZE, MEAN, STD, load
 
 SEED = 0
-EPOCHS = 60
-BATCH = 64
-MODEL = "vit_tiny_patch16_224"
-KWARGS = {
-    "img_size": IMAGE_SIZE,
-    "patch_size": 4,
-    "embed_dim": 96,
-    "depth": 6,
-    "num_heads": 3,
-    "num_classes": 10,
-}
+EPOCHS = 50
+BATCH = 32
+SHIFT = 3
+ARCHITECTURE = Architecture(
+    name="vit_tiny_patch16_224",
+    kwargs={"img_size": IMAGE_SIZE, "patch_size": 4, "embed_dim": 96, "depth": 6, "num_heads": 3, "num_classes": 10},
+)
 
 
 def _augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Shift each image by up to 4 pixels, pad with background, and add a little noise."""
-    padded = F.pad(images, (4, 4, 4, 4), value=-MEAN / STD)
-    shifts = torch.randint(0, 9, (len(images), 2), generator=generator).tolist()
+    """Shift each image by up to SHIFT pixels, pad with background, and add a little noise."""
+    padded = F.pad(images, (SHIFT, SHIFT, SHIFT, SHIFT), value=-MEAN / STD)
+    shifts = torch.randint(0, 2 * SHIFT + 1, (len(images), 2), generator=generator).tolist()
     moved = torch.stack([p[:, y : y + IMAGE_SIZE, x : x + IMAGE_SIZE] for p, (y, x) in zip(padded, shifts, strict=True)])
     return moved + 0.05 * torch.randn(moved.shape, generator=generator)
 
@@ -48,15 +42,15 @@ def accuracy(model: torch.nn.Module, part: str) -> float:
 
 
 def train() -> torch.nn.Module:
-    """AdamW, one-cycle learning rate, label smoothing, light drop-path; returns the trained model."""
+    """AdamW, one-cycle learning rate, label smoothing, gradient clipping; returns the trained model."""
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    model = timm.create_model(MODEL, pretrained=False, drop_path_rate=0.1, **KWARGS)
+    model = dense_from_architecture(ARCHITECTURE)
     digits = load("train")
     images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     steps = EPOCHS * (len(images) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps, pct_start=0.1)
     model.train()
     for epoch in range(EPOCHS):
         order = torch.randperm(len(images), generator=generator)
@@ -77,9 +71,8 @@ def main(output: Path) -> None:
     """Train, report held-out accuracy, and save the weights with what is needed to rebuild the model."""
     model = train()
     reached = {part: accuracy(model, part) for part in ("train", "held-out")}
-    output.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, output / "model.safetensors")
-    (output / "kwargs.json").write_text(json.dumps({"model": MODEL, "kwargs": KWARGS}, indent=2) + "\n")
+    lineage = {"trained_by": "examples/digits/train.py", "seed": SEED, "accuracy": reached}
+    save(Checkpoint(model=model, architecture=ARCHITECTURE, lineage=lineage), output)
     click.echo(f"accuracy: train {reached['train']:.4f}, held-out {reached['held-out']:.4f}")
 
 

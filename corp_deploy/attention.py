@@ -1,0 +1,76 @@
+"""Self-attention whose query/key width may differ from its value width: the ordinary module a reduced model is made of.
+
+Legend: B batch, N tokens, C channels, H heads, q/k width `qk`, v width `v`.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Geometry = Literal["square", "padded", "ragged"]
+
+
+class HeadAttention(nn.Module):
+    """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale.
+
+    `qkv` is one linear layer with rows q (heads * qk), k (heads * qk), v (heads * v), as in timm, so a dense layer is the case qk = v.
+    The scale is the dense model's, never derived from the reduced width. With geometry `padded` the narrower of (q, k) and v is
+    zero-padded to the wider inside the graph, which leaves the result unchanged and lets engines keep their fused attention kernel.
+    `fused` selects torch's scaled_dot_product_attention; without it the same product is spelled MatMul-Softmax-MatMul, which is
+    the form to export.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        heads: int,
+        qk: int,
+        v: int,
+        scale: float,
+        geometry: Geometry,
+        qkv_bias: bool,
+        proj_bias: bool,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        if min(dim, heads, qk, v) < 1:
+            raise ValueError(f"attention widths: got dim={dim}, heads={heads}, qk={qk}, v={v}, expected all at least 1")
+        if geometry == "square" and qk != v:
+            raise ValueError(f"geometry 'square' needs qk = v, got qk={qk}, v={v}; use 'padded' or 'ragged'")
+        self.heads, self.qk, self.v = heads, qk, v
+        self.scale = scale
+        self.geometry: Geometry = geometry
+        self.fused = fused
+        self.qkv = nn.Linear(dim, heads * (2 * qk + v), bias=qkv_bias)
+        self.q_norm = q_norm if q_norm is not None else nn.Identity()
+        self.k_norm = k_norm if k_norm is not None else nn.Identity()
+        self.proj = nn.Linear(heads * v, dim, bias=proj_bias)
+
+    def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input."""
+        widths = (self.heads * self.qk, self.heads * self.qk, self.heads * self.v)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_BNC).split(widths, dim=-1))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x [B,N,C] -> [B,N,C]; a mask is refused because a ViT has none."""
+        if attn_mask is not None or is_causal:
+            raise ValueError("HeadAttention takes no attention mask")
+        q, k, v = self._heads(x)
+        if self.geometry == "padded" and self.qk != self.v:
+            width = max(self.qk, self.v)
+            q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
+        z = self._attend(q, k, v)[..., : self.v]
+        return self.proj(z.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        scores = (q * self.scale) @ k.transpose(-2, -1)
+        # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are nothing.
+        return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

@@ -1,0 +1,79 @@
+"""The command group and the contract of its exit codes. Heavy imports stay inside the commands' bodies."""
+
+import errno
+import traceback
+from typing import Any
+
+import click
+
+import calib.errors
+import export.errors
+import perf.errors
+
+from . import __version__, errors
+from .commands.bench import bench
+from .commands.calibrate import calibrate
+from .commands.demo import demo
+from .commands.doctor import doctor
+from .commands.export import export_command
+from .commands.inspect import inspect
+from .commands.reduce import reduce_command
+from .commands.report import report
+from .commands.verify import verify
+
+BAD_INPUT = (calib.errors.BadInput, errors.BadInput, export.errors.BadInput, perf.errors.BadInput)
+MISSING = (errors.Missing, export.errors.Missing, perf.errors.Missing)
+
+EXIT_BAD_INPUT, EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 2, 4, 5, 70, 130
+
+
+class Failure(click.ClickException):
+    """One message on stderr and an exit code of the contract."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _failure_from_os(error: OSError) -> Failure:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return Failure(f"{where}the disk is full; free some space and run the command again", EXIT_MISSING)
+    return Failure(f"{where}{error.strerror or error}", EXIT_BAD_INPUT)
+
+
+class Commands(click.Group):
+    """A group that turns what the rooms raise into one message and the exit code for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except BAD_INPUT as error:
+            raise Failure(str(error), EXIT_BAD_INPUT) from error
+        except MISSING as error:
+            raise Failure(str(error), EXIT_MISSING) from error
+        except perf.errors.NotComparable as error:
+            raise Failure(str(error), EXIT_NOT_COMPARABLE) from error
+        except (KeyboardInterrupt, click.Abort) as error:
+            raise Failure("interrupted; finished files are whole, nothing half-written is left", EXIT_INTERRUPTED) from error
+        except OSError as error:
+            raise _failure_from_os(error) from error
+        except Exception as error:
+            traceback.print_exc()
+            raise Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="corp-deploy")
+def main() -> None:
+    """Ship smaller vision transformers: calibrate, reduce, export, prove and measure.
+
+    Exit codes: 0 done or passed, 1 parity or gate failed, 2 bad input, 3 inconclusive, 4 this machine lacks something,
+    5 not comparable, 70 a bug, 130 interrupted.
+    """
+
+
+for _command in (demo, doctor, inspect, calibrate, reduce_command, export_command, verify, bench, report):
+    main.add_command(_command)

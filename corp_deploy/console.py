@@ -1,0 +1,74 @@
+"""What a command says: results on stdout (a table, or JSON for machines), progress and notes on stderr."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import click
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+WIDTH_WITHOUT_TERMINAL = 110
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where a command's words go."""
+
+    json: bool
+    quiet: bool
+
+    def result(self, record: Mapping[str, Any], *shown: RenderableType) -> None:
+        """The command's result: the record as JSON, or the renderables made for people."""
+        if self.json:
+            click.echo(json.dumps(record, indent=2, allow_nan=False))
+        elif not self.quiet:
+            for item in shown:
+                _console(stderr=False).print(item)
+
+    def note(self, text: str) -> None:
+        """One line about what is going on, for people only."""
+        if not (self.quiet or self.json):
+            click.echo(text, err=True)
+
+    def warn(self, text: str) -> None:
+        """A line that is shown even when --quiet is given: it changes what the result means."""
+        click.echo(f"warning: {text}", err=True)
+
+    @contextmanager
+    def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Callable[[int], None]]:
+        """A bar on stderr; yields a function that is told how many more units are done."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+        with Progress(
+            *columns,
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=_console(stderr=True),
+            disable=self.quiet,
+            transient=False,
+        ) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda done: bar.advance(task, done)
+
+
+def output_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Add --json and --quiet and hand the command an `Output` as `out`."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+    @click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show.")
+    @wraps(command)
+    def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> R:
+        return command(*args, out=Output(json=as_json, quiet=quiet), **kwargs)
+
+    return wrapped  # type: ignore[return-value]

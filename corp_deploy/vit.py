@@ -1,0 +1,282 @@
+"""timm's VisionTransformer family seen as sites. The only file that spells timm's attribute names.
+
+A block is supported when it is the plain pre-norm block (fc1 / act / fc2 and one fused qkv); anything else is refused with its reason.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from timm.layers import Attention as TimmAttention
+from timm.layers import Mlp as TimmMlp
+from timm.models.vision_transformer import Block as TimmBlock
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from calib.collect import AttentionSite, MlpSite, Tap
+
+from .attention import Geometry, HeadAttention
+from .cost import BlockShape, VitShape
+from .errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpPart:
+    """The two linear layers of one MLP; `hidden` is the site's width."""
+
+    name: str
+    fc1: nn.Linear
+    fc2: nn.Linear
+
+    @property
+    def hidden(self) -> int:
+        return self.fc1.out_features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPart:
+    """One attention layer: its linear layers and head widths; `keeps_qk` is the reason why Q/K must stay, or empty."""
+
+    name: str
+    module: nn.Module
+    qkv: nn.Linear
+    proj: nn.Linear
+    heads: int
+    qk: int
+    v: int
+    scale: float
+    q_norm: nn.Module
+    k_norm: nn.Module
+    geometry: Geometry
+    keeps_qk: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A place that can't be reduced, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a model offers to reduction, in block order."""
+
+    mlps: tuple[MlpPart, ...]
+    attentions: tuple[AttentionPart, ...]
+    refused: tuple[Refusal, ...]
+
+
+def _mlp_refusal(mlp: nn.Module) -> str:
+    if type(mlp) is not TimmMlp:
+        return f"MLP is {type(mlp).__name__}, expected timm's Mlp (fc1, act, fc2)"
+    if not (isinstance(mlp.fc1, nn.Linear) and isinstance(mlp.fc2, nn.Linear)):
+        return f"fc1 / fc2 are {type(mlp.fc1).__name__} / {type(mlp.fc2).__name__}, expected linear layers"
+    if not isinstance(mlp.norm, nn.Identity):
+        return f"a {type(mlp.norm).__name__} between the two linear layers mixes all hidden channels"
+    if any(True for _ in mlp.act.parameters()):
+        return f"activation {type(mlp.act).__name__} has parameters"
+    return ""
+
+
+def _attention_refusal(attention: nn.Module) -> str:
+    if isinstance(attention, HeadAttention):
+        return ""
+    if type(attention) is not TimmAttention:
+        return f"attention is {type(attention).__name__}, expected timm's Attention (one fused qkv)"
+    if not isinstance(attention.norm, nn.Identity):
+        return f"a {type(attention.norm).__name__} before the output projection mixes all heads"
+    if attention.gate is not None:
+        return "gated attention output"
+    return ""
+
+
+def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
+    if isinstance(attention, HeadAttention):
+        heads, qk, v, geometry = attention.heads, attention.qk, attention.v, attention.geometry
+    else:
+        assert isinstance(attention, TimmAttention), type(attention)
+        heads, qk, v, geometry = attention.num_heads, attention.head_dim, attention.head_dim, "square"
+    plain = isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity)
+    return AttentionPart(
+        name=name,
+        module=attention,
+        qkv=attention.qkv,
+        proj=attention.proj,
+        heads=heads,
+        qk=qk,
+        v=v,
+        scale=float(attention.scale),
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        geometry=geometry,
+        keeps_qk="" if plain else "q_norm / k_norm stand before the dot product, so head dimensions can't be mixed",
+    )
+
+
+def _require_vit(model: nn.Module) -> VisionTransformer:
+    if not isinstance(model, VisionTransformer):
+        raise BadInput(
+            f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs): "
+            "its blocks are built differently, so corp-deploy can't reduce it"
+        )
+    return model
+
+
+def parts(model: nn.Module) -> Parts:
+    """The prunable parts of a timm VisionTransformer, dense or already reduced.
+
+    Raises BadInput for another architecture; a single block that can't be reduced is listed in `refused`.
+    """
+    mlps: list[MlpPart] = []
+    attentions: list[AttentionPart] = []
+    refused: list[Refusal] = []
+    for index, block in enumerate(_require_vit(model).blocks):
+        name = f"blocks.{index}"
+        if type(block) is not TimmBlock:
+            refused.append(Refusal(name=name, reason=f"block is {type(block).__name__}, expected the plain pre-norm Block"))
+            continue
+        if reason := _attention_refusal(block.attn):
+            refused.append(Refusal(name=f"{name}.attn", reason=reason))
+        else:
+            attentions.append(_attention_part(f"{name}.attn", block.attn))
+        if reason := _mlp_refusal(block.mlp):
+            refused.append(Refusal(name=f"{name}.mlp", reason=reason))
+        else:
+            mlps.append(MlpPart(name=f"{name}.mlp", fc1=block.mlp.fc1, fc2=block.mlp.fc2))
+    return Parts(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
+
+
+def _head_slice(part: AttentionPart, start: int) -> Any:
+    """Take rows start .. start + heads * qk of the qkv output as [B,H,N,qk]."""
+
+    def take(qkv_BNX: Tensor) -> Tensor:
+        rows = qkv_BNX[..., start : start + part.heads * part.qk]
+        return rows.unflatten(-1, (part.heads, part.qk)).transpose(1, 2)
+
+    return take
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def calibration_sites(model: nn.Module) -> list[MlpSite | AttentionSite]:
+    """Where calibration listens: the input of fc2, q and k as they enter the dot product, the input of proj."""
+    found = parts(model)
+    sites: list[MlpSite | AttentionSite] = [MlpSite(name=part.name, output=part.fc2) for part in found.mlps]
+    for part in found.attentions:
+        if part.keeps_qk:
+            taps = (Tap(part.q_norm, _identity), Tap(part.k_norm, _identity))
+        else:
+            taps = (Tap(part.qkv, _head_slice(part, 0)), Tap(part.qkv, _head_slice(part, part.heads * part.qk)))
+        sites.append(AttentionSite(name=part.name, queries=taps[0], keys=taps[1], output=part.proj))
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return sorted(sites, key=lambda site: order[site.name])
+
+
+def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of the model with the named submodules replaced; the model given is left as it is."""
+    memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
+    return copy.deepcopy(model, memo)
+
+
+def exportable(model: nn.Module) -> nn.Module:
+    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in float32."""
+    plain = {part.name: _plain_attention(part) for part in parts(model).attentions}
+    copied = replaced(model, plain)
+    for module in copied.modules():
+        if isinstance(module, TimmAttention):
+            module.fused_attn = False
+    return copied.eval()
+
+
+def _plain_attention(part: AttentionPart) -> HeadAttention:
+    plain = empty_attention(part, qk=part.qk, v=part.v, geometry=part.geometry, fused=False)
+    plain.load_state_dict(part.module.state_dict())
+    return plain
+
+
+def empty_attention(part: AttentionPart, *, qk: int, v: int, geometry: Geometry, fused: bool = True) -> HeadAttention:
+    """An attention module for this place with other head widths, its weights not yet set."""
+    with torch.device(part.qkv.weight.device):
+        module = HeadAttention(
+            dim=part.qkv.in_features,
+            heads=part.heads,
+            qk=qk,
+            v=v,
+            scale=part.scale,
+            geometry=geometry,
+            qkv_bias=part.qkv.bias is not None,
+            proj_bias=part.proj.bias is not None,
+            q_norm=copy.deepcopy(part.q_norm),
+            k_norm=copy.deepcopy(part.k_norm),
+            fused=fused,
+        )
+    return module.to(part.qkv.weight.dtype)
+
+
+def empty_mlp(part: MlpPart, *, hidden: int) -> dict[str, nn.Module]:
+    """The two linear layers of this MLP at another hidden width, by module name, their weights not yet set."""
+    device, dtype = part.fc1.weight.device, part.fc1.weight.dtype
+    fc1 = nn.Linear(part.fc1.in_features, hidden, bias=part.fc1.bias is not None, device=device, dtype=dtype)
+    fc2 = nn.Linear(hidden, part.fc2.out_features, bias=part.fc2.bias is not None, device=device, dtype=dtype)
+    return {f"{part.name}.fc1": fc1, f"{part.name}.fc2": fc2}
+
+
+def shape(model: nn.Module) -> VitShape:
+    """The numbers that parameters and MACs follow from. Raises BadInput for a model with a block that is not understood."""
+    vit = _require_vit(model)
+    found = parts(model)
+    if found.refused:
+        first = found.refused[0]
+        raise BadInput(f"{first.name}: {first.reason}; its cost has no formula here")
+    blocks = tuple(
+        BlockShape(
+            heads=attention.heads,
+            qk=attention.qk,
+            v=attention.v,
+            padded=attention.geometry == "padded",
+            hidden=mlp.hidden,
+        )
+        for attention, mlp in zip(found.attentions, found.mlps, strict=True)
+    )
+    patches = vit.patch_embed.num_patches
+    return VitShape(
+        dim=vit.embed_dim,
+        patches=patches,
+        patch_inputs=vit.patch_embed.proj.weight[0].numel(),
+        tokens=patches + vit.num_prefix_tokens,
+        classes=vit.num_classes,
+        blocks=blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing."""
+
+    shape: tuple[int, int, int]
+    config: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """The preprocessing as plain JSON values, in one order."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self.config.items())}
+
+    def transform(self) -> Callable[[Any], Tensor]:
+        """timm's evaluation transform: a PIL image -> float32 [C,H,W]."""
+        made = timm.data.create_transform(**self.config, is_training=False)
+        return lambda image: made(image.convert("RGB"))
+
+
+def input_spec(model: nn.Module) -> InputSpec:
+    """Image shape from the patch embedding, the rest of the preprocessing from timm's data config of the model."""
+    vit = _require_vit(model)
+    height, width = vit.patch_embed.img_size
+    config = dict(timm.data.resolve_model_data_config(model))
+    config["input_size"] = (vit.in_chans, height, width)
+    return InputSpec(shape=(vit.in_chans, height, width), config=config)
