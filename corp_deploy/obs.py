@@ -1,0 +1,153 @@
+"""Backward elimination of MLP channels by the loss that CORP states but does not rank by (its eq. 11), and swaps after it.
+
+With A = covariance + ridge * I and S the channels still there, the best output weights on S are (W A)[:, S] H, H = A_SS^-1:
+CORP's eq. 9. Removing j then costs ||w_j||^2 / H_jj (optimal brain surgeon, one column at a time), so that
+greedy elimination needs only the diagonals of H and of N = (current weights)' (current weights). Both change by a known
+low-rank term per removal. Inside a block the terms are kept as vectors and only the row at hand is formed; at its end
+the matrices take all of them in one product.
+
+Legend: F channels, O outputs, M channels still in the matrices, B removals in a block, K kept, P pruned.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_DEAD_VARIANCE_REL = 1e-12  # of the mean variance: below it a channel is a constant, and the bias takes it
+_RIDGE_FLOOR_REL = 1e-10  # below it a singular covariance has no trustworthy Cholesky factor in float64
+_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elimination:
+    """Every channel in the order of its removal, and what is lost on the way.
+
+    order_F: channel removed first, second, ...; the last entry would be the last one to stay.
+    error_F: error_F[i] is the ridge objective tr((W - W') A (W - W')') after removals 0..i: an upper bound of E||y - y'||^2,
+    and equal to it up to the ridge's share. Units of y squared.
+    ridge: what was added to the diagonal of the covariance.
+    """
+
+    order_F: Tensor
+    error_F: Tensor
+    ridge: float
+
+    def __post_init__(self) -> None:
+        assert self.order_F.shape == self.error_F.shape, (self.order_F.shape, self.error_F.shape)
+
+    def kept(self, width: int) -> Tensor:
+        """The channels that stay at this width, ascending int64."""
+        total = self.order_F.numel()
+        assert 0 < width <= total, (width, total)
+        return self.order_F[total - width :].sort().values
+
+    def error_at(self, width: int) -> float:
+        """The objective at this width; 0 at full width."""
+        removed = self.order_F.numel() - width
+        assert 0 <= removed <= self.order_F.numel(), width
+        return 0.0 if removed == 0 else float(self.error_F[removed - 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    """A kept set after exchanges, with the ridge objective before and after."""
+
+    kept_K: Tensor
+    error_before: float
+    error: float
+    swaps: int
+
+
+def _dead(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
+    """Channels that cost nothing: constant ones, which a bias replaces, and those that no output reads."""
+    variance_F = covariance_FF.diagonal()
+    return (variance_F <= _DEAD_VARIANCE_REL * variance_F.mean()) | (weight_OF.square().sum(dim=0) == 0.0)
+
+
+def _shifted(covariance_FF: Tensor, ridge_rel: float) -> tuple[Tensor, float]:
+    """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has."""
+    scale = float(covariance_FF.diagonal().mean())
+    ridge = max(ridge_rel, _RIDGE_FLOOR_REL) * scale
+    while True:
+        shifted_FF = covariance_FF.clone()
+        shifted_FF.diagonal().add_(ridge)
+        if int(torch.linalg.cholesky_ex(shifted_FF).info) == 0:
+            return shifted_FF, ridge
+        ridge *= 10.0
+        assert ridge < scale, (ridge, scale)
+
+
+def _inverse(matrix_MM: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix_MM))
+
+
+def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[list[int], list[float]]:
+    """Remove `count` channels in turn; both matrices and the mask are brought up to date in place."""
+    width = gone_M.numel()
+    a_u_B2M = inverse_MM.new_empty(count, 2, width)  # norms lose a u' + u a', the inverse loses u u'
+    inverse_M = inverse_MM.diagonal().masked_fill(gone_M, 1.0)
+    norm_M = norms_MM.diagonal().masked_fill(gone_M, torch.inf)
+    removed, costs = [], []
+    for done in range(count):
+        pick = int((norm_M / inverse_M).argmin())
+        past_BM = a_u_B2M[:done].view(2 * done, width)
+        a_B, u_B = a_u_B2M[:done, 0, pick], a_u_B2M[:done, 1, pick]
+        h_M = torch.addmv(inverse_MM[pick], a_u_B2M[:done, 1].T, u_B, alpha=-1.0)
+        n_M = torch.addmv(norms_MM[pick], past_BM.T, torch.stack((u_B, a_B), dim=1).flatten(), alpha=-1.0)
+        pivot = float(h_M[pick])
+        norm = max(float(n_M[pick]), 0.0)
+        u_M = h_M / pivot**0.5
+        a_M = n_M / pivot**0.5 - (0.5 * norm / pivot) * u_M
+        a_u_B2M[done, 0], a_u_B2M[done, 1] = a_M, u_M
+        inverse_M -= u_M.square()
+        norm_M -= 2.0 * a_M * u_M
+        inverse_M[pick], norm_M[pick], gone_M[pick] = 1.0, torch.inf, True
+        norm_M.clamp_min_(0.0)
+        removed.append(pick)
+        costs.append(norm / pivot)
+    u_BM = a_u_B2M[:, 1]
+    inverse_MM.addmm_(u_BM.T, u_BM, alpha=-1.0)
+    norms_MM.addmm_(a_u_B2M.view(-1, width).T, a_u_B2M.flip(1).reshape(-1, width), alpha=-1.0)
+    return removed, costs
+
+
+def _eliminate(shifted_FF: Tensor, weight_OF: Tensor, block: int) -> tuple[list[int], list[float]]:
+    """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
+    here_M = torch.arange(weight_OF.shape[1])
+    target_OF = weight_OF @ shifted_FF
+    order: list[int] = []
+    costs: list[float] = []
+    while here_M.numel() > 0:
+        inverse_MM = _inverse(shifted_FF[here_M[:, None], here_M])
+        current_OM = target_OF[:, here_M] @ inverse_MM
+        norms_MM = current_OM.T @ current_OM
+        until = here_M.numel() // 2
+        gone_M = torch.zeros(here_M.numel(), dtype=torch.bool)
+        while (left := int((~gone_M).sum())) > until:
+            removed, spent = _remove_block(inverse_MM, norms_MM, gone_M, min(block, left - until))
+            order += here_M[removed].tolist()
+            costs += spent
+            if 8 * int(gone_M.sum()) >= gone_M.numel():  # dead rows cost as much as live ones
+                stay = (~gone_M).nonzero().squeeze(1)
+                inverse_MM, norms_MM = inverse_MM[stay[:, None], stay], norms_MM[stay[:, None], stay]
+                here_M, gone_M = here_M[stay], gone_M[stay]
+        here_M = here_M[~gone_M]
+    return order, costs
+
+
+def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: int = _BLOCK) -> Elimination:
+    """Order all channels by greedy backward elimination; O(F^3), one pass for every width.
+
+    covariance_FF: float64 [F, F]; weight_OF: float64 [O, F]; ridge_rel: relative to the covariance's mean diagonal.
+    Channels without variance or without weight go first, by index, and cost nothing.
+    """
+    dead_F = _dead(covariance_FF, weight_OF)
+    first = dead_F.nonzero().squeeze(1)
+    alive = (~dead_F).nonzero().squeeze(1)
+    if alive.numel() == 0:
+        return Elimination(order_F=first, error_F=torch.zeros(first.numel(), dtype=torch.float64), ridge=0.0)
+    shifted, ridge = _shifted(covariance_FF[alive[:, None], alive], ridge_rel)
+    order, costs = _eliminate(shifted, weight_OF[:, alive], block)
+    error_F = torch.cat((torch.zeros(first.numel(), dtype=torch.float64), torch.tensor(costs, dtype=torch.float64)))
+    return Elimination(order_F=torch.cat((first, alive[order])), error_F=error_F.cumsum(0), ridge=ridge)

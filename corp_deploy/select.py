@@ -1,0 +1,59 @@
+"""Scores that rank what to keep, and the ranking itself.
+
+Legend: F hidden channels of an MLP, O its outputs, H heads, D dimensions of a head, P = D(D+1)/2 pairs, K kept.
+Higher scores are kept. The eliminations that look at channels together live in obs.py.
+"""
+
+import torch
+from torch import Tensor
+
+
+def energy(second_F: Tensor) -> Tensor:
+    """E[x_i^2] from the diagonal of the second moment (CORP, algorithm 2)."""
+    return second_F.clone()
+
+
+def magnitude(weight_OF: Tensor) -> Tensor:
+    """||W_:,i||: the norm of what channel i feeds into the output."""
+    return weight_OF.norm(dim=0)
+
+
+def combined(second_F: Tensor, weight_OF: Tensor) -> Tensor:
+    """E[x_i^2] * ||W_:,i|| (CORP, section 3.3; the paper's default)."""
+    return second_F * weight_OF.norm(dim=0)
+
+
+def active(active_share_F: Tensor) -> Tensor:
+    """P(|x_i| > eps): how often a channel is on at all."""
+    return active_share_F.clone()
+
+
+def variance(covariance_F: Tensor) -> Tensor:
+    """Var[x_i] from the diagonal of the covariance (variance-based pruning)."""
+    return covariance_F.clone()
+
+
+def wanda(second_F: Tensor, weight_OF: Tensor) -> Tensor:
+    """sum_o |W_oi| * ||x_i||, with the root mean square of x_i for its norm (Wanda, per channel)."""
+    return weight_OF.abs().sum(dim=0) * second_F.clamp_min(0.0).sqrt()
+
+
+def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
+    """s_j = E[||q_j||^2 ||k_j||^2] over images, column norms over an image's tokens (CORP, algorithm 4)."""
+    assert images > 0, images
+    return energy_HD / images
+
+
+def logit_energy_from_system(system_HPP: Tensor, head_dim: int, images: int) -> Tensor:
+    """The same score from the summed per-image products: the entry at pair (j, j) of both."""
+    assert images > 0, images
+    rows, columns = torch.triu_indices(head_dim, head_dim)
+    squares = (rows == columns).nonzero().squeeze(1)
+    return system_HPP[:, squares, squares] / images
+
+
+def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
+    """The `width` best indices along the last dimension, ascending, int64; ties go to the lower index."""
+    assert 0 < width <= score_F.shape[-1], (width, tuple(score_F.shape))
+    order = torch.sort(score_F, dim=-1, descending=True, stable=True).indices
+    return order[..., :width].sort(dim=-1).values
