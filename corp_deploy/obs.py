@@ -1,7 +1,7 @@
-"""Backward elimination of MLP channels by the loss that CORP states but does not rank by (its eq. 11), and swaps after it.
+"""Backward elimination of MLP channels by the loss that CORP states but does not rank by (its eq. 11).
 
-With A = covariance + ridge * I and S the channels still there, the best output weights on S are (W A)[:, S] H, H = A_SS^-1:
-CORP's eq. 9. Removing j then costs ||w_j||^2 / H_jj (optimal brain surgeon, one column at a time), so that
+With A = covariance + ridge * I and S the channels still there, the best output weights on S are (W A)[:, S] H,
+H = A_SS^-1: CORP's eq. 9. Removing j then costs ||w_j||^2 / H_jj (optimal brain surgeon, one column at a time), so that
 greedy elimination needs only the diagonals of H and of N = (current weights)' (current weights). Both change by a known
 low-rank term per removal. Inside a block the terms are kept as vectors and only the row at hand is formed; at its end
 the matrices take all of them in one product.
@@ -24,8 +24,8 @@ class Elimination:
     """Every channel in the order of its removal, and what is lost on the way.
 
     order_F: channel removed first, second, ...; the last entry would be the last one to stay.
-    error_F: error_F[i] is the ridge objective tr((W - W') A (W - W')') after removals 0..i: an upper bound of E||y - y'||^2,
-    and equal to it up to the ridge's share. Units of y squared.
+    error_F: error_F[i] is the ridge objective tr((W - W') A (W - W')') after removals 0..i, in units of y squared: an upper
+    bound of E||y - y'||^2, and equal to it up to the ridge's share.
     ridge: what was added to the diagonal of the covariance.
     """
 

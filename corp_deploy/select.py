@@ -15,12 +15,12 @@ def energy(second_F: Tensor) -> Tensor:
 
 def magnitude(weight_OF: Tensor) -> Tensor:
     """||W_:,i||: the norm of what channel i feeds into the output."""
-    return weight_OF.norm(dim=0)
+    return torch.linalg.vector_norm(weight_OF, dim=0)
 
 
 def combined(second_F: Tensor, weight_OF: Tensor) -> Tensor:
     """E[x_i^2] * ||W_:,i|| (CORP, section 3.3; the paper's default)."""
-    return second_F * weight_OF.norm(dim=0)
+    return second_F * torch.linalg.vector_norm(weight_OF, dim=0)
 
 
 def active(active_share_F: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""The one regularised solve behind every recovery.
+
+Legend: O outputs, K unknowns per output.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero in the fall-back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """X with X (gram + ridge I) = cross, and the 1-norm condition number of gram + ridge I (at most 1/eps)."""
+
+    solution_OK: Tensor
+    condition: float
+    ridge: float
+
+    def __post_init__(self) -> None:
+        assert self.ridge >= 0.0, self.ridge
+
+
+def _pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
+    values_K, vectors_KK = torch.linalg.eigh(gram_KK)
+    largest = values_K[-1].clamp_min(torch.finfo(values_K.dtype).tiny)
+    inverse_K = torch.where(values_K > _CUTOFF_REL * largest, 1.0 / values_K, 0.0)
+    worst = values_K[0].clamp_min(torch.finfo(values_K.dtype).eps * largest)
+    return ((cross_OK @ vectors_KK) * inverse_K) @ vectors_KK.T, float(largest / worst)
+
+
+def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float) -> Solved:
+    """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
+
+    By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues
+    under 1e-12 of the largest are dropped instead: the shortest of the least-squares solutions.
+    """
+    assert ridge_rel >= 0.0, ridge_rel
+    ridge = ridge_rel * float(gram_KK.diagonal().mean())
+    matrix_KK = gram_KK.clone()
+    matrix_KK.diagonal().add_(ridge)
+    factor_KK, info = torch.linalg.cholesky_ex(matrix_KK)
+    if int(info) == 0:
+        norm = torch.linalg.matrix_norm(matrix_KK, ord=1)
+        condition = float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1))
+        if condition * _CUTOFF_REL < 1.0:
+            solution_OK = torch.cholesky_solve(cross_OK.T, factor_KK).T
+            return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)
+    solution_OK, condition = _pseudo_solve(cross_OK, matrix_KK)
+    return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)
