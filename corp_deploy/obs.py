@@ -24,8 +24,8 @@ class Elimination:
     """Every channel in the order of its removal, and what is lost on the way.
 
     order_F: channel removed first, second, ...; the last entry would be the last one to stay.
-    error_F: error_F[i] is the ridge objective tr((W - W') A (W - W')') after removals 0..i, in units of y squared: an upper
-    bound of E||y - y'||^2, and equal to it up to the ridge's share.
+    error_F: error_F[i] is the ridge objective tr((W - W') A (W - W')') after removals 0..i, in units of y squared; at
+    least E||y - y'||^2, and more by the ridge's share only.
     ridge: what was added to the diagonal of the covariance.
     """
 

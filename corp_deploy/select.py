@@ -1,6 +1,6 @@
 """Scores that rank what to keep, and the ranking itself.
 
-Legend: F hidden channels of an MLP, O its outputs, H heads, D dimensions of a head, P = D(D+1)/2 pairs, K kept.
+Legend: F hidden channels of an MLP, O its outputs, H heads, D dimensions of a head, T = D(D+1)/2 pairs, K kept.
 Higher scores are kept. The eliminations that look at channels together live in obs.py.
 """
 
@@ -15,12 +15,13 @@ def energy(second_F: Tensor) -> Tensor:
 
 def magnitude(weight_OF: Tensor) -> Tensor:
     """||W_:,i||: the norm of what channel i feeds into the output."""
-    return torch.linalg.vector_norm(weight_OF, dim=0)
+    norm_F: Tensor = torch.linalg.vector_norm(weight_OF, dim=0)
+    return norm_F
 
 
 def combined(second_F: Tensor, weight_OF: Tensor) -> Tensor:
     """E[x_i^2] * ||W_:,i|| (CORP, section 3.3; the paper's default)."""
-    return second_F * torch.linalg.vector_norm(weight_OF, dim=0)
+    return second_F * magnitude(weight_OF)
 
 
 def active(active_share_F: Tensor) -> Tensor:
@@ -44,12 +45,12 @@ def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
     return energy_HD / images
 
 
-def logit_energy_from_system(system_HPP: Tensor, head_dim: int, images: int) -> Tensor:
+def logit_energy_from_system(system_HTT: Tensor, head_dim: int, images: int) -> Tensor:
     """The same score from the summed per-image products: the entry at pair (j, j) of both."""
     assert images > 0, images
     rows, columns = torch.triu_indices(head_dim, head_dim)
     squares = (rows == columns).nonzero().squeeze(1)
-    return system_HPP[:, squares, squares] / images
+    return system_HTT[:, squares, squares] / images
 
 
 def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
