@@ -1,0 +1,188 @@
+"""Reasons why an ONNX graph will not do for an engine, found before any builder is started."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import ModelProto, NodeProto, TensorProto
+
+from .errors import BadInput
+from .weights import element_types, matmul_weights
+
+OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
+BACKENDS = ("tensorrt", "tensorrt-rtx", "onnxruntime")
+MAX_BYTES = 2_000_000_000
+_LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
+_PRECISION_KEY = "export.precision"
+
+
+def load_onnx(path: Path) -> ModelProto:
+    """The graph in `path` with its weights inside; BadInput for what is missing, empty, cut short or no ONNX at all."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path}: can't be read ({error.strerror})") from error
+    if not content:
+        raise BadInput(f"{path}: the file is empty; export the model again")
+    try:
+        proto = onnx.load_model_from_string(content)
+    except DecodeError as error:
+        raise BadInput(f"{path}: not an ONNX file, or cut short ({len(content)} bytes); export it again") from error
+    if not proto.ir_version or not proto.graph.node or not proto.opset_import:
+        raise BadInput(f"{path}: not an ONNX model, or cut short: it has no graph or no opset; export it again")
+    return proto
+
+
+def require_onnx(path: Path, *, precision: str | None = None, backend: str = "tensorrt") -> ModelProto:
+    """The graph in `path` when check_onnx finds nothing against it, else BadInput with every reason."""
+    proto = load_onnx(path)
+    reasons = check_onnx(proto, precision=precision, backend=backend)
+    if reasons:
+        raise BadInput(f"{path}: this graph will not do for {backend}:\n" + "\n".join(f"  {line}" for line in reasons))
+    return proto
+
+
+def check_onnx(source: Path | ModelProto, *, precision: str | None = None, backend: str = "tensorrt") -> list[str]:
+    """Every reason why this graph will not do, empty when it will.
+
+    `precision` fp32, fp16 or mixed is what the caller calls the graph; None takes the graph's own label, if it has one.
+    """
+    if isinstance(source, Path):
+        try:
+            source = load_onnx(source)
+        except BadInput as error:
+            return [str(error)]
+    reasons = [*_storage_reasons(source), *_opset_reasons(source, backend)]
+    if not reasons:
+        reasons += _validity_reasons(source)
+    if reasons:
+        return reasons  # what follows reads shapes and types, which only a valid graph has
+    labels = {entry.key: entry.value for entry in source.metadata_props}
+    return [
+        *_border_reasons(source),
+        *_name_reasons(source),
+        *_typing_reasons(source, precision or labels.get(_PRECISION_KEY)),
+        *(_attention_reasons(source) if backend != "onnxruntime" else ()),
+    ]
+
+
+def _storage_reasons(proto: ModelProto) -> Iterator[str]:
+    outside = [tensor.name for tensor in proto.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    if outside:
+        yield f"{len(outside)} weights lie in another file (first {outside[0]!r}); save the model as one file"
+    size_bytes = proto.ByteSize()
+    if size_bytes >= MAX_BYTES:
+        yield f"the model has {size_bytes} bytes; a single ONNX file must stay under {MAX_BYTES}"
+
+
+def _opset_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
+    for entry in proto.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            if entry.version not in OPSETS:
+                yield f"opset {entry.version} is outside {OPSETS[0]} to {OPSETS[-1]}; export with opset 20"
+        elif backend != "onnxruntime" and any(node.domain == entry.domain for node in proto.graph.node):
+            yield f"operators of the domain {entry.domain!r} are used, which {backend} does not know"
+    if not any(entry.domain in ("", "ai.onnx") for entry in proto.opset_import):
+        yield "no opset of the standard operators is named"
+
+
+def _validity_reasons(proto: ModelProto) -> Iterator[str]:
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        yield f"onnx.checker: {' '.join(str(error).split())}"
+
+
+def _border_reasons(proto: ModelProto) -> Iterator[str]:
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in stored]
+    outputs = list(proto.graph.output)
+    for values, name, rank in ((inputs, "images", 4), (outputs, "logits", 2)):
+        found = ", ".join(value.name for value in values) or "none"
+        if [value.name for value in values] != [name]:
+            yield f"expected one {'input' if rank == 4 else 'output'} named {name!r}, found {found}"
+            continue
+        tensor = values[0].type.tensor_type
+        if tensor.elem_type != TensorProto.FLOAT:
+            yield f"{name} must be float32, got {TensorProto.DataType.Name(tensor.elem_type).lower()}"
+        dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
+        if len(dims) != rank or any(not isinstance(dim, int) or dim < 1 for dim in dims[1:]):
+            yield f"{name} must have rank {rank} with a fixed size behind the batch, got {dims}"
+    if len(inputs) == len(outputs) == 1:
+        yield from _batch_reasons(inputs[0], outputs[0])
+
+
+def _batch_reasons(images: onnx.ValueInfoProto, logits: onnx.ValueInfoProto) -> Iterator[str]:
+    batches = [value.type.tensor_type.shape.dim[:1] for value in (images, logits)]
+    named = [(dims[0].dim_param or dims[0].dim_value) if dims else None for dims in batches]
+    if named[0] != named[1] or not named[0]:
+        yield f"images and logits must share one batch dimension, got {named[0]!r} and {named[1]!r}"
+
+
+def _name_reasons(proto: ModelProto) -> Iterator[str]:
+    counts = Counter(node.name for node in proto.graph.node if node.name)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        yield f"{len(twice)} node names are used more than once (first {twice[0]!r}); export it again"
+    graph = proto.graph
+    holders = [proto, graph, *graph.node, *graph.initializer, *graph.value_info, *graph.input, *graph.output]
+    notes = [(entry.key, entry.value) for holder in holders for entry in holder.metadata_props]
+    notes += [("doc_string", holder.doc_string) for holder in holders]
+    leaks = [(key, match.group(2)) for key, text in notes if (match := _LOCAL_PATH.search(text))]
+    if leaks:
+        yield f"{len(leaks)} notes hold a local path (first {leaks[0][0]!r}: {leaks[0][1]}...); strip them"
+
+
+def _typing_reasons(proto: ModelProto, precision: str | None) -> Iterator[str]:
+    if precision not in (None, "fp32", "fp16", "mixed"):
+        yield f"precision {precision!r} is unknown"
+    weights = matmul_weights(proto)
+    half = [weight for weight in weights if weight.half]
+    single = [weight for weight in weights if not weight.half]
+    if precision in ("fp16", "mixed") and not half:
+        yield f"called {precision} but none of its {len(weights)} weight matrices is float16; call it fp32"
+    elif precision == "fp16" and single:
+        yield f"called fp16 but {len(single)} of {len(weights)} weight matrices are float32 (first at {single[0].node})"
+    elif precision == "fp32" and half:
+        yield f"called fp32 but {len(half)} of {len(weights)} weight matrices are float16 (first at {half[0].node})"
+    elif precision == "mixed" and not single:
+        yield "called mixed but every weight matrix is float16; call it fp16"
+    operators = {node.op_type for node in proto.graph.node}
+    if half and {"ReduceMean", "Sqrt"} <= operators and "LayerNormalization" not in operators:
+        yield "LayerNorm is spelled out in float16 (ReduceMean, Sqrt); export it as LayerNormalization"
+
+
+def _attention_reasons(proto: ModelProto) -> Iterator[str]:
+    if not any(node.op_type == "Attention" for node in proto.graph.node):
+        return
+    inferred = onnx.shape_inference.infer_shapes(proto)
+    types = element_types(inferred.graph)
+    for node in inferred.graph.node:
+        if node.op_type == "Attention":
+            where = node.name or node.output[0]
+            widths = _key_value_widths(inferred, node)
+            if widths is None or widths[0] != widths[1]:
+                yield (
+                    f"{where}: the Attention operator needs equal widths of k and v, got {widths or 'unknown ones'}; "
+                    "export with opset 20 and plain MatMul-Softmax-MatMul, or pad q and k"
+                )
+            elif types.get(node.input[0]) == TensorProto.FLOAT:
+                yield f"{where}: no kernel computes the Attention operator in float32; export with opset 20"
+
+
+def _key_value_widths(proto: ModelProto, node: NodeProto) -> tuple[int, int] | None:
+    shapes = {
+        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in proto.graph.value_info
+    }
+    keys, values = (shapes.get(name, []) for name in node.input[1:3])
+    heads = _flag(node, "kv_num_heads") or 1
+    if not keys or not values or 0 in (keys[-1], values[-1]):
+        return None
+    return (keys[-1] // heads, values[-1] // heads) if len(keys) == 3 else (keys[-1], values[-1])
+
+
+def _flag(node: NodeProto, name: str) -> int:
+    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)

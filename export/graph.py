@@ -1,0 +1,136 @@
+"""An ONNX graph made fit to ship: names that carry the site, softmax in float32, each weight once, no traces."""
+
+import ast
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+from .errors import BadInput
+from .weights import element_types
+
+_SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
+
+
+def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
+    """In place: safe softmax, duplicate weights merged, nodes and values named by site, exporter's notes removed.
+
+    `modules` and `parameters` are the paths that the traced model has; folded constants are named after their reader.
+    """
+    sites = node_sites(model.graph, modules)
+    _refuse_control_flow(model.graph, sites)
+    widen_softmax(model.graph, sites)
+    merge_initializers(model.graph)
+    name_by_site(model.graph, sites, parameters)
+    strip_notes(model)
+
+
+def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
+    """Module path per node, keyed by its first output; a node without a path lies where its neighbours meet."""
+    sites = {node.output[0]: site for node in graph.node if (site := _traced_site(node, modules)) is not None}
+    readers: dict[str, list[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node.output[0])
+    for node in graph.node:
+        if node.output[0] not in sites:
+            near = [sites[name] for name in node.input if name in sites]
+            near += [sites[name] for output in node.output for name in readers.get(output, ()) if name in sites]
+            sites[node.output[0]] = _common_path(near)
+    return sites
+
+
+def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
+    """Casts around every half softmax: the exporter casts behind it, which is too late for its exponentials."""
+    types = element_types(graph)
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        if node.op_type != "Softmax" or types.get(node.input[0]) != TensorProto.FLOAT16:
+            nodes.append(node)
+            continue
+        source, result = node.input[0], node.output[0]
+        node.input[0], node.output[0] = f"{result}_wide_in", f"{result}_wide"
+        sites |= dict.fromkeys((*node.input, *node.output), sites[result])
+        nodes.append(helper.make_node("Cast", [source], [node.input[0]], to=TensorProto.FLOAT))
+        nodes.append(node)
+        nodes.append(helper.make_node("Cast", [node.output[0]], [result], to=TensorProto.FLOAT16))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def merge_initializers(graph: GraphProto) -> None:
+    """Keeps one of the initializers with equal type, shape and bytes, and drops those that nothing reads."""
+    first: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    merged: dict[str, str] = {}
+    for tensor in graph.initializer:
+        digest = hashlib.sha256(tensor.raw_data or tensor.SerializeToString(deterministic=True)).digest()
+        merged[tensor.name] = first.setdefault((tensor.data_type, tuple(tensor.dims), digest), tensor.name)
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = merged.get(name, name)
+    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in read:
+            del graph.initializer[index]
+
+
+def name_by_site(graph: GraphProto, sites: Mapping[str, str], parameters: Collection[str]) -> None:
+    """`blocks.3.attn/MatMul_1`: the module path, the operator, a running number where one path has several."""
+    taken: Counter[str] = Counter()
+    border = {value.name for value in (*graph.input, *graph.output)}
+    renamed: dict[str, str] = {}
+    unnamed = {tensor.name for tensor in graph.initializer if tensor.name not in parameters}
+    for node in graph.node:
+        site = sites[node.output[0]]
+        stem = f"{site}/{node.op_type}" if site else node.op_type
+        node.name = f"{stem}_{taken[stem]}" if taken[stem] else stem
+        taken[stem] += 1
+        for index, name in enumerate(node.output):
+            if name and name not in border:
+                renamed[name] = f"{node.name}:{index}"
+        for index, name in enumerate(node.input):
+            if name in unnamed:
+                renamed.setdefault(name, f"{node.name}.{index}")
+    _rename_values(graph, renamed)
+
+
+def strip_notes(model: ModelProto) -> None:
+    """Removes doc strings and the exporter's metadata: stack traces, source paths, traced operators."""
+    graph = model.graph
+    for holder in (model, graph, *graph.node, *graph.initializer, *graph.value_info, *graph.input, *graph.output):
+        del holder.metadata_props[:]
+        holder.ClearField("doc_string")
+
+
+def _traced_site(node: NodeProto, modules: Collection[str]) -> str | None:
+    for entry in node.metadata_props:
+        if entry.key == _SCOPES:
+            scopes = [scope for scope in ast.literal_eval(entry.value)[:-1] if scope in modules]
+            return str(scopes[-1]) if scopes else None
+    return None
+
+
+def _common_path(paths: list[str]) -> str:
+    split = [path.split(".") if path else [] for path in paths]
+    shared: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _rename_values(graph: GraphProto, renamed: Mapping[str, str]) -> None:
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    for holder in (*graph.initializer, *graph.value_info):
+        holder.name = renamed.get(holder.name, holder.name)
+
+
+def _refuse_control_flow(graph: GraphProto, sites: Mapping[str, str]) -> None:
+    for node in graph.node:
+        if any(attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for attribute in node.attribute):
+            site = sites[node.output[0]] or "the model"
+            raise BadInput(f"{site}: the graph branches at run time ({node.op_type}); it must be straight-line code")

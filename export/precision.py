@@ -1,0 +1,126 @@
+"""How a model is typed: a float32, half or mixed copy whose border stays float32."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import BadInput
+
+PRECISIONS = ("fp32", "fp16", "mixed")
+
+
+def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = ()) -> nn.Module:
+    """A copy of `model` on the CPU, in eval mode, typed as asked; images and logits stay float32.
+
+    fp16 halves every parameter and floating buffer, except those of nn.LayerNorm modules: they see float32 and give
+    half back. mixed does the same but leaves the modules that match a pattern of `keep_fp32` in float32 too. Casts
+    stand at the borders of what is kept. A module all of whose children are kept is kept itself, so `blocks.7.*` also
+    keeps the residual additions of that block.
+
+    Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
+    """
+    _refuse_odd_choice(precision, keep_fp32)
+    typed = copy.deepcopy(model).cpu().eval()
+    _refuse_non_finite(typed)
+    if precision == "fp32":
+        return typed.float()
+    kept = kept_modules(typed, keep_fp32)
+    islands = kept | {name for name, module in typed.named_modules() if isinstance(module, nn.LayerNorm)}
+    _halve_outside(typed, islands)
+    for name, module in typed.named_modules():
+        if name in islands and not _has_ancestor(name, islands):
+            module.float()
+            _cast_at_border(module, inner=torch.float32, outer=torch.float16)
+    _cast_at_border(typed, inner=torch.float16, outer=torch.float32)
+    return typed
+
+
+def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of the modules that the glob patterns keep in float32; BadInput when a pattern fits none."""
+    names = [name for name, _ in model.named_modules() if name]
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        shown = ", ".join(names[:6])
+        raise BadInput(f"keep_fp32: {', '.join(map(repr, idle))} fits no module; this model's modules are {shown}, ...")
+    kept = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    kept |= {name for name in names if _has_ancestor(name, kept)}
+    for name, module in reversed(list(model.named_modules())):
+        children = [f"{name}.{child}" for child, _ in module.named_children()]
+        if name and children and kept.issuperset(children):
+            kept.add(name)
+    return kept
+
+
+def _refuse_odd_choice(precision: str, keep_fp32: Sequence[str]) -> None:
+    if precision not in PRECISIONS:
+        raise BadInput(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    if isinstance(keep_fp32, str):
+        raise BadInput(f"keep_fp32 takes a list of patterns, got the string {keep_fp32!r}")
+    if precision == "mixed" and not keep_fp32:
+        raise BadInput("precision mixed needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose fp16")
+    if precision != "mixed" and keep_fp32:
+        raise BadInput(f"keep_fp32 {list(keep_fp32)} has a meaning with precision mixed only, got {precision}")
+
+
+def _refuse_non_finite(model: nn.Module) -> None:
+    for name, tensor in _floating_state(model):
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadInput(f"{name} holds NaN or Inf; the weights can't be exported")
+
+
+def _floating_state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    state: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [(name, tensor) for name, tensor in state.items() if tensor.is_floating_point()]
+
+
+def _halve_outside(model: nn.Module, islands: set[str]) -> None:
+    for name, module in model.named_modules():
+        if name in islands or _has_ancestor(name, islands):
+            continue
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data = _half_of(tensor.data, f"{name}.{key}".lstrip("."))
+
+
+def _half_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    half = tensor.half()
+    if not bool(torch.isfinite(half).all()):
+        largest = float(tensor.abs().max())
+        module = name.rpartition(".")[0] or name
+        raise BadInput(
+            f"{name}: the largest weight is {largest:.3g}, float16 ends at 65504; "
+            f"use precision mixed with keep_fp32 {module!r}, or fp32"
+        )
+    return half
+
+
+def _has_ancestor(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in names for depth in range(1, len(parts)))
+
+
+def _cast_at_border(module: nn.Module, *, inner: torch.dtype, outer: torch.dtype) -> None:
+    """Casts floating tensors to `inner` on the way in, to `outer` on the way out; module paths stay as they were."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return _cast(args, inner), _cast(kwargs, inner)
+
+    def leave(_: nn.Module, __: tuple[Any, ...], output: object) -> Any:
+        return _cast(output, outer)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value

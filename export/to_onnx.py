@@ -1,0 +1,150 @@
+"""A typed ONNX graph from a torch model: float32 at the border, clean names, the same bytes every time."""
+
+import importlib.metadata
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx
+import torch
+from torch import nn
+
+from . import graph
+from .check_onnx import MAX_BYTES, check_onnx
+from .errors import BadInput
+from .precision import typed_copy
+
+OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
+INPUT_NAME = "images"
+OUTPUT_NAME = "logits"
+_PREFIX = "export."
+
+
+def onnx_from_model(
+    model: nn.Module,
+    *,
+    image_shape: tuple[int, int, int],
+    precision: str,
+    keep_fp32: Sequence[str] = (),
+    opset: int = 20,
+    batch: int | None = None,
+    metadata: Mapping[str, str],
+) -> onnx.ModelProto:
+    """`images` float32 [batch,3,H,W] -> `logits` float32 [batch,classes], by torch's dynamo exporter.
+
+    `model` is left as it is. `batch` None keeps the batch symbolic, a number fixes it. `metadata` goes into the
+    model's metadata_props beside the entries `export.*` (precision, opset, versions). Half softmax and LayerNorm are
+    computed in float32. Equal inputs give equal bytes (see `onnx_bytes`).
+
+    Raises BadInput when the model refuses the shape, can't be traced or typed, or gives a graph that won't do.
+    """
+    _refuse_odd_request(image_shape, opset, batch, metadata)
+    with torch.no_grad():
+        typed = typed_copy(model, precision, keep_fp32)
+        sample = torch.zeros(batch or 2, *image_shape)
+        _refuse_large(typed)
+        _probe(typed, sample)
+        proto = _trace(typed, sample, opset=opset, dynamic=batch is None)
+    _refuse_other_shape(proto, opset, batch)
+    graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
+    _describe(proto, metadata, precision=precision, opset=opset, keep_fp32=keep_fp32)
+    reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
+    if reasons:
+        raise BadInput("the exported graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    return proto
+
+
+def onnx_bytes(proto: onnx.ModelProto) -> bytes:
+    """The bytes that `save` writes: protobuf in its deterministic order."""
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def save(proto: onnx.ModelProto, path: Path) -> None:
+    """Writes one file with the weights inside; its size was checked to lie under 2 GB."""
+    path.write_bytes(onnx_bytes(proto))
+
+
+def _refuse_odd_request(
+    image_shape: tuple[int, int, int], opset: int, batch: int | None, metadata: Mapping[str, str]
+) -> None:
+    if len(image_shape) != 3 or min(image_shape) < 1:
+        raise BadInput(f"image_shape must be (channels, height, width), each at least 1, got {tuple(image_shape)}")
+    if opset not in OPSETS:
+        raise BadInput(f"opset {opset} is not offered, choose one from {OPSETS[0]} to {OPSETS[-1]}")
+    if batch is not None and batch < 1:
+        raise BadInput(f"a static batch must be at least 1, got {batch}")
+    for key, value in metadata.items():
+        if key.startswith(_PREFIX):
+            raise BadInput(f"metadata key {key!r}: keys that start with {_PREFIX!r} are written by the exporter")
+        if not isinstance(value, str):
+            raise BadInput(f"metadata {key!r} must be a string, got {type(value).__name__}")
+
+
+def _refuse_large(model: nn.Module) -> None:
+    size_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    if size_bytes >= MAX_BYTES:
+        raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
+
+
+def _probe(model: nn.Module, sample: torch.Tensor) -> None:
+    """One forward pass, so that a wrong shape is told in the model's own words and not in the tracer's."""
+    try:
+        logits = model(sample)
+    except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as error:
+        raise BadInput(f"the model refuses images of shape {list(sample.shape)}: {_first_line(error)}") from error
+    if not isinstance(logits, torch.Tensor):
+        raise BadInput(f"the model must return one tensor of logits, got {type(logits).__name__}")
+    if logits.ndim != 2 or logits.shape[0] != sample.shape[0]:
+        raise BadInput(f"logits must be [batch, classes] = [{sample.shape[0]}, ...], got {list(logits.shape)}")
+
+
+def _trace(model: nn.Module, sample: torch.Tensor, *, opset: int, dynamic: bool) -> onnx.ModelProto:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns about its own deprecations; restored on leaving
+        try:
+            program = torch.onnx.export(
+                model,
+                (sample,),
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                input_names=[INPUT_NAME],
+                output_names=[OUTPUT_NAME],
+                dynamic_shapes=({0: "batch"},) if dynamic else None,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise BadInput(f"torch can't trace this model into a graph: {_cause(error)}") from error
+    assert program is not None
+    return program.model_proto
+
+
+def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -> None:
+    got = {entry.domain: entry.version for entry in proto.opset_import}
+    if got.get("") != opset:
+        raise BadInput(f"asked for opset {opset}, this torch could only write {got}; choose another opset")
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        dim = value.type.tensor_type.shape.dim[0]
+        if batch is None and not dim.dim_param:
+            raise BadInput(f"{value.name}: the batch came out fixed at {dim.dim_value}; the model's code depends on it")
+        if batch is not None and dim.dim_value != batch:
+            raise BadInput(f"{value.name}: the batch came out as {dim.dim_param or dim.dim_value}, asked for {batch}")
+
+
+def _describe(
+    proto: onnx.ModelProto, metadata: Mapping[str, str], *, precision: str, opset: int, keep_fp32: Sequence[str]
+) -> None:
+    own = {"precision": precision, "opset": str(opset), "keep_fp32": " ".join(keep_fp32)}
+    own |= {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
+    entries = {**metadata, **{f"{_PREFIX}{key}": value for key, value in own.items() if value}}
+    for key in sorted(entries):
+        proto.metadata_props.add(key=key, value=entries[key])
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _first_line(error)

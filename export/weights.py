@@ -1,0 +1,81 @@
+"""The weight matrices of an ONNX graph: which node reads them, how they are typed, whether they are 2:4 sparse."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+_READERS = ("MatMul", "Gemm", "Conv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulWeight:
+    """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name."""
+
+    name: str
+    node: str
+    half: bool
+    elements: int
+
+    def __post_init__(self) -> None:
+        assert self.elements > 0, self
+
+
+def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
+    """Every stored operand of rank 2 and more of a MatMul, Gemm or Conv, in graph order."""
+    return [
+        MatmulWeight(
+            name=tensor.name,
+            node=node.name or node.output[0],
+            half=tensor.data_type == TensorProto.FLOAT16,
+            elements=int(np.prod(tensor.dims)),
+        )
+        for node, _, tensor in _read_matrices(proto)
+    ]
+
+
+def half_weight_share(proto: ModelProto) -> float:
+    """Share of the matrix weights' elements that are stored as float16, in [0, 1]."""
+    weights = matmul_weights(proto)
+    total = sum(weight.elements for weight in weights)
+    return sum(weight.elements for weight in weights if weight.half) / total if total else 0.0
+
+
+def nodes_not_2_4(proto: ModelProto) -> list[str]:
+    """Readers whose matrix is not 2:4 sparse: a group of four along the summed axis has more than two non-zeros."""
+    return [
+        node.name or node.output[0]
+        for node, index, tensor in _read_matrices(proto)
+        if not _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), _summed_axis(node, index, len(tensor.dims)), -1))
+    ]
+
+
+def element_types(graph: GraphProto) -> dict[str, int]:
+    """ONNX element type by value name, as far as the graph names them."""
+    typed = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
+    return typed | {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+def _read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorProto]]:
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer if len(tensor.dims) >= 2}
+    for node in proto.graph.node:
+        if node.op_type in _READERS:
+            for index, name in enumerate(node.input[:2]):
+                if name in stored:
+                    yield node, index, stored[name]
+
+
+def _summed_axis(node: NodeProto, index: int, rank: int) -> int:
+    if node.op_type == "Conv":
+        return 1
+    transposed = any(entry.name == ("transA", "transB")[index] and entry.i for entry in node.attribute)
+    return rank - 1 if (index == 0) != transposed else rank - 2
+
+
+def _is_2_4(matrix: NDArray[np.generic]) -> bool:
+    if matrix.shape[-1] % 4:
+        return False
+    groups = np.ascontiguousarray(matrix).reshape(-1, 4)
+    return int(np.count_nonzero(groups, axis=1).max()) <= 2

@@ -1,0 +1,228 @@
+"""Every reason why a graph will not do is found, and a good graph has none."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from export.check_onnx import check_onnx, load_onnx, require_onnx
+from export.errors import BadInput
+from export.to_onnx import onnx_bytes, onnx_from_model
+from export.weights import half_weight_share, matmul_weights, nodes_not_2_4
+from tests.export_vit import Vit
+
+
+@pytest.fixture(scope="module")
+def fp32() -> ModelProto:
+    return onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision="fp32", metadata={})
+
+
+@pytest.fixture(scope="module")
+def fp16() -> ModelProto:
+    return onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision="fp16", metadata={})
+
+
+def copied(proto: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
+def attention_graph(qk: int, v: int, dtype: int) -> ModelProto:
+    """One opset 23 Attention operator between the usual borders."""
+    shape = numpy_helper.from_array(np.array([0, 2, 4, -1]), "shape")
+    heads = [("q", qk), ("k", qk), ("v", v)]
+    nodes = [
+        helper.make_node("Cast", ["images"], ["cast"], to=dtype),
+        *(helper.make_node("Slice", ["cast", "zero", f"{name}_end", "axis"], [f"{name}_s"]) for name, _ in heads),
+        *(helper.make_node("Reshape", [f"{name}_s", "shape"], [name]) for name, _ in heads),
+        helper.make_node("Attention", ["q", "k", "v"], ["y"], name="blocks.0.attn/Attention", scale=0.1),
+        helper.make_node("ReduceMean", ["y", "axes"], ["mean"], keepdims=0),
+        helper.make_node("Cast", ["mean"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    ends = [numpy_helper.from_array(np.array([width // 4]), f"{name}_end") for name, width in heads]
+    small = {"zero": [0], "axis": [3], "axes": [1, 2]}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 2, 16, 64])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", v])],
+        [shape, *ends, *(numpy_helper.from_array(np.array(value), name) for name, value in small.items())],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+
+
+def test_a_good_graph_has_no_reason(fp32: ModelProto, fp16: ModelProto) -> None:
+    for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
+        assert check_onnx(fp32, precision="fp32", backend=backend) == []
+        assert check_onnx(fp16, precision="fp16", backend=backend) == []
+    assert check_onnx(fp16) == []
+
+
+def relabel(proto: ModelProto) -> None:
+    next(entry for entry in proto.metadata_props if entry.key == "export.precision").value = "fp16"
+
+
+def set_opset(version: int) -> Callable[[ModelProto], None]:
+    def change(proto: ModelProto) -> None:
+        proto.opset_import[0].version = version
+
+    return change
+
+
+def rename_input(proto: ModelProto) -> None:
+    proto.graph.input[0].name = "x"
+    for node in proto.graph.node:
+        node.input[:] = ["x" if name == "images" else name for name in node.input]
+
+
+def half_input(proto: ModelProto) -> None:
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    proto.graph.node.insert(0, helper.make_node("Cast", ["images"], ["wide"], to=TensorProto.FLOAT))
+    for node in proto.graph.node[1:]:
+        node.input[:] = ["wide" if name == "images" else name for name in node.input]
+
+
+def other_batch(proto: ModelProto) -> None:
+    proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "n"
+
+
+def symbolic_width(proto: ModelProto) -> None:
+    proto.graph.input[0].type.tensor_type.shape.dim[3].dim_param = "width"
+    del proto.graph.value_info[:]
+
+
+def external(proto: ModelProto) -> None:
+    onnx.external_data_helper.set_external_data(proto.graph.initializer[0], "weights.bin")
+
+
+def leak(proto: ModelProto) -> None:
+    proto.graph.node[3].doc_string = 'File "/home/me/model.py", line 3'
+
+
+def leak_windows(proto: ModelProto) -> None:
+    proto.metadata_props.add(key="from", value="C:\\models\\vit.pth")
+
+
+def twice(proto: ModelProto) -> None:
+    proto.graph.node[2].name = proto.graph.node[1].name
+
+
+def dangling(proto: ModelProto) -> None:
+    proto.graph.node[5].input[0] = "nowhere"
+
+
+def foreign_operator(proto: ModelProto) -> None:
+    proto.opset_import.add(domain="com.microsoft", version=1)
+    index, gelu = next((index, node) for index, node in enumerate(proto.graph.node) if node.op_type == "Gelu")
+    del gelu.attribute[:]
+    proto.graph.node[index].domain = "com.microsoft"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (relabel, "called fp16 but none of its 6 weight matrices is float16"),
+        (set_opset(13), "opset 13 is outside 17 to 23"),
+        (set_opset(99), "opset 99 is outside 17 to 23"),
+        (rename_input, "expected one input named 'images', found x"),
+        (half_input, "images must be float32, got float16"),
+        (other_batch, "must share one batch dimension, got 'batch' and 'n'"),
+        (symbolic_width, "images must have rank 4 with a fixed size behind the batch"),
+        (external, "1 weights lie in another file"),
+        (leak, "1 notes hold a local path \\(first 'doc_string': /home/me...\\)"),
+        (leak_windows, "'from': C:"),
+        (twice, "1 node names are used more than once"),
+        (dangling, "onnx.checker: .*nowhere"),
+        (foreign_operator, "domain 'com.microsoft' are used, which tensorrt does not know"),
+    ],
+)
+def test_each_fault_is_named(fp32: ModelProto, change: Callable[[ModelProto], None], says: str) -> None:
+    broken = copied(fp32)
+    change(broken)
+    reasons = check_onnx(broken)
+    assert [bool(re.search(says, reason)) for reason in reasons] == [True], reasons
+
+
+def test_wrong_precision_is_named_both_ways(fp32: ModelProto, fp16: ModelProto) -> None:
+    assert "called fp16 but none" in check_onnx(fp32, precision="fp16")[0]
+    assert "called mixed but none" in check_onnx(fp32, precision="mixed")[0]
+    assert "called fp32 but 6 of 6" in check_onnx(fp16, precision="fp32")[0]
+    assert "called mixed but every" in check_onnx(fp16, precision="mixed")[0]
+    one_left = copied(fp16)
+    head = next(tensor for tensor in one_left.graph.initializer if tensor.name == "head.weight")
+    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head).astype(np.float32), "head.weight"))
+    names = [node.name for node in one_left.graph.node]
+    at = names.index("head/Gemm")
+    gemm = one_left.graph.node[at]
+    gemm.input[0], gemm.input[2], gemm.output[0] = "wide", "wide_bias", "logits"
+    del one_left.graph.node[-1]
+    del one_left.graph.value_info[:]
+    one_left.graph.node.insert(at, helper.make_node("Cast", ["Gather:0"], ["wide"], to=TensorProto.FLOAT))
+    one_left.graph.node.insert(at, helper.make_node("Cast", ["head.bias"], ["wide_bias"], to=TensorProto.FLOAT))
+    assert check_onnx(one_left, precision="fp16") == [
+        "called fp16 but 1 of 6 weight matrices are float32 (first at head/Gemm)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("qk", "v", "dtype", "says"),
+    [
+        (32, 32, TensorProto.FLOAT16, None),
+        (32, 64, TensorProto.FLOAT16, "blocks.0.attn/Attention: .* equal widths of k and v, got \\(32, 64\\)"),
+        (32, 32, TensorProto.FLOAT, "no kernel computes the Attention operator in float32"),
+    ],
+)
+def test_attention_operator_is_refused_where_tensorrt_can_not_take_it(
+    qk: int, v: int, dtype: int, says: str | None
+) -> None:
+    proto = attention_graph(qk, v, dtype)
+    onnx.checker.check_model(proto)
+    reasons = check_onnx(proto, backend="tensorrt-rtx")
+    assert [bool(re.search(says, reason)) for reason in reasons] == [True] if says else reasons == []
+    assert check_onnx(proto, backend="onnxruntime") == []
+
+
+def test_files_that_are_no_model_are_refused(fp32: ModelProto, tmp_path: Path) -> None:
+    whole = onnx_bytes(fp32)
+    files = {
+        "cut.onnx": whole[: len(whole) // 2],
+        "empty.onnx": b"",
+        "text.onnx": b"not a model\n" * 9,
+        "zip.onnx": b"PK",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BadInput, match=name):
+            load_onnx(tmp_path / name)
+        assert len(check_onnx(tmp_path / name)) == 1
+    with pytest.raises(BadInput, match="can't be read"):
+        require_onnx(tmp_path / "absent.onnx")
+    (tmp_path / "whole.onnx").write_bytes(whole)
+    assert require_onnx(tmp_path / "whole.onnx", precision="fp32").graph.node
+    with pytest.raises(BadInput, match="will not do for tensorrt"):
+        require_onnx(tmp_path / "whole.onnx", precision="fp16")
+
+
+def test_half_share_counts_elements(fp32: ModelProto, fp16: ModelProto) -> None:
+    assert (half_weight_share(fp32), half_weight_share(fp16)) == (0.0, 1.0)
+    by_hand = 64 * 3 * 64 + 64 * 192 + 64 * 64 + 2 * 64 * 128 + 64 * 10
+    assert sum(weight.elements for weight in matmul_weights(fp16)) == by_hand
+
+
+def test_two_of_four_is_counted_along_the_summed_axis(fp32: ModelProto) -> None:
+    proto = copied(fp32)
+    assert nodes_not_2_4(proto) == [weight.node for weight in matmul_weights(proto)]
+    for tensor in proto.graph.initializer:
+        values = numpy_helper.to_array(tensor).copy()
+        if len(tensor.dims) == 2:
+            summed_last = tensor.name == "head.weight"  # Gemm reads it transposed, every other matrix is [in, out]
+            rows = values if summed_last else values.T
+            rows[:, 0::4] = 0
+            rows[:, 3::4] = 0
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    assert nodes_not_2_4(proto) == ["patch/Conv"]  # three input channels make no group of four

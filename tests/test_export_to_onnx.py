@@ -1,0 +1,245 @@
+"""The exported graph says what the model says, is typed as asked, carries the sites and is the same every time."""
+
+import copy
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+from export.errors import BadInput
+from export.precision import kept_modules, typed_copy
+from export.to_onnx import onnx_bytes, onnx_from_model, save
+from export.weights import element_types, half_weight_share
+from tests.export_vit import Vit
+
+SHAPE = (3, 32, 32)
+
+
+def export(model: nn.Module, precision: str = "fp32", **options: object) -> onnx.ModelProto:
+    arguments: dict[str, object] = {"image_shape": SHAPE, "precision": precision, "metadata": {}, **options}
+    return onnx_from_model(model, **arguments)  # type: ignore[arg-type]
+
+
+def run(proto: onnx.ModelProto, images: NDArray[np.float32]) -> NDArray[np.float32]:
+    session = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"])
+    logits: NDArray[np.float32] = session.run(["logits"], {"images": images})[0]
+    return logits
+
+
+def run_in_real_half(proto: onnx.ModelProto, batch: NDArray[np.float32]) -> NDArray[np.float32]:
+    """ONNX Runtime's CPU kernels keep float32 between half operators and hide overflow; NumPy rounds after each."""
+    with np.errstate(all="ignore"):
+        outputs = cast(list[NDArray[np.float32]], ReferenceEvaluator(proto).run(["logits"], {"images": batch}))
+    return outputs[0]
+
+
+def images(batch: int, seed: int = 1) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
+
+
+def exact(model: nn.Module, batch: NDArray[np.float32]) -> NDArray[np.float64]:
+    with torch.no_grad():
+        out: NDArray[np.float64] = copy.deepcopy(model).double()(torch.from_numpy(batch).double()).numpy()
+    return out
+
+
+def relative_error(got: NDArray[np.float32], wanted: NDArray[np.float64]) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def input_types(proto: onnx.ModelProto, op_type: str) -> set[int | None]:
+    types: dict[str, int] = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    return {types.get(node.input[0]) for node in proto.graph.node if node.op_type == op_type}
+
+
+@pytest.fixture(scope="module")
+def model() -> Vit:
+    return Vit(qk=16, padded=True)
+
+
+@pytest.fixture(scope="module")
+def fp16(model: Vit) -> onnx.ModelProto:
+    return export(model, "fp16", metadata={"widths": "qk 16"})
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+def test_fp32_agrees_with_float64_at_every_batch(model: Vit, opset: int) -> None:
+    proto = export(model, opset=opset)
+    assert [entry.version for entry in proto.opset_import] == [opset]
+    for batch in (1, 3):
+        assert relative_error(run(proto, images(batch)), exact(model, images(batch))) < 1e-5
+    assert half_weight_share(proto) == 0.0
+
+
+def test_fp16_is_close_and_really_half(model: Vit, fp16: onnx.ModelProto) -> None:
+    for runner in (run, run_in_real_half):
+        assert 1e-6 < relative_error(runner(fp16, images(4)), exact(model, images(4))) < 5e-3
+    assert half_weight_share(fp16) == 1.0
+    assert [fp16.graph.input[0].type.tensor_type.elem_type, fp16.graph.output[0].type.tensor_type.elem_type] == [1, 1]
+
+
+def test_softmax_and_layernorm_of_a_half_graph_are_computed_in_float32(fp16: onnx.ModelProto) -> None:
+    assert input_types(fp16, "Softmax") == {TensorProto.FLOAT}
+    assert input_types(fp16, "LayerNormalization") == {TensorProto.FLOAT}
+    assert input_types(fp16, "MatMul") == {TensorProto.FLOAT16}
+    assert sum(node.op_type == "LayerNormalization" for node in fp16.graph.node) == 5
+
+
+def test_mixed_keeps_a_block_that_overflows_float16() -> None:
+    model = Vit()
+    with torch.no_grad():
+        model.blocks[1].mlp.fc1.bias += 6e4  # type: ignore[union-attr,operator]
+        model.blocks[1].mlp.fc1.weight *= 3e4  # type: ignore[union-attr,operator]
+        model.blocks[1].mlp.fc2.weight *= 1e-5  # type: ignore[union-attr,operator]
+    wanted = exact(model, images(4))
+    assert not np.isfinite(run_in_real_half(export(model, "fp16"), images(4))).any()
+    proto = export(model, "mixed", keep_fp32=["blocks.1.mlp"])
+    assert relative_error(run_in_real_half(proto, images(4)), wanted) < 5e-3
+    assert input_types(proto, "Gelu") == {TensorProto.FLOAT, TensorProto.FLOAT16}
+    assert 0.5 < half_weight_share(proto) < 1.0
+
+
+def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:
+    kept = kept_modules(Vit(depth=2), ["blocks.1.*"])
+    assert {"blocks.1", "blocks.1.attn.qkv"} <= kept
+    assert not any(name.startswith("blocks.0") for name in kept)
+    proto = export(Vit(), "mixed", keep_fp32=["blocks.1.*"])
+    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    added = {node.name: types[node.output[0]] for node in proto.graph.node if node.op_type == "Add"}
+    assert added["blocks.1/Add_1"] == TensorProto.FLOAT
+    assert added["blocks.0/Add_1"] == TensorProto.FLOAT16
+
+
+def test_names_are_unique_carry_the_site_and_leak_nothing(fp16: onnx.ModelProto) -> None:
+    names = [node.name for node in fp16.graph.node]
+    assert len(set(names)) == len(names)
+    for name in ("blocks.0.attn/MatMul", "blocks.1.attn/MatMul_1", "blocks.1.attn.qkv/MatMul", "blocks.0.mlp.act/Gelu"):
+        assert name in names
+    attention = [node.name for node in fp16.graph.node if node.op_type in ("Split", "Softmax", "Pad")]
+    assert all(".attn/" in name for name in attention), attention
+    text = onnx_bytes(fp16)
+    for trace in (b"pkg.torch", b".py", str(Path.cwd()).encode(), b"val_", b"_hook"):
+        assert trace not in text, trace
+
+
+def test_each_weight_is_stored_once_and_parameters_keep_their_names(fp16: onnx.ModelProto) -> None:
+    stored = [(tensor.data_type, tuple(tensor.dims), tensor.raw_data) for tensor in fp16.graph.initializer]
+    assert len(set(stored)) == len(stored)
+    names = {tensor.name for tensor in fp16.graph.initializer}
+    assert {"patch.weight", "head.bias", "blocks.0.attn.qkv.bias", "blocks.0.attn.qkv/MatMul.1"} <= names
+
+
+def test_metadata_is_given_and_own_sorted(fp16: onnx.ModelProto) -> None:
+    entries = {entry.key: entry.value for entry in fp16.metadata_props}
+    assert list(entries) == sorted(entries)
+    assert (entries["widths"], entries["export.precision"], entries["export.opset"]) == ("qk 16", "fp16", "20")
+    assert entries["export.torch"].startswith(torch.__version__.partition("+")[0])
+
+
+def test_batch_is_symbolic_or_the_asked_number(fp16: onnx.ModelProto) -> None:
+    assert fp16.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    static = export(Vit(), batch=4)
+    assert static.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 4
+    assert run(static, images(4)).shape == (4, 10)
+
+
+def test_the_callers_model_is_untouched() -> None:
+    model = Vit().train()
+    before = copy.deepcopy(model.state_dict())
+    export(model, "fp16")
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(tensor.dtype == torch.float32 for tensor in model.state_dict().values())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto, tmp_path: Path) -> None:
+    save(fp16, tmp_path / "here.onnx")
+    program = (
+        "import sys; from pathlib import Path; from tests.export_vit import Vit; from export.to_onnx import *\n"
+        "proto = onnx_from_model(Vit(qk=16, padded=True), image_shape=(3, 32, 32), precision='fp16',"
+        " metadata={'widths': 'qk 16'})\n"
+        "save(proto, Path(sys.argv[1]))"
+    )
+    there = tmp_path / "there.onnx"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, str(there)],
+        cwd=Path(__file__).parent.parent,
+        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "here.onnx", there)]
+    assert digests[0] == digests[1]
+
+
+class Branching(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3)) if images.sum() > 0 else images.amax((2, 3))
+
+
+class OneSize(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3)) * (2.0 if images.shape[0] == 2 else 1.0)
+
+
+class Tokens(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(2)
+
+
+def with_weight(value: float) -> Vit:
+    model = Vit()
+    model.head.weight.data[0, 0] = value
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        (Vit(), {"precision": "int8"}, "'int8' is unknown"),
+        (Vit(), {"precision": "mixed"}, "at least one keep_fp32 pattern"),
+        (Vit(), {"precision": "fp16", "keep_fp32": ["blocks.0"]}, "precision mixed only"),
+        (Vit(), {"precision": "mixed", "keep_fp32": ["blocks.7.*", "head"]}, "'blocks.7.\\*' fits no module"),
+        (Vit(), {"precision": "mixed", "keep_fp32": ["*"]}, "none of its 10 weight matrices is float16"),
+        (Vit(), {"precision": "mixed", "keep_fp32": "blocks"}, "a list of patterns"),
+        (Vit(), {"image_shape": (3, 24, 24)}, "refuses images of shape \\[2, 3, 24, 24\\]"),
+        (Vit(), {"image_shape": (3, 0, 24)}, "image_shape must be"),
+        (Vit(), {"opset": 17}, "opset 17 is not offered"),
+        (Vit(), {"opset": 24}, "opset 24 is not offered"),
+        (Vit(), {"batch": 0}, "static batch must be at least 1"),
+        (Vit(), {"metadata": {"export.torch": "1"}}, "written by the exporter"),
+        (Vit(), {"metadata": {"widths": 3}}, "must be a string, got int"),
+        (Vit(), {"metadata": {"command": "reduce --weights /home/me/w.pth"}}, "local path"),
+        (with_weight(float("nan")), {}, "head.weight holds NaN or Inf"),
+        (with_weight(1e6), {"precision": "fp16"}, "head.weight: the largest weight is 1e\\+06.*keep_fp32 'head'"),
+        (Branching(), {}, "can't trace"),
+        (OneSize(), {}, "can't trace|came out fixed"),
+        (Tokens(), {}, "logits must be \\[batch, classes\\]"),
+        (nn.Identity(), {}, "logits must be"),
+    ],
+)
+def test_bad_requests_are_refused_with_the_reason(model: nn.Module, options: dict[str, object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        export(model, **{"precision": "fp32", **options})  # type: ignore[arg-type]
+
+
+def test_typed_copy_casts_at_the_border() -> None:
+    typed = typed_copy(Vit(), "fp16")
+    assert typed(torch.zeros(1, *SHAPE)).dtype == torch.float32
+    halves = {name for name, tensor in typed.state_dict().items() if tensor.dtype == torch.float16}
+    assert "blocks.0.mlp.fc1.weight" in halves
+    assert not any("norm" in name for name in halves)
