@@ -49,23 +49,13 @@ class Elimination:
         return 0.0 if removed == 0 else float(self.error_F[removed - 1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swapped:
-    """A kept set after exchanges, with the ridge objective before and after."""
-
-    kept_K: Tensor
-    error_before: float
-    error: float
-    swaps: int
-
-
-def _dead(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
+def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
     """Channels that cost nothing: constant ones, which a bias replaces, and those that no output reads."""
     variance_F = covariance_FF.diagonal()
     return (variance_F <= _DEAD_VARIANCE_REL * variance_F.mean()) | (weight_OF.square().sum(dim=0) == 0.0)
 
 
-def _shifted(covariance_FF: Tensor, ridge_rel: float) -> tuple[Tensor, float]:
+def shifted_covariance(covariance_FF: Tensor, ridge_rel: float) -> tuple[Tensor, float]:
     """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has."""
     scale = float(covariance_FF.diagonal().mean())
     ridge = max(ridge_rel, _RIDGE_FLOOR_REL) * scale
@@ -142,12 +132,12 @@ def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: in
     covariance_FF: float64 [F, F]; weight_OF: float64 [O, F]; ridge_rel: relative to the covariance's mean diagonal.
     Channels without variance or without weight go first, by index, and cost nothing.
     """
-    dead_F = _dead(covariance_FF, weight_OF)
+    dead_F = dead_channels(covariance_FF, weight_OF)
     first = dead_F.nonzero().squeeze(1)
     alive = (~dead_F).nonzero().squeeze(1)
     if alive.numel() == 0:
         return Elimination(order_F=first, error_F=torch.zeros(first.numel(), dtype=torch.float64), ridge=0.0)
-    shifted, ridge = _shifted(covariance_FF[alive[:, None], alive], ridge_rel)
-    order, costs = _eliminate(shifted, weight_OF[:, alive], block)
+    shifted_FF, ridge = shifted_covariance(covariance_FF, ridge_rel)
+    order, costs = _eliminate(shifted_FF[alive[:, None], alive], weight_OF[:, alive], block)
     error_F = torch.cat((torch.zeros(first.numel(), dtype=torch.float64), torch.tensor(costs, dtype=torch.float64)))
     return Elimination(order_F=torch.cat((first, alive[order])), error_F=error_F.cumsum(0), ridge=ridge)

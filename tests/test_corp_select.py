@@ -1,0 +1,216 @@
+"""Scores, backward elimination and swaps, against plain computations on raw samples."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from corp_deploy import select
+from corp_deploy.obs import Elimination, obs
+from corp_deploy.swap import swap
+
+Array = NDArray[np.floating[Any]]
+
+
+def layer(channels: int, outputs: int, tokens: int, *, seed: int = 0, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """Samples [tokens, F] of GELU features that share a low-dimensional input, and output weights [O, F]."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = rank or max(2, channels // 3)
+    mix = torch.randn(inner, channels, generator=generator, dtype=torch.float64) / inner**0.5
+    hidden = torch.randn(tokens, inner, generator=generator, dtype=torch.float64) @ mix + 0.2
+    weight = torch.randn(outputs, channels, generator=generator, dtype=torch.float64)
+    return torch.nn.functional.gelu(hidden), weight
+
+
+def covariance(samples: Tensor) -> Tensor:
+    centred = samples - samples.mean(dim=0)
+    return centred.T @ centred / samples.shape[0]
+
+
+def ridge_loss(samples: Tensor, weight: Tensor, kept: list[int], ridge: float) -> float:
+    """The least of ||(W - W') X||^2 + ridge ||W - W'||^2 over W' on `kept`, by lstsq on the samples with ridge rows."""
+    x: Array = (samples - samples.mean(dim=0)).numpy() / samples.shape[0] ** 0.5
+    rows = np.vstack((x, ridge**0.5 * np.eye(x.shape[1])))
+    target = rows @ weight.numpy().T
+    fitted = rows[:, kept] @ np.linalg.lstsq(rows[:, kept], target, rcond=None)[0] if kept else 0.0 * target
+    return float(np.square(target - fitted).sum())
+
+
+def greedy_by_inverse(cov: Tensor, weight: Tensor, ridge: float) -> list[int]:
+    """Textbook elimination: one dense update of the inverse and of the weights per channel."""
+    inverse: Array = np.linalg.inv(cov.numpy() + ridge * np.eye(len(cov)))
+    w: Array = weight.numpy().copy()
+    there = list(range(len(cov)))
+    order = []
+    while there:
+        pick = min(there, key=lambda j: float(np.square(w[:, j]).sum() / inverse[j, j]))
+        row = inverse[pick] / inverse[pick, pick]
+        w = w - np.outer(w[:, pick], row)
+        inverse = inverse - np.outer(inverse[pick], row)
+        there.remove(pick)
+        order.append(pick)
+    return order
+
+
+def test_scores_are_their_formulas() -> None:
+    samples, weight = layer(11, 5, 300)
+    x, w = samples.numpy(), weight.numpy()
+    second_F, variance_F = torch.from_numpy((x**2).mean(0)), torch.from_numpy(x.var(0))
+    norm_F = np.sqrt((w**2).sum(0))
+    np.testing.assert_allclose(select.energy(second_F), (x**2).mean(0), rtol=1e-12)
+    np.testing.assert_allclose(select.magnitude(weight), norm_F, rtol=1e-12)
+    np.testing.assert_allclose(select.combined(second_F, weight), (x**2).mean(0) * norm_F, rtol=1e-12)
+    np.testing.assert_allclose(select.variance(variance_F), x.var(0), rtol=1e-12)
+    np.testing.assert_allclose(select.active(torch.tensor([0.25, 1.0])), [0.25, 1.0])
+    by_hand = [sum(abs(w[o, i]) for o in range(5)) * np.sqrt((x[:, i] ** 2).mean()) for i in range(11)]
+    np.testing.assert_allclose(select.wanda(second_F, weight), by_hand, rtol=1e-12)
+
+
+def test_logit_energy_is_the_mean_over_images() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k = torch.randn(2, 4, 3, 7, 5, generator=generator, dtype=torch.float64)  # [images, heads, tokens, dims]
+    expected = (q.square().sum(2) * k.square().sum(2)).mean(0)
+    torch.testing.assert_close(select.logit_energy(expected * 4, 4), expected)
+    first, second = torch.triu_indices(5, 5)
+    system = sum(
+        torch.einsum("hp,hr->hpr", (b.mT @ b)[:, first, second], (a.mT @ a)[:, first, second])
+        for a, b in zip(q, k, strict=True)
+    )
+    assert isinstance(system, Tensor)
+    torch.testing.assert_close(select.logit_energy_from_system(system, 5, 4), expected)
+
+
+def test_kept_is_sorted_and_ties_go_to_the_lower_index() -> None:
+    score = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    kept = select.kept_from_scores(score, 3)
+    assert kept.dtype == torch.int64
+    assert kept.tolist() == [[1, 2, 3], [0, 1, 2]]
+    with pytest.raises(AssertionError):
+        select.kept_from_scores(score, 0)
+    with pytest.raises(AssertionError):
+        select.kept_from_scores(score, 6)
+
+
+def test_obs_takes_the_channel_whose_loss_is_least_at_every_step() -> None:
+    samples, weight = layer(9, 4, 200)
+    cov = covariance(samples)
+    ridge = 1e-3 * float(cov.diagonal().mean())
+    result = obs(cov, weight, ridge_rel=1e-3)
+    assert result.ridge == pytest.approx(ridge)
+    left = list(range(9))
+    for removed, error in zip(result.order_F.tolist(), result.error_F.tolist(), strict=True):
+        losses = {j: ridge_loss(samples, weight, [i for i in left if i != j], ridge) for j in left}
+        assert removed == min(losses, key=lambda j: losses[j])
+        assert error == pytest.approx(losses[removed], rel=1e-9)
+        left.remove(removed)
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+@pytest.mark.parametrize(("tokens", "rank"), [(2000, None), (40, None), (500, 5)])
+def test_obs_equals_plain_greedy(block: int, tokens: int, rank: int | None) -> None:
+    """Full rank, fewer samples than channels, and a nearly flat input: the same kept sets at every width."""
+    samples, weight = layer(150, 20, tokens, seed=tokens, rank=rank)
+    cov = covariance(samples)
+    result = obs(cov, weight, ridge_rel=1e-4, block=block)
+    assert result.order_F.tolist() == greedy_by_inverse(cov, weight, result.ridge)
+
+
+def test_obs_curve_starts_at_nothing_and_ends_at_everything() -> None:
+    samples, weight = layer(40, 6, 500)
+    cov = covariance(samples)
+    result = obs(cov, weight, ridge_rel=1e-4)
+    assert result.error_at(40) == 0.0
+    curve = [result.error_at(width) for width in range(40, -1, -1)]
+    assert curve == sorted(curve)
+    for width in (31, 12, 3):
+        expected = ridge_loss(samples, weight, result.kept(width).tolist(), result.ridge)
+        assert result.error_at(width) == pytest.approx(expected, rel=1e-8)
+    whole = cov + result.ridge * torch.eye(40, dtype=torch.float64)
+    assert curve[-1] == pytest.approx(float(((weight @ whole) * weight).sum()), rel=1e-9)
+
+
+def test_constant_and_unread_channels_go_first_for_nothing() -> None:
+    samples, weight = layer(30, 6, 400)
+    samples[:, 7], samples[:, 21] = 3.5, 0.0
+    weight[:, 12] = 0.0
+    result = obs(covariance(samples), weight, ridge_rel=1e-4)
+    assert result.order_F[:3].tolist() == [7, 12, 21]
+    assert result.error_at(27) == 0.0
+    assert result.error_at(26) > 0.0
+    assert sorted(result.order_F.tolist()) == list(range(30))
+
+
+@pytest.mark.parametrize("ridge_rel", [0.0, 1e-12, 1e-4])
+def test_singular_covariance_is_eliminated_down_to_its_rank_for_next_to_nothing(ridge_rel: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    source = torch.randn(300, 8, generator=generator, dtype=torch.float64)
+    samples = source @ torch.randn(8, 32, generator=generator, dtype=torch.float64)
+    weight = torch.randn(3, 32, generator=generator, dtype=torch.float64)
+    result = obs(covariance(samples), weight, ridge_rel=ridge_rel)
+    assert bool(torch.isfinite(result.error_F).all())
+    assert result.error_at(8) < 1e-3 * result.error_at(0)
+    assert result.error_at(7) > result.error_at(8)
+
+
+def test_nothing_varies_at_all() -> None:
+    result = obs(torch.zeros(5, 5, dtype=torch.float64), torch.ones(2, 5, dtype=torch.float64), ridge_rel=1e-4)
+    assert result.order_F.tolist() == [0, 1, 2, 3, 4]
+    assert result.error_at(1) == 0.0
+    unmoved = swap(
+        torch.zeros(5, 5, dtype=torch.float64), torch.ones(2, 5, dtype=torch.float64), result.kept(2), ridge_rel=1e-4
+    )
+    assert (unmoved.kept_K.tolist(), unmoved.swaps) == ([3, 4], 0)
+
+
+def test_full_width_has_nothing_to_exchange() -> None:
+    samples, weight = layer(10, 3, 90)
+    result = swap(covariance(samples), weight, torch.arange(10), ridge_rel=1e-4)
+    assert (result.kept_K.tolist(), result.swaps, result.error) == (list(range(10)), 0, 0.0)
+
+
+def test_elimination_refuses_impossible_widths() -> None:
+    result = Elimination(order_F=torch.tensor([1, 0]), error_F=torch.tensor([0.0, 1.0]), ridge=0.0)
+    assert result.kept(1).tolist() == [0]
+    for width in (0, 3):
+        with pytest.raises(AssertionError):
+            result.kept(width)
+    with pytest.raises(AssertionError):
+        result.error_at(3)
+
+
+@given(seed=st.integers(0, 10_000), width=st.integers(2, 10))
+@settings(max_examples=25, deadline=None)
+def test_swap_ends_where_no_exchange_helps_and_knows_its_loss(seed: int, width: int) -> None:
+    samples, weight = layer(12, 3, 60, seed=seed)
+    cov = covariance(samples)
+    ridge = 1e-3 * float(cov.diagonal().mean())
+    start = torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:width].sort().values
+    result = swap(cov, weight, start, ridge_rel=1e-3, gain_rel=1e-6)
+    kept = result.kept_K.tolist()
+    assert kept == sorted(set(kept))
+    assert len(kept) == width
+    assert result.error_before == pytest.approx(ridge_loss(samples, weight, start.tolist(), ridge), rel=1e-7)
+    assert result.error == pytest.approx(ridge_loss(samples, weight, kept, ridge), rel=1e-7)
+    for out, new in itertools.product(kept, set(range(12)) - set(kept)):
+        exchanged = [j for j in kept if j != out] + [new]
+        assert ridge_loss(samples, weight, exchanged, ridge) >= result.error * (1.0 - 2e-6)
+
+
+def test_swap_undoes_a_bad_choice_and_leaves_dead_channels_out() -> None:
+    samples, weight = layer(60, 8, 800)
+    samples[:, :3] = 1.0
+    cov = covariance(samples)
+    best = obs(cov, weight, ridge_rel=1e-4).kept(20)
+    worst = obs(cov, weight, ridge_rel=1e-4).order_F[3:23].sort().values
+    result = swap(cov, weight, worst, ridge_rel=1e-4)
+    ridge = 1e-4 * float(cov.diagonal().mean())
+    assert result.swaps > 5
+    assert result.error < 1.1 * ridge_loss(samples, weight, best.tolist(), ridge)
+    assert not set(result.kept_K.tolist()) & {0, 1, 2}
+    assert result.error == pytest.approx(ridge_loss(samples, weight, result.kept_K.tolist(), ridge), rel=1e-7)
