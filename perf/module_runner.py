@@ -1,0 +1,123 @@
+"""Runs a torch module: eager, compiled, or as a CUDA graph; on the CPU or a GPU; in fp32, fp16 or bf16."""
+
+import copy
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from .device import Staging, captured, open_stream, require_cuda
+from .errors import BadInput
+from .memory import Gauge, TorchAllocator, resident_gauge
+from .runners import HostBound, Images, Logits, as_images
+from .runs import Flat
+from .timing import Bound
+
+Mode = Literal["eager", "compiled", "cuda_graph"]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Precision = Literal["fp32", "fp16", "bf16"]
+
+
+@dataclass(slots=True)
+class ModuleRunner:
+    """A module that maps images to logits; a copy of it is moved and cast, the caller's own is left as it is.
+
+    Args:
+        module: called with one tensor [B, 3, H, W], returns [B, classes].
+        device: `cpu` or `cuda`; asking for cuda where there is none raises Missing.
+        mode: `cuda_graph` needs cuda.
+        threads: torch's threads, a setting of the whole process, put back on leaving; None leaves it.
+        label: a name for the record.
+    """
+
+    module: nn.Module
+    device: Literal["cpu", "cuda"] = "cpu"
+    mode: Mode = "eager"
+    precision: Precision = "fp32"
+    threads: int | None = None
+    flush_l2: bool = False
+    label: str = "module"
+    _ready: Any = field(default=None, init=False, repr=False)
+    _stream: Any = field(default=None, init=False, repr=False)
+    _threads_before: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"threads: at least 1, got {self.threads}")
+        if self.device == "cpu" and (self.mode == "cuda_graph" or self.flush_l2):
+            raise BadInput("a CUDA graph and an L2 flush need device cuda, got cpu")
+
+    def __enter__(self) -> Self:
+        if self.device == "cuda":
+            require_cuda()
+            self._stream = open_stream()
+        if self.threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+        module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
+        self._ready = torch.compile(module, dynamic=False) if self.mode == "compiled" else module
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self._ready = None
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+
+    def __call__(self, images: Images) -> Logits:
+        with torch.inference_mode():
+            logits = self._forward(torch.from_numpy(as_images(images)).to(self.device))
+        return np.asarray(logits.cpu().numpy(), dtype=np.float32)
+
+    def bind(self, images: Images) -> Bound:
+        if self.device == "cuda":
+            return self._bind_cuda(as_images(images))
+        batch = torch.from_numpy(as_images(images))
+
+        def call() -> None:
+            with torch.inference_mode():
+                self._forward(batch)
+
+        return HostBound(call)
+
+    def gauge(self) -> Gauge | None:
+        return resident_gauge() if self.device == "cpu" else TorchAllocator()
+
+    def describe(self) -> Flat:
+        assert self._ready is not None, "describe() before the runner was entered"
+        cpu = self.device == "cpu"
+        return {
+            "backend": "torch",
+            "version": torch.__version__,
+            "device": self.device,
+            "precision": self.precision,
+            "mode": self.mode,
+            "cuda_graph": self.mode == "cuda_graph",
+            "flush_l2": self.flush_l2,
+            "threads": torch.get_num_threads() if cpu else None,
+            "tf32": None if cpu else torch.backends.cuda.matmul.allow_tf32,
+            "clock": "host" if cpu else "cuda events",
+            "model": self.label,
+        }
+
+    def _forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Casting to the module's precision and back belongs to the call: borders are float32 everywhere."""
+        logits: torch.Tensor = self._ready(images.to(DTYPES[self.precision]))
+        return logits.float()
+
+    def _bind_cuda(self, images: Images) -> Bound:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            shape = self._forward(torch.from_numpy(images).to("cuda")).shape
+        staging = Staging.hold(self._stream, images, shape)
+
+        def launch() -> None:
+            with torch.inference_mode():
+                staging.device_out.copy_(self._forward(staging.device_in))
+
+        return staging.bound(
+            captured(self._stream, launch) if self.mode == "cuda_graph" else launch, flush_l2=self.flush_l2
+        )

@@ -1,0 +1,67 @@
+"""What is shaky about a measurement, said beside the numbers."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .runs import Block, Row, comparison_measure, samples, whole_rounds
+from .stats import coefficient_of_variation, trend, trend_score
+
+CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
+DRIFT_LIMIT_REL = 0.03
+DRIFT_SCORE = 2.58  # 99 % two-sided
+ENQUEUE_LIMIT = 0.8  # trtexec's: above it the device waits for the host
+
+
+def warnings_of(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each thing that a reader of the record should know."""
+    return [f"batch {row.batch}, {text}" for row in rows for text in _row_warnings(row)]
+
+
+def drift(blocks: Sequence[Block], subject: str) -> float | None:
+    """Relative change of a subject's round medians from first to last, None when it can't be told from noise."""
+    medians = np.median(samples(blocks, subject, comparison_measure(blocks)), axis=1)
+    change = trend(medians)
+    significant = abs(trend_score(medians)) > DRIFT_SCORE and abs(change) > DRIFT_LIMIT_REL
+    return change if significant else None
+
+
+def _row_warnings(row: Row) -> Iterator[str]:
+    for name, trial in row.trials.items():
+        if trial.status != "ok":
+            yield f"{name}: {'out of memory' if trial.status == 'oom' else 'failed'}: {trial.message}"
+        elif not trial.warm_up_flat:
+            yield f"{name}: the warm-up reached its time limit before the times were flat"
+        yield from (f"{name}: {text}" for text in _block_warnings(row.blocks, name))
+    total, kept = len({block.round for block in row.blocks}), len(whole_rounds(row.blocks))
+    if kept < total:
+        yield f"{total - kept} of {total} rounds dropped: {next(b.dropped for b in row.blocks if b.dropped)}"
+    yield from _gpu_warnings(row.blocks)
+
+
+def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:
+    own = [block for block in blocks if block.subject == name]
+    measured = samples(own, name, comparison_measure(own)) if own else np.empty((0, 0))
+    if measured.size == 0:
+        return
+    on_device = own[0].enqueue_ms is not None
+    cv = coefficient_of_variation(measured.ravel())
+    limit = CV_LIMIT["cuda events" if on_device else "host"]
+    if cv > limit:
+        advice = "lock the clocks" if on_device else "quieten the machine"
+        yield f"samples vary by {100 * cv:.1f} % (CV; above {100 * limit:g} % is unstable); {advice}"
+    change = drift(own, name)
+    if change is not None:
+        yield f"times drifted by {100 * change:+.1f} % over the measurement"
+    enqueue = sum(block.enqueue_ms or 0.0 for block in own)
+    if on_device and enqueue > ENQUEUE_LIMIT * sum(sum(block.compute_ms) for block in own):
+        yield "the host takes as long to issue a call as the device to run it; measure with a CUDA graph"
+
+
+def _gpu_warnings(blocks: Sequence[Block]) -> Iterator[str]:
+    states = [block.gpu for block in blocks if block.gpu is not None]
+    if any(state.foreign_processes for state in states):
+        yield f"{max(state.foreign_processes for state in states)} other processes used the GPU"
+    capped = sum("sw_power_cap" in state.throttle for state in states)
+    if capped:
+        yield f"the power limit lowered the clocks in {capped} of {len(states)} blocks"

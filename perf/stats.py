@@ -1,0 +1,180 @@
+"""Statistics of raw samples: pure functions of arrays, float64, seeded, no clock.
+
+Legend: R rounds, C calls of one subject in one round, D bootstrap draws.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import BadInput
+
+PERCENTILE_METHOD = (
+    "inverted_cdf"  # the smallest sample that at least p % of the samples don't exceed; never interpolated
+)
+MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with 95 % confidence: 1 - 2 / 2**6 = 0.969
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A value with the bounds it lies between at the stated confidence; the upper may be infinite."""
+
+    value: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.value <= self.high:
+            raise BadInput(f"an interval needs low <= value <= high, got {self.low}, {self.value}, {self.high}")
+
+    @property
+    def half_width_rel(self) -> float:
+        """Half the width as a share of the value."""
+        return (self.high - self.low) / 2 / abs(self.value) if self.value else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentile:
+    """A tail value; `value` is None with the reason when the samples are too few to state it.
+
+    `upper` is the order statistic that exceeds the true percentile with 99 % confidence, None when no sample does.
+    """
+
+    percent: float
+    value: float | None
+    upper: float | None
+    samples: int
+    needed: int
+    reason: str | None
+    method: str = PERCENTILE_METHOD
+
+
+def median(samples: Sequence[float] | Floats) -> float:
+    """The middle sample, or the mean of the two middle ones."""
+    return float(np.median(np.asarray(samples, dtype=np.float64)))
+
+
+def percentile(samples: Sequence[float] | Floats, percent: float) -> float:
+    """The order statistic of rank ceil(p/100 * n), counted from one."""
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    return float(ordered[max(math.ceil(percent / 100 * len(ordered) - 1e-9) - 1, 0)])
+
+
+def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | None:
+    """The lowest rank k (from one) with P(k-th order statistic >= true percentile) >= confidence, or None.
+
+    P = P(Binomial(n, p) < k): the k-th sample lies above the percentile when fewer than k samples fall below it.
+    """
+    share, below = percent / 100, 0.0
+    for rank in range(1, samples + 1):
+        below += math.exp(_log_binomial(samples, rank - 1, share))
+        if below >= confidence:
+            return rank
+    return None
+
+
+def needed_samples(percent: float, confidence: float = 0.99) -> int:
+    """Fewest samples of which the second largest already bounds the percentile: 64 for p90, 130 for p95, 662 for p99.
+
+    The rule of MLPerf's early stopping with one sample above the bound; the largest sample alone is left to accidents.
+    """
+    share, samples = percent / 100, 1
+    while share**samples + samples * (1 - share) * share ** (samples - 1) > 1 - confidence:
+        samples += 1
+    return samples
+
+
+def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = False) -> Percentile:
+    """The percentile with its upper bound, withheld while the samples are too few unless `always`."""
+    count, needed = len(samples), needed_samples(percent)
+    if count == 0 or (count < needed and not always):
+        reason = f"p{percent:g} needs {needed} samples, there are {count}"
+        return Percentile(percent=percent, value=None, upper=None, samples=count, needed=needed, reason=reason)
+    rank = upper_rank(count, percent)
+    upper = None if rank is None else float(np.sort(np.asarray(samples, dtype=np.float64))[rank - 1])
+    value = percentile(samples, percent)
+    return Percentile(percent=percent, value=value, upper=upper, samples=count, needed=needed, reason=None)
+
+
+def ratio_of_medians(
+    numerator_RC: Floats, denominator_RC: Floats, *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> Interval:
+    """How many times larger the numerator's calls are: median over rounds of the ratio of the two medians in a round.
+
+    Both sides of a round ran within a fraction of a second, so a load that comes and goes cancels in their ratio, and a
+    round it hits half-way is one outlier. The interval is the percentile bootstrap over whole rounds; with fewer than
+    MIN_ROUNDS rounds no interval is honest and the bounds are 0 and infinity.
+    """
+    ratio_R = np.median(numerator_RC, axis=1) / np.median(denominator_RC, axis=1)
+    value = float(np.median(ratio_R))
+    if len(ratio_R) < MIN_ROUNDS:
+        return Interval(value=value, low=0.0, high=math.inf)
+    drawn_DR = ratio_R[_draws(len(ratio_R), draws, seed)]
+    return _bootstrapped(value, np.median(drawn_DR, axis=1), confidence)
+
+
+def median_interval(samples_RC: Floats, *, confidence: float = 0.95, draws: int = 2000, seed: int = 0) -> Interval:
+    """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
+    value = float(np.median(samples_RC))
+    if len(samples_RC) < MIN_ROUNDS:
+        return Interval(value=value, low=0.0, high=math.inf)
+    drawn = [float(np.median(samples_RC[row])) for row in _draws(len(samples_RC), draws, seed)]
+    return _bootstrapped(value, np.asarray(drawn), confidence)
+
+
+def rate_interval(
+    work_R: Floats, seconds_R: Floats, *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> Interval:
+    """Work done per second of wall time, total over total, with the bootstrap interval over rounds."""
+    value = float(work_R.sum() / seconds_R.sum())
+    if len(work_R) < MIN_ROUNDS:
+        return Interval(value=value, low=0.0, high=math.inf)
+    pick_DR = _draws(len(work_R), draws, seed)
+    return _bootstrapped(value, work_R[pick_DR].sum(axis=1) / seconds_R[pick_DR].sum(axis=1), confidence)
+
+
+def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
+    """Standard deviation over mean."""
+    values = np.asarray(samples, dtype=np.float64)
+    return float(values.std(ddof=1) / values.mean()) if len(values) > 1 else 0.0
+
+
+def trend(values: Sequence[float] | Floats) -> float:
+    """Theil-Sen slope times length over the median: the relative change from the first value to the last."""
+    series = np.asarray(values, dtype=np.float64)
+    first, second = np.triu_indices(len(series), k=1)
+    if len(first) == 0:
+        return 0.0
+    slope = float(np.median((series[second] - series[first]) / (second - first)))
+    return slope * (len(series) - 1) / float(np.median(series))
+
+
+def trend_score(values: Sequence[float] | Floats) -> float:
+    """Mann-Kendall z: how many standard deviations the count of rises exceeds what an unordered series would show."""
+    series = np.asarray(values, dtype=np.float64)
+    count = len(series)
+    if count < 3:
+        return 0.0
+    first, second = np.triu_indices(count, k=1)
+    rises = float(np.sign(series[second] - series[first]).sum())
+    spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    return (rises - math.copysign(1, rises)) / spread if rises else 0.0
+
+
+def _draws(count: int, draws: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, count, size=(draws, count))
+
+
+def _bootstrapped(value: float, drawn_D: Floats, confidence: float) -> Interval:
+    tail_share = (1 - confidence) / 2
+    low, high = np.quantile(drawn_D, [tail_share, 1 - tail_share])
+    return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
+
+
+def _log_binomial(count: int, hits: int, share: float) -> float:
+    choices = math.lgamma(count + 1) - math.lgamma(hits + 1) - math.lgamma(count - hits + 1)
+    return choices + hits * math.log(share) + (count - hits) * math.log1p(-share)

@@ -1,0 +1,304 @@
+"""The sweep, its record and what is read out of it; runners are doubles on a fake clock."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import pytest
+
+from perf.bench import Subject, bench
+from perf.errors import BadInput, Missing, NotComparable
+from perf.knee import knee
+from perf.memory import Gauge, Ledger, ResidentSet, is_out_of_memory
+from perf.runners import Images, Logits
+from perf.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
+from perf.summary import summarise
+from perf.timing import Bound, Clock, Laps, Plan
+
+PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
+IMAGES = np.zeros((4, 3, 2, 2), np.float32)
+MACHINE: Flat = {"system": "Linux", "cpu": "a cpu", "cpu_count": 2, "gpu": None}
+
+
+@dataclass
+class FakeClock:
+    now_ns: int = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@dataclass
+class FakeRunner:
+    """Takes `call_ms(batch)`; running out of memory and failing are raised from bind."""
+
+    clock: FakeClock
+    call_ms: Callable[[int], float]
+    precision: str = "fp32"
+    copies_ms: float = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def __call__(self, images: Images) -> Logits:
+        return np.zeros((len(images), 10), np.float32)
+
+    def bind(self, images: Images) -> Bound:
+        return FakeBound(self, self.call_ms(len(images)))
+
+    def gauge(self) -> Gauge | None:
+        return None
+
+    def describe(self) -> Flat:
+        return {"backend": "fake", "device": "cpu", "precision": self.precision, "model": "any"}
+
+
+@dataclass
+class FakeBound:
+    runner: FakeRunner
+    call_ms: float
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        self.runner.clock.now_ns += round(calls * (self.call_ms + self.runner.copies_ms) * 1e6)
+        compute = (self.call_ms,) * calls
+        both = tuple(ms + self.runner.copies_ms for ms in compute) if self.runner.copies_ms else None
+        wall_ms = calls * (self.call_ms + self.runner.copies_ms)
+        return Laps(calls=calls, wall_ms=wall_ms, compute_ms=compute, end_to_end_ms=both)
+
+
+def measured(
+    dense_ms: Callable[[int], float],
+    reduced_ms: Callable[[int], float],
+    batches: tuple[int, ...] = (1, 8),
+    *,
+    copies_ms: float = 0.0,
+    streams: int = 1,
+    flush_l2: bool = False,
+    precision: str = "fp32",
+) -> Bench:
+    clock = FakeClock()
+    dense = Subject(name="dense", open=lambda: FakeRunner(clock, dense_ms, precision, copies_ms), macs=1000)
+    reduced = Subject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, precision, copies_ms), macs=600)
+    return bench(
+        (dense, reduced), IMAGES, batches, PLAN, streams=streams, flush_l2=flush_l2, described=MACHINE, clock=clock
+    )
+
+
+def out_of_memory_from(limit: int, ms: float) -> Callable[[int], float]:
+    def call_ms(batch: int) -> float:
+        if batch >= limit:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return ms * batch
+
+    return call_ms
+
+
+def test_the_sweep_measures_each_batch_against_each_other_and_the_first_against_itself() -> None:
+    record = measured(lambda batch: 2.0 * batch, lambda batch: 1.6 * batch)
+    assert [row.batch for row in record.rows] == [1, 8]
+    assert {block.subject for block in record.rows[0].noise_blocks} == {"dense", "dense again"}
+    read = summarise(record)
+    row = read.row(8)
+    assert row is not None
+    assert row.speedup is not None
+    assert row.noise is not None
+    assert row.speedup.value == pytest.approx(1.25)
+    assert row.noise.value == 1.0
+    assert row.realised_share == pytest.approx((1 - 0.8) / 0.4)
+    assert row.sides["dense"].p50_ms is not None
+    assert row.sides["dense"].p50_ms.value == 16.0
+    throughput = row.sides["reduced"].throughput
+    assert throughput is not None
+    assert throughput.value == pytest.approx(1000 / 1.6)
+    assert read.end_to_end_rows == ()
+
+
+def test_end_to_end_is_told_apart_from_compute() -> None:
+    read = summarise(measured(lambda batch: 4.0, lambda batch: 2.0, copies_ms=1.0))
+    compute, both = read.row(8), read.row(8, "end_to_end")
+    assert compute is not None
+    assert both is not None
+    assert compute.speedup is not None
+    assert both.speedup is not None
+    assert compute.speedup.value == 2.0
+    assert both.speedup.value == pytest.approx(5 / 3)
+
+
+def test_streams_report_throughput_only() -> None:
+    read = summarise(measured(lambda batch: 4.0, lambda batch: 2.0, streams=3))
+    side = read.rows[0].sides["dense"]
+    assert (side.p50_ms, side.p90_ms, side.samples) == (None, None, 0)
+    assert side.throughput is not None
+    assert read.rows[0].speedup is not None
+
+
+def test_no_throughput_is_told_while_the_l2_cache_is_flushed() -> None:
+    assert summarise(measured(lambda b: 4.0, lambda b: 2.0, flush_l2=True)).rows[0].sides["dense"].throughput is None
+
+
+def test_a_batch_that_runs_out_of_memory_stays_in_the_table_and_the_other_is_still_measured() -> None:
+    record = measured(out_of_memory_from(8, 1.0), lambda batch: 1.0 * batch, (1, 8, 16))
+    assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom", "oom"]
+    assert record.rows[1].stop == "one subject only"
+    row = summarise(record).row(8)
+    assert row is not None
+    assert row.speedup is None
+    assert row.sides["reduced"].p50_ms is not None
+    assert any("batch 8, dense: out of memory: RuntimeError: CUDA out of memory" in text for text in record.warnings)
+
+
+def test_a_failing_batch_stays_with_its_message() -> None:
+    def broken(batch: int) -> float:
+        raise ValueError("invalid shape")
+
+    record = measured(broken, broken, (1,))
+    assert record.rows[0].trials["reduced"].message == "ValueError: invalid shape"
+    assert record.rows[0].stop == "nothing to measure"
+    assert summarise(record).rows[0].sides["dense"].p50_ms is None
+
+
+def test_a_lack_of_the_machine_ends_the_sweep() -> None:
+    def lacking(batch: int) -> float:
+        raise Missing("no GPU")
+
+    with pytest.raises(Missing):
+        measured(lacking, lambda batch: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "streams", "message"),
+    [((), 1, "at least one"), ((0,), 1, "positive"), ((2, 2), 1, "each once"), ((1,), 0, "streams")],
+)
+def test_an_impossible_sweep_is_refused(batches: tuple[int, ...], streams: int, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        measured(lambda batch: 1.0, lambda batch: 1.0, batches, streams=streams)
+
+
+def test_two_subjects_of_one_name_are_refused() -> None:
+    same = Subject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
+    with pytest.raises(BadInput, match="different names"):
+        bench((same, same), IMAGES, [1], PLAN)
+
+
+def test_progress_only_rises_and_ends_below_one() -> None:
+    clock, shares = FakeClock(), list[float]()
+    subjects = [Subject(name=name, open=lambda: FakeRunner(clock, lambda batch: 2.0)) for name in ("a", "b")]
+    bench(
+        (subjects[0], subjects[1]),
+        IMAGES,
+        [1, 2],
+        PLAN,
+        described=MACHINE,
+        clock=clock,
+        progress=lambda share, text: shares.append(share),
+    )
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] <= 1.0
+
+
+def test_the_record_survives_the_file(tmp_path: Path) -> None:
+    record = measured(out_of_memory_from(8, 1.0), lambda batch: 1.0 * batch, copies_ms=0.5)
+    save_bench(record, tmp_path / "bench.json")
+    assert load_bench(tmp_path / "bench.json") == record
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert (document["kind"], document["version"]) == ("bench", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a bench record"),
+        ('{"kind": "parity", "version": 1}', "got 'parity'"),
+        ('{"kind": "bench", "version": 2}', "version 2"),
+        ('{"kind": "bench", "version": 1}', "not a whole bench record"),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=message):
+        load_bench(path)
+    with pytest.raises(BadInput, match="cannot be read"):
+        load_bench(tmp_path / "none.json")
+
+
+def test_records_of_other_machines_or_precisions_are_not_comparable() -> None:
+    record = measured(lambda batch: 2.0, lambda batch: 1.0)
+    assert differing_keys(record, record) == {}
+    require_comparable(record, record)
+    moved = replace(record, environment={**record.environment, "cpu": "another cpu", "load_average": 3.0})
+    assert differing_keys(record, moved) == {"cpu": ("a cpu", "another cpu")}
+    halved = measured(lambda batch: 2.0, lambda batch: 1.0, precision="fp16")
+    with pytest.raises(NotComparable, match=r"reduced\.precision: 'fp32' then, 'fp16' now"):
+        require_comparable(record, halved)
+
+
+def test_the_knee_is_where_doubling_stops_paying() -> None:
+    found = knee({1: 100.0, 2: 190.0, 4: 340.0, 8: 360.0, 16: 365.0})
+    assert found is not None
+    assert found.batch == 4
+    rising = knee({1: 100.0, 2: 200.0, 4: 400.0})
+    assert rising is not None
+    assert (rising.batch, "still rises" in rising.reason) == (4, True)
+    dip = knee({1: 100.0, 2: 100.0, 4: 200.0})
+    assert dip is not None
+    assert dip.batch == 4
+    assert knee({1: 100.0}) is None
+
+
+def test_the_knee_becomes_the_preferred_batch_size() -> None:
+    read = summarise(measured(lambda batch: 2.0 * batch, lambda batch: 1.0 + 0.1 * batch, (1, 2, 64, 128)))
+    assert read.preferred_batch_size == 64
+
+
+@dataclass
+class FakeGauge:
+    readings: list[int]
+    peaks: list[int]
+    method: str = "fake"
+
+    def reset_peak(self) -> None: ...
+
+    def now(self) -> int:
+        return self.readings.pop(0)
+
+    def peak(self) -> int:
+        return self.peaks.pop(0)
+
+
+def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:
+    """Opens 100 -> 150, then a phase that peaks 70 above its start and leaves 20 behind; another's 500 don't count."""
+    ledger = Ledger(FakeGauge([100, 150, 650, 670], [160, 720]))
+    assert ledger.phase(lambda: "opened") == ("opened", 60)
+    assert ledger.phase(lambda: None) == (None, 50 + 70)
+    assert ledger.held_bytes == 70
+
+
+def test_the_resident_set_sees_an_allocation() -> None:
+    gauge = ResidentSet()
+    gauge.reset_peak()
+    before = gauge.now()
+    block = np.ones(16 * 2**20, np.uint8)
+    assert gauge.peak() - before > 0.9 * block.nbytes
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("Failed to allocate memory for requested buffer of size 1"), True),
+        (RuntimeError("invalid shape"), False),
+    ],
+)
+def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected

@@ -1,0 +1,194 @@
+"""Runners: same numbers as the module or graph they run, honest about what they run on."""
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from perf.device import DeviceBound
+from perf.errors import BadInput, Missing
+from perf.module_runner import ModuleRunner
+from perf.onnx_runner import OnnxRunner, onnx_precision, require_granted, require_provider
+from perf.runners import HostBound, as_images, batch_of
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
+WEIGHT = RNG.standard_normal((48, 5)).astype(np.float32)
+
+
+def onnx_file(path: Path, *, weight_type: type = np.float32, input_type: int = TensorProto.FLOAT) -> Path:
+    """Flatten, cast, matmul: logits = images.reshape(B, 48) @ WEIGHT."""
+    kind = numpy_helper.from_array(WEIGHT.astype(weight_type), "weight")
+    nodes = [
+        helper.make_node("Flatten", ["images"], ["flat"], axis=1),
+        helper.make_node("Cast", ["flat"], ["typed"], to=kind.data_type),
+        helper.make_node("MatMul", ["typed", "weight"], ["product"]),
+        helper.make_node("Cast", ["product"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    inputs = [helper.make_tensor_value_info("images", input_type, ["batch", 3, 4, 4])]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 5])]
+    graph = helper.make_graph(nodes, "tiny", inputs, outputs, [kind])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
+    return path
+
+
+def module() -> nn.Module:
+    linear = nn.Linear(48, 5, bias=False)
+    linear.weight.data = torch.from_numpy(WEIGHT.T.copy())
+    return nn.Sequential(nn.Flatten(), linear)
+
+
+def expected() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return IMAGES.reshape(3, 48).astype(np.float64) @ WEIGHT
+
+
+def test_onnx_runner_computes_the_graph_and_says_where(tmp_path: Path) -> None:
+    with OnnxRunner(onnx_file(tmp_path / "m.onnx"), threads=1) as runner:
+        np.testing.assert_allclose(runner(IMAGES), expected(), rtol=1e-4, atol=1e-5)
+        told = runner.describe()
+        ticks = count(0, 1_000_000)
+        laps = runner.bind(IMAGES).laps(3, lambda: next(ticks))
+    assert (told["device"], told["provider"], told["precision"]) == ("cpu", "CPUExecutionProvider", "fp32")
+    assert told["threads"] == 1
+    assert laps.compute_ms == (1.0, 1.0, 1.0)
+    assert laps.wall_ms == 3.0
+
+
+def test_half_weights_on_the_cpu_are_said_to_be_computed_in_fp32(tmp_path: Path) -> None:
+    with OnnxRunner(onnx_file(tmp_path / "m.onnx", weight_type=np.float16)) as runner:
+        assert runner.describe()["precision"] == "fp16"
+        assert runner.describe()["computed_in"] == "fp32"
+        np.testing.assert_allclose(runner(IMAGES), expected(), rtol=0.02, atol=0.05)
+
+
+def test_precision_is_mixed_when_no_type_holds_almost_all_weights(tmp_path: Path) -> None:
+    path = onnx_file(tmp_path / "m.onnx", weight_type=np.float16)
+    proto = onnx.load(str(path))
+    proto.graph.initializer.append(numpy_helper.from_array(WEIGHT, "other"))
+    onnx.save(proto, str(path))
+    assert onnx_precision(path) == "mixed"
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_onnx_runner_never_falls_back_to_the_cpu(tmp_path: Path, provider: str) -> None:
+    with pytest.raises(Missing, match="has no"):
+        require_provider(["CPUExecutionProvider"], provider)  # type: ignore[arg-type]
+    with pytest.raises(Missing, match="got CPUExecutionProvider"):
+        require_granted(["CPUExecutionProvider"], provider)  # type: ignore[arg-type]
+
+
+def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such ONNX file"):
+        OnnxRunner(tmp_path / "none.onnx").__enter__()
+    (tmp_path / "broken.onnx").write_bytes(b"not onnx")
+    with pytest.raises(BadInput, match="cannot load"):
+        OnnxRunner(tmp_path / "broken.onnx").__enter__()
+    half = onnx_file(tmp_path / "half.onnx", input_type=TensorProto.FLOAT16)
+    with pytest.raises(BadInput, match="expected one float32 input"):
+        OnnxRunner(half).__enter__()
+    with pytest.raises(BadInput, match="threads"):
+        OnnxRunner(tmp_path / "m.onnx", threads=0)
+    with pytest.raises(BadInput, match="need a GPU"):
+        OnnxRunner(tmp_path / "m.onnx", cuda_graph=True)
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 0.1), ("fp16", 0.02)])
+def test_module_runner_computes_the_module_and_leaves_it_alone(precision: str, rtol: float) -> None:
+    mine = module()
+    with ModuleRunner(mine, precision=precision) as runner:  # type: ignore[arg-type]
+        logits = runner(IMAGES)
+        told = runner.describe()
+        runner.bind(IMAGES).laps(2, lambda: 0)
+    np.testing.assert_allclose(logits, expected(), rtol=rtol, atol=0.3 * rtol * 10)
+    assert logits.dtype == np.float32
+    assert (told["precision"], told["device"], told["mode"], told["clock"]) == (precision, "cpu", "eager", "host")
+    assert next(mine.parameters()).dtype == torch.float32
+    assert mine.training
+
+
+def test_module_runner_sets_and_restores_threads() -> None:
+    before = torch.get_num_threads()
+    with ModuleRunner(module(), threads=1) as runner:
+        assert torch.get_num_threads() == 1
+        assert runner.describe()["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
+def test_module_runner_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Missing, match="a GPU was asked for"):
+        ModuleRunner(module(), device="cuda").__enter__()
+    with pytest.raises(BadInput, match="need device cuda"):
+        ModuleRunner(module(), mode="cuda_graph")
+
+
+def test_images_are_checked() -> None:
+    with pytest.raises(BadInput, match="float32"):
+        as_images(IMAGES.astype(np.float64))
+    with pytest.raises(BadInput, match=r"\[3, 4, 4\]"):
+        as_images(IMAGES[0])
+    with pytest.raises(BadInput, match="B >= 1"):
+        as_images(IMAGES[:0])
+
+
+def test_a_batch_larger_than_the_images_begins_again() -> None:
+    batch = batch_of(IMAGES, 5)
+    np.testing.assert_array_equal(batch[3], IMAGES[0])
+    assert batch.flags.c_contiguous
+    with pytest.raises(BadInput, match="at least 1"):
+        batch_of(IMAGES, 0)
+
+
+def test_host_bound_reads_the_clock_once_per_call() -> None:
+    readings, calls = count(), count()
+    laps = HostBound(lambda: next(calls)).laps(4, lambda: 1_000_000 * next(readings))
+    assert next(readings) == 5
+    assert next(calls) == 4
+    assert laps.end_to_end_ms is None
+
+
+class Tape:
+    """A device's stream: every stage takes its time; marks remember when they were reached."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.waited = 0.0, 0
+
+    def stage(self, ms: float) -> None:
+        self.now_ms += ms
+
+    def mark(self) -> "Mark":
+        return Mark(self.now_ms)
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+class Mark:
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def elapsed_time(self, later: "Mark") -> float:
+        return later.at_ms - self.at_ms
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: bool) -> None:
+    tape, host = Tape(), count(0, 1_000_000)
+    bound = DeviceBound(
+        copy_in=lambda: tape.stage(2.0),
+        launch=lambda: tape.stage(5.0),
+        copy_out=lambda: tape.stage(0.5),
+        mark=tape.mark,
+        wait=tape.wait,
+        flush=(lambda: tape.stage(100.0)) if flushed else None,
+    )
+    laps = bound.laps(3, lambda: next(host))
+    assert laps.compute_ms == (5.0, 5.0, 5.0)
+    assert laps.end_to_end_ms == (7.5, 7.5, 7.5)
+    assert (laps.enqueue_ms, laps.wall_ms) == (1.0, 2.0)
+    assert tape.waited == 1  # the calls of a block are waited for together

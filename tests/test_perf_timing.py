@@ -1,0 +1,230 @@
+"""Timing logic on a clock that only moves when told, with replayed traces: drift, spikes, two modes, throttling."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, cycle
+
+import pytest
+
+from perf.errors import BadInput
+from perf.runs import Block, GpuState, samples, whole_rounds
+from perf.stability import drift
+from perf.summary import speedup
+from perf.timing import (
+    Clock,
+    Laps,
+    Plan,
+    calls_per_block,
+    measure_alone,
+    measure_pair,
+    settle_calls,
+    warm_up,
+)
+
+PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
+
+
+@dataclass
+class FakeClock:
+    now_ns: int = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def pass_ms(self, ms: float) -> None:
+        self.now_ns += round(ms * 1e6)
+
+
+@dataclass
+class Replay:
+    """A subject whose calls take the times of a trace."""
+
+    clock: FakeClock
+    trace: Iterator[float]
+    log: list[str] = field(default_factory=list)
+    name: str = ""
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        self.log.append(f"{self.name}{calls}")
+        times = tuple(next(self.trace) for _ in range(calls))
+        for ms in times:
+            self.clock.pass_ms(ms)
+        return Laps(calls=calls, wall_ms=sum(times), compute_ms=times)
+
+
+@dataclass
+class ByTime:
+    """A subject whose calls take what a function of the time (in ms) says: the machine's condition, not its own."""
+
+    clock: FakeClock
+    call_ms: Callable[[float], float]
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        times = []
+        for _ in range(calls):
+            times.append(self.call_ms(self.clock.now_ns / 1e6))
+            self.clock.pass_ms(times[-1])
+        return Laps(calls=calls, wall_ms=sum(times), compute_ms=tuple(times))
+
+
+def steady(clock: FakeClock, ms: float) -> Replay:
+    return Replay(clock, cycle([ms]))
+
+
+def test_warm_up_ends_when_a_falling_trace_turns_flat() -> None:
+    clock = FakeClock()
+    falling = [20.0 - 0.25 * index for index in range(40)]
+    warmed = warm_up(Replay(clock, iter(falling + [10.0] * 100)), PLAN, clock)
+    assert warmed.flat
+    assert 45 <= len(warmed.samples_ms) <= 62
+    assert warmed.samples_ms[:40] == tuple(falling)
+
+
+def test_warm_up_needs_its_least_time_and_calls() -> None:
+    clock = FakeClock()
+    warmed = warm_up(steady(clock, 1.0), PLAN, clock)
+    assert len(warmed.samples_ms) == 200  # 0.2 s of 1 ms
+    assert len(warm_up(steady(clock, 100.0), PLAN, clock).samples_ms) == PLAN.warm_up_window
+
+
+def test_warm_up_is_not_kept_going_by_spikes_or_two_modes() -> None:
+    clock = FakeClock()
+    spikes = cycle([10.0, 10.1, 9.9, 10.0, 80.0, 10.0, 9.9])
+    assert warm_up(Replay(clock, spikes), PLAN, clock).flat
+    modes = cycle([10.0, 16.0, 16.1, 10.1, 9.9, 15.9])
+    assert warm_up(Replay(clock, modes), PLAN, clock).flat
+
+
+def test_warm_up_that_never_turns_flat_says_so_at_its_limit() -> None:
+    clock = FakeClock()
+    endless = (100.0 * 0.99**index for index in count())
+    plan = Plan(warm_up_limit_s=3.0)
+    warmed = warm_up(Replay(clock, endless), plan, clock)
+    assert not warmed.flat
+    assert clock.now_ns / 1e9 == pytest.approx(3.0, abs=0.2)
+
+
+def test_rounds_are_abba_then_baab_with_a_settling_call_each() -> None:
+    clock, log = FakeClock(), list[str]()
+    bounds = {name: Replay(clock, cycle([10.0]), log, name) for name in ("a", "b")}
+    blocks, stop = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, rounds=2)
+    assert [block.subject for block in blocks] == list("abba" + "baab")
+    assert log == [word for name in "abba" + "baab" for word in (f"{name}1", f"{name}5")]
+    assert stop == "round limit"
+
+
+def test_long_calls_are_not_settled() -> None:
+    assert [settle_calls(calls) for calls in (1, 3, 4, 20)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("call_ms", "calls"), [(5.0, 10), (0.01, 200), (60.0, 1), (24.0, 3)])
+def test_a_block_lasts_about_its_time(call_ms: float, calls: int) -> None:
+    assert calls_per_block(call_ms, 50.0) == calls
+
+
+def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
+    clock = FakeClock()
+    bounds = {"dense": steady(clock, 6.0), "reduced": steady(clock, 4.0)}
+    blocks, stop = measure_pair(dict(bounds), PLAN, calls=5, clock=clock)
+    assert stop == "narrow"
+    assert len(blocks) == 4 * PLAN.min_rounds
+    ratio = speedup(blocks, "dense", "reduced")
+    assert ratio is not None
+    assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
+
+
+def test_a_noisy_machine_is_measured_longer_and_stops_at_the_time_limit() -> None:
+    clock = FakeClock()
+    bounds = {"a": Replay(clock, cycle([5.0, 9.0, 5.5, 7.0, 6.0])), "b": Replay(clock, cycle([6.0, 5.0, 8.0]))}
+    plan = Plan(min_rounds=6, time_limit_s=2.0, half_width_rel=1e-6)
+    blocks, stop = measure_pair(dict(bounds), plan, calls=1, clock=clock)
+    assert stop == "time limit"
+    assert 2.0 <= clock.now_ns / 1e9 < 2.1
+    assert len(blocks) > 4 * plan.min_rounds
+
+
+def test_the_time_limit_waits_for_the_fewest_rounds_that_make_an_interval() -> None:
+    clock = FakeClock()
+    bounds = {"a": steady(clock, 1000.0), "b": steady(clock, 900.0)}
+    plan = Plan(min_rounds=10, time_limit_s=15.0)
+    blocks, stop = measure_pair(dict(bounds), plan, calls=1, clock=clock)
+    assert (stop, len(blocks)) == ("time limit", 4 * 6)
+
+
+def test_a_machine_that_slows_down_steadily_does_not_bias_the_ratio() -> None:
+    """From 5 to 7.4 ms over the measurement; measured one after the other the second would look slower."""
+    clock = FakeClock()
+
+    def slowing(base_ms: float) -> Callable[[float], float]:
+        return lambda now_ms: base_ms * (1 + 0.6 * now_ms / 8000)
+
+    bounds = {"dense": ByTime(clock, slowing(5.0)), "same": ByTime(clock, slowing(5.0))}
+    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, rounds=40)
+    ratio = speedup(blocks, "dense", "same")
+    assert ratio is not None
+    assert ratio.value == pytest.approx(1.0, abs=0.002)
+    assert drift(blocks, "dense") == pytest.approx(0.36, abs=0.05)
+
+
+def test_a_load_that_comes_and_goes_does_not_hide_a_five_percent_difference() -> None:
+    clock = FakeClock()
+
+    def loaded(base_ms: float) -> Callable[[float], float]:
+        return lambda now_ms: base_ms * (1.7 if int(now_ms / 730) % 3 == 0 else 1.0)
+
+    bounds = {"dense": ByTime(clock, loaded(5.0)), "slower": ByTime(clock, loaded(5.25))}
+    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, rounds=40)
+    ratio = speedup(blocks, "dense", "slower")
+    assert ratio is not None
+    assert ratio.value == pytest.approx(1 / 1.05, abs=0.002)
+    assert ratio.high < 0.97
+
+
+def test_throttled_blocks_are_dropped_with_their_round() -> None:
+    clock, asked = FakeClock(), count()
+
+    def watch() -> GpuState:
+        hot = next(asked) == 5  # the second block of the second round
+        return GpuState(
+            sm_clock_mhz=1000,
+            memory_clock_mhz=1000,
+            temperature_c=90,
+            power_w=300.0,
+            throttle=("hw_thermal_slowdown",) if hot else ("sw_power_cap",),
+            foreign_processes=0,
+        )
+
+    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
+    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, watch=watch, rounds=7)
+    assert [block.dropped for block in blocks if block.dropped] == ["throttled: hw_thermal_slowdown"]
+    assert whole_rounds(blocks) == [0, 2, 3, 4, 5, 6]
+    assert samples(blocks, "a").shape == (6, 10)
+
+
+def test_one_subject_alone_gets_the_fewest_rounds() -> None:
+    clock = FakeClock()
+    blocks = measure_alone(steady(clock, 10.0), "dense", PLAN, calls=2, clock=clock)
+    assert samples(blocks, "dense").shape == (PLAN.min_rounds, 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_rounds": 3},
+        {"min_rounds": 20, "max_rounds": 10},
+        {"noise_rounds": 2},
+        {"time_limit_s": 0.0},
+        {"half_width_rel": float("nan")},
+        {"warm_up_min_s": 20.0},
+        {"warm_up_window": 2},
+        {"confidence": 1.0},
+    ],
+)
+def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(BadInput, match="got"):
+        Plan(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_block_without_positive_times_is_refused() -> None:
+    with pytest.raises(BadInput, match="positive times"):
+        Block(round=0, subject="a", at_s=0.0, calls=1, wall_ms=0.0, compute_ms=(0.0,))
