@@ -1,0 +1,93 @@
+"""PURE: shares of images with their intervals, accuracy on labels, McNemar's test for two models on the same images."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import BadInput
+
+Z95 = 1.959963984540054
+
+
+def wilson(hits: int, images: int) -> tuple[float, float]:
+    """The 95 % score interval of a share (Wilson 1927); unlike the normal one it is honest at 0 % and 100 %."""
+    assert 0 <= hits <= images > 0, (hits, images)
+    share = hits / images
+    shrink = 1 + Z95**2 / images
+    centre = (share + Z95**2 / (2 * images)) / shrink
+    half = Z95 / shrink * math.sqrt(share * (1 - share) / images + Z95**2 / (4 * images**2))
+    return (0.0 if hits == 0 else centre - half), (1.0 if hits == images else centre + half)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Top-1 accuracy of one model on labelled images, with its 95 % Wilson interval."""
+
+    model: str
+    correct: int
+    images: int
+    accuracy: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two models on the same labelled images: images that only one of them gets right, and McNemar's exact p value."""
+
+    a: str
+    b: str
+    only_a: int
+    only_b: int
+    p_value: float
+
+
+def accuracy(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> Accuracy:
+    """Raises BadInput for labels that don't fit the logits; an image whose logits are not finite counts as wrong."""
+    right_N = _right(model, logits_NC, labels_N)
+    correct, images = int(right_N.sum()), len(right_N)
+    low, high = wilson(correct, images)
+    return Accuracy(model=model, correct=correct, images=images, accuracy=correct / images, low=low, high=high)
+
+
+def mcnemar(
+    a: str,
+    logits_a_NC: NDArray[np.floating],
+    b: str,
+    logits_b_NC: NDArray[np.floating],
+    labels_N: NDArray[np.integer],
+) -> Comparison:
+    """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
+    right_a_N, right_b_N = _right(a, logits_a_NC, labels_N), _right(b, logits_b_NC, labels_N)
+    only_a, only_b = int((right_a_N & ~right_b_N).sum()), int((right_b_N & ~right_a_N).sum())
+    return Comparison(a=a, b=b, only_a=only_a, only_b=only_b, p_value=_two_sided_coin(only_a, only_b))
+
+
+def _two_sided_coin(heads: int, tails: int) -> float:
+    tosses = heads + tails
+    log_total = tosses * math.log(2)
+    log_ways = (_log_choices(tosses, k) for k in range(min(heads, tails) + 1))
+    return min(1.0, 2 * math.fsum(math.exp(ways - log_total) for ways in log_ways))
+
+
+def _log_choices(tosses: int, heads: int) -> float:
+    return math.lgamma(tosses + 1) - math.lgamma(heads + 1) - math.lgamma(tosses - heads + 1)
+
+
+def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> NDArray[np.bool_]:
+    if logits_NC.ndim != 2 or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:
+        raise BadInput(
+            f"labels for {model}: got {labels_N.shape} labels for logits {logits_NC.shape}, expected one label "
+            "per image; give the labels of exactly these images, in their order"
+        )
+    if labels_N.min() < 0 or labels_N.max() >= logits_NC.shape[1]:
+        raise BadInput(
+            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to "
+            f"{logits_NC.shape[1] - 1}; labels are class indices in the model's own order"
+        )
+    right_N: NDArray[np.bool_] = (logits_NC.argmax(axis=1) == labels_N) & np.isfinite(logits_NC).all(axis=1)
+    return right_N

@@ -1,0 +1,319 @@
+"""Plots as inline SVG, 460 units wide: drawn by hand so that a report needs nothing from outside. Colours are CSS.
+
+Every figure is a string that stands alone in a page; `standalone` makes a file of it. Hovering a mark shows its value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from .scales import Scale, linear, logarithmic, short
+
+WIDTH = 460
+PALETTE = """
+:root { --ink: #16202e; --muted: #5b6675; --line: #dfe4ea; --page: #fff; --dense: #8793a3; --reduced: #0f6fde;
+  --soft: #0f6fde26; --densesoft: #8793a333; --pass: #137a4b; --fail: #c0262d; --note: #9a6200 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8edf3; --muted: #9aa7b6; --line: #2b3542; --page: #10161d; --dense: #8a98aa; --reduced: #5aa9ff;
+    --soft: #5aa9ff2b; --densesoft: #8a98aa38; --pass: #4cc38a; --fail: #ff7b7f; --note: #e3a94a }
+}
+"""
+MARKS = """
+svg.plot { display: block; width: 100%; height: auto;
+  font: 12px/1.2 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
+.plot .grid { stroke: var(--line); stroke-width: 1 }
+.plot .dense { stroke: var(--dense); fill: var(--dense) }
+.plot .reduced { stroke: var(--reduced); fill: var(--reduced) }
+.plot .pass { stroke: var(--pass); fill: var(--pass) }
+.plot .fail { stroke: var(--fail); fill: var(--fail) }
+.plot .note { stroke: var(--note); fill: var(--note) }
+.plot text { fill: var(--muted); stroke: none }
+.plot text.name { fill: var(--ink) }
+.plot .path { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round }
+.plot .whisker { fill: none; stroke-width: 1.5 }
+.plot .open { fill: var(--page); stroke-width: 1.75 }
+.plot .bound { stroke: var(--ink); stroke-width: 2 }
+.plot .bar { stroke: none }
+.plot .band { fill: var(--densesoft); stroke: none }
+.plot .area { stroke-width: 1.25 }
+.plot .area.dense { fill: var(--densesoft) }
+.plot .area.reduced { fill: var(--soft) }
+.plot .dash { stroke-dasharray: 3 3 }
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A value at a labelled place, with its interval (equal bounds: none known)."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Points of one colour; `tone` is dense or reduced."""
+
+    name: str
+    tone: str
+    points: tuple[Point, ...]
+
+
+def curve(series: Sequence[Series], *, title: str, unit: str, across: str, log: bool) -> str:
+    """Lines with intervals over evenly spaced labels (batch sizes), the legend above."""
+    labels = list(dict.fromkeys(p.label for s in series for p in s.points))
+    left, right, top, bottom = 46, WIDTH - 14, 34, 236
+    values = [v for s in series for p in s.points for v in (p.low, p.value, p.high)]
+    make = logarithmic if log else linear
+    y = make(values, start=bottom, end=top)
+    step = (right - left - 36) / max(len(labels) - 1, 1)
+    places = {label: left + 18 + i * step for i, label in enumerate(labels)}
+    if len(labels) == 1:
+        places = {labels[0]: (left + right) / 2}
+    body = [_grid_y(y, left, right, unit), _legend([(s.name, s.tone) for s in series])]
+    body += [_text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
+    body += [_text((left + right) / 2, bottom + 36, across, anchor="middle")]
+    body += [_line_with_whiskers(s, places, y, unit) for s in series]
+    return _figure(title, 280, body)
+
+
+def distribution(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, unit: str) -> str:
+    """Per label (a batch size) the samples of both subjects as densities on one axis each, with medians marked."""
+    left, right, row_px, head = 46, WIDTH - 14, 78, 30
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    tones = dict(zip(names, ("dense", "reduced"), strict=False))
+    body = [_legend(list(tones.items()))]
+    for place, (label, row) in enumerate(rows.items()):
+        base = head + (place + 1) * row_px - 20
+        body.append(_densities(label, row, tones, left=left, right=right, base=base, height=row_px - 26, unit=unit))
+    return _figure(title, head + len(rows) * row_px + 6, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A measured ratio beside the noise of the same machine (A/A) and what the operation counts promise."""
+
+    label: str
+    ratio: Point | None
+    noise: tuple[float, float] | None
+    promised: float | None
+
+
+def gains(rows: Sequence[Gain], *, title: str, across: str) -> str:
+    """One row a batch: the speed-up with its interval, the noise band around 1, the promised ratio as a dashed tick."""
+    left, right, row_px, head = 58, WIDTH - 50, 34, 36
+    bottom = head + len(rows) * row_px
+    measured = [v for r in rows if r.ratio for v in (r.ratio.value, r.ratio.low, r.ratio.high)]
+    around = [v for r in rows for v in (*(r.noise or ()), r.promised or 1.0)]
+    x = linear([1.0, *measured, *around], start=left, end=right, zero=False)
+    body = [_grid_x(x, head, bottom, across), _legend([("dense again (A/A)", "dense"), ("reduced", "reduced")])]
+    body.append(f'<line class="bound" x1="{x.at(1):.1f}" x2="{x.at(1):.1f}" y1="{head}" y2="{bottom}"/>')
+    body += [_gain(row, x, head + (i + 0.5) * row_px) for i, row in enumerate(rows)]
+    return _figure(title, bottom + 42, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One row's value before and after."""
+
+    label: str
+    before: float
+    after: float
+
+
+def dumbbells(rows: Sequence[Change], *, title: str, across: str, before: str, after: str) -> str:
+    """One row a site on a logarithmic axis: an open ring before, a full dot after, a line between."""
+    row_px = 22 if len(rows) <= 16 else 17
+    left, right, head = 118, WIDTH - 16, 36
+    bottom = head + len(rows) * row_px
+    x = logarithmic([v for r in rows for v in (r.before, r.after)], start=left, end=right, least=1e-9)
+    body = [_grid_x(x, head, bottom, across), _legend([(before, "dense"), (after, "reduced")])]
+    for i, row in enumerate(rows):
+        y, a, b = head + (i + 0.5) * row_px, x.at(max(row.before, 1e-9)), x.at(max(row.after, 1e-9))
+        tip = f"{row.label}: {row.before:.3g} before, {row.after:.3g} after"
+        body.append(
+            f"<g><title>{escape(tip)}</title>{_text(left - 10, y + 4, row.label, anchor='end', css='name')}"
+            f'<line class="whisker reduced" x1="{a:.1f}" x2="{b:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<circle class="dense open" cx="{a:.1f}" cy="{y:.1f}" r="4"/>'
+            f'<circle class="reduced" cx="{b:.1f}" cy="{y:.1f}" r="4"/></g>'
+        )
+    return _figure(title, bottom + 42, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded:
+    """One row's value, its bound (None: none was set) and the status that the record gives it."""
+
+    label: str
+    value: float
+    bound: float | None
+    status: str
+
+
+def bounded(rows: Sequence[Bounded], *, title: str, across: str) -> str:
+    """One row a link on a logarithmic axis: a bar to the value, a tick at the bound, the colour of the status."""
+    row_px, left, right, head = 44, 16, WIDTH - 16, 12
+    bottom = head + len(rows) * row_px
+    values = [v for r in rows for v in (r.value, r.bound or r.value) if math.isfinite(v)]
+    x = logarithmic([*values, 1e-8, 1e-1], start=left, end=right, least=1e-8)
+    body = [_grid_x(x, head, bottom, across)]
+    for i, row in enumerate(rows):
+        y, tone = head + i * row_px + 30, {"PASS": "pass", "FAIL": "fail"}.get(row.status, "dense")
+        value = f"{row.value:.2g}" if math.isfinite(row.value) else "not finite"
+        end, allowed = x.at(max(row.value, 1e-8)), "no limit" if row.bound is None else f"{row.bound:.2g} allowed"
+        body.append(
+            f"<g><title>{escape(f'{row.label}: {value}, {allowed}')}</title>"
+            f"{_text(left, y - 10, row.label, css='name')}{_text(right, y - 10, f'{value} · {allowed}', anchor='end')}"
+            f'<rect class="bar {tone}" x="{left}" y="{y - 4}" width="{max(end - left, 2):.1f}" height="8" rx="2"/>'
+        )
+        if row.bound is not None:
+            tick = x.at(max(row.bound, 1e-8))
+            body.append(f'<line class="bound" x1="{tick:.1f}" x2="{tick:.1f}" y1="{y - 8}" y2="{y + 8}"/>')
+        body.append("</g>")
+    return _figure(title, bottom + 42, body)
+
+
+def standalone(svg: str) -> str:
+    """The figure as a file of its own: with its colours, light and dark."""
+    head, rest = svg.split(">", 1)
+    background = '<rect width="100%" height="100%" fill="var(--page)"/>'
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}><style>{PALETTE}{MARKS}</style>{background}{rest}\n'
+
+
+def _figure(title: str, height: float, body: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(body)}</svg>'
+    )
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    parts, x = [], 2.0
+    for name, tone in entries:
+        parts.append(f'<circle class="{tone}" cx="{x + 5:.1f}" cy="9" r="4"/>{_text(x + 14, 13, name, css="name")}')
+        x += 32 + 6.6 * len(name)
+    return "".join(parts)
+
+
+def _grid_y(y: Scale, left: float, right: float, unit: str) -> str:
+    lines = [
+        f'<line class="grid" x1="{left}" x2="{right}" y1="{y.at(t):.1f}" y2="{y.at(t):.1f}"/>'
+        f"{_text(left - 8, y.at(t) + 4, short(t), anchor='end')}"
+        for t in y.ticks
+    ]
+    return "".join(lines) + _text(right, 13, unit, anchor="end")
+
+
+def _grid_x(x: Scale, top: float, bottom: float, across: str) -> str:
+    lines = [
+        f'<line class="grid" x1="{x.at(t):.1f}" x2="{x.at(t):.1f}" y1="{top}" y2="{bottom}"/>'
+        f"{_text(x.at(t), bottom + 16, short(t), anchor='middle')}"
+        for t in x.ticks
+    ]
+    return "".join(lines) + _text((x.start + x.end) / 2, bottom + 35, across, anchor="middle")
+
+
+def _line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> str:
+    dots = [(places[p.label], p) for p in series.points]
+    path = " ".join(f"{x:.1f},{y.at(p.value):.1f}" for x, p in dots)
+    marks = [f'<polyline class="path {series.tone}" points="{path}"/>']
+    for x, p in dots:
+        tip = f"{series.name}, {p.label}: {p.value:.4g} {unit} ({p.low:.4g} to {p.high:.4g})"
+        up, down = y.at(p.high), y.at(p.low)
+        marks.append(
+            f"<g><title>{escape(tip)}</title>"
+            f'<path class="whisker {series.tone}" '
+            f'd="M{x - 4:.1f} {up:.1f}h8M{x:.1f} {up:.1f}V{down:.1f}M{x - 4:.1f} {down:.1f}h8"/>'
+            f'<circle class="{series.tone}" cx="{x:.1f}" cy="{y.at(p.value):.1f}" r="3.5"/></g>'
+        )
+    return "".join(marks)
+
+
+def _gain(row: Gain, x: Scale, y: float) -> str:
+    parts = [_text(2, y + 4, row.label, css="name")]
+    if row.noise is not None:
+        low, high = x.at(row.noise[0]), x.at(row.noise[1])
+        tip = f"{row.label}: dense against itself {row.noise[0]:.3f} to {row.noise[1]:.3f}"
+        parts.append(
+            f'<rect class="band" x="{low:.1f}" y="{y - 11:.1f}" width="{max(high - low, 1.5):.1f}" height="22" rx="3">'
+            f"<title>{escape(tip)}</title></rect>"
+        )
+    if row.promised is not None:
+        at = x.at(row.promised)
+        parts.append(
+            f'<line class="whisker dense dash" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 12:.1f}" y2="{y + 12:.1f}">'
+            f"<title>{escape(f'MAC ratio: {row.promised:.2f}x')}</title></line>"
+        )
+    if row.ratio is None:
+        return "".join([*parts, _text(x.end + 6, y + 4, "no run", css="note")])
+    low, mid, high = x.at(row.ratio.low), x.at(row.ratio.value), x.at(row.ratio.high)
+    tip = f"{row.label}: {row.ratio.value:.3f}x ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
+    parts.append(
+        f"<g><title>{escape(tip)}</title>"
+        f'<path class="whisker reduced" '
+        f'd="M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"/>'
+        f'<circle class="reduced" cx="{mid:.1f}" cy="{y:.1f}" r="4.5"/></g>'
+        f"{_text(WIDTH - 2, y + 4, f'{row.ratio.value:.2f}x', anchor='end', css='name')}"
+    )
+    return "".join(parts)
+
+
+def _densities(
+    label: str,
+    row: Mapping[str, Sequence[float]],
+    tones: Mapping[str, str],
+    *,
+    left: float,
+    right: float,
+    base: float,
+    height: float,
+    unit: str,
+) -> str:
+    """Histograms on common bins; the far tail (above the 99th percentile of all) is put on the border."""
+    pooled = np.concatenate([np.asarray(samples, dtype=np.float64) for samples in row.values()])
+    low, high = float(pooled.min()), float(np.quantile(pooled, 0.99))
+    x = linear([low, max(high, low * 1.001)], start=left, end=right, zero=False)
+    edges = np.linspace(x.low, x.high, 61)
+    parts = [_text(2, base - height / 2, label, css="name")]
+    parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{base}" y2="{base}"/>')
+    parts += [_text(x.at(t), base + 15, short(t), anchor="middle") for t in x.ticks]
+    parts.append(_text(2, base + 15, unit))
+    for name, samples in row.items():
+        parts.append(_density(name, np.asarray(samples, dtype=np.float64), tones[name], x, edges, base, height, unit))
+    return "".join(parts)
+
+
+def _density(
+    name: str,
+    samples: np.ndarray[tuple[int], np.dtype[np.float64]],
+    tone: str,
+    x: Scale,
+    edges: np.ndarray[tuple[int], np.dtype[np.float64]],
+    base: float,
+    height: float,
+    unit: str,
+) -> str:
+    counts, _ = np.histogram(np.clip(samples, x.low, x.high), bins=edges)
+    smooth = np.convolve(np.pad(counts, 2), [1, 2, 3, 2, 1], mode="same")[2:-2]
+    tall = smooth / max(float(smooth.max()), 1.0) * height
+    centres = (edges[:-1] + edges[1:]) / 2
+    line = " ".join(f"L{x.at(float(c)):.1f} {base - h:.1f}" for c, h in zip(centres, tall, strict=True))
+    median = float(np.median(samples))
+    at = x.at(median)
+    tip = f"{name}: median {median:.4g} {unit}, {len(samples)} samples, up to {samples.max():.4g}"
+    return (
+        f"<g><title>{escape(tip)}</title>"
+        f'<path class="area {tone}" d="M{x.start:.1f} {base}{line}L{x.end:.1f} {base}Z"/>'
+        f'<line class="whisker {tone}" x1="{at:.1f}" x2="{at:.1f}" y1="{base - height:.1f}" y2="{base}"/></g>'
+    )

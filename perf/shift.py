@@ -1,0 +1,138 @@
+"""PURE: do these images look like the calibration images at every site? Mean and covariance against sampling noise.
+
+Shapes: F features of a site. Tokens of one image are alike, so counting tokens would understate the noise; it is taken
+from how much the statistics of equal parts of the images differ among themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import BadInput
+from .rows import row_from_json
+
+Floats = NDArray[np.float64]
+# Far off is what noise doesn't explain (its expected distance times this) and what is large for the site as well.
+NOISE_FACTOR = 4.0
+FAR_MEAN, FAR_COVARIANCE = 0.1, 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Mean [F] and covariance [F, F] of a site's features over a number of images."""
+
+    images: int
+    mean_F: Floats
+    covariance_FF: Floats
+
+    def __post_init__(self) -> None:
+        width = self.mean_F.shape
+        assert self.images > 0, self.images
+        assert len(width) == 1, width
+        assert self.covariance_FF.shape == width * 2, (width, self.covariance_FF.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteShift:
+    """Distances at one site, relative to the calibration's own size, with the distance that sampling alone would give.
+
+    mean_distance is ||mean - calibrated mean|| / sqrt(trace of the calibrated covariance); covariance_distance is the
+    Frobenius norm of the difference over that of the calibrated covariance.
+    """
+
+    site: str
+    mean_distance: float
+    mean_noise: float
+    covariance_distance: float
+    covariance_noise: float
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """All sites. NOTED when some site is far off: the reduced model was fitted to other images than these."""
+
+    images: int
+    status: str
+    reason: str
+    sites: tuple[SiteShift, ...]
+
+    @classmethod
+    def from_json(cls, raw: object, *, where: str) -> Shift:
+        """Raises BadInput for a damaged record."""
+        rows = raw.get("sites") if isinstance(raw, Mapping) else None
+        if not isinstance(rows, list):
+            raise BadInput(f"{where}: the list 'sites' is missing; make the record again")
+        sites = tuple(row_from_json(SiteShift, row, where=f"{where}.sites[{i}]") for i, row in enumerate(rows))
+        return row_from_json(cls, raw, where=where, sites=sites)
+
+
+def shift(calibrated: Mapping[str, Stats], parts: Mapping[str, Sequence[Stats]]) -> Shift:
+    """Compare every site; `parts` holds its statistics over disjoint, equal parts of the images (at least 2, better 8).
+
+    Raises BadInput when the sites or their widths differ from the calibrated ones.
+    """
+    if missing := sorted(set(calibrated) ^ set(parts)):
+        raise BadInput(f"shift: sites only on one side: {', '.join(missing)}; use the moments of this model")
+    sites = tuple(site_shift(site, calibrated[site], parts[site]) for site in calibrated)
+    far = [
+        f"{s.site} (mean {s.mean_distance:.2g}, covariance {s.covariance_distance:.2g})"
+        for s in sites
+        if s.status == "NOTED"
+    ]
+    images = sum(part.images for part in next(iter(parts.values())))
+    reason = (
+        f"{len(far)} of {len(sites)} sites see other inputs than in calibration: {'; '.join(far[:6])}"
+        if far
+        else (f"all {len(sites)} sites see inputs like those of the calibration")
+    )
+    return Shift(images=images, status="NOTED" if far else "PASS", reason=reason, sites=sites)
+
+
+def site_shift(site: str, calibrated: Stats, parts: Sequence[Stats]) -> SiteShift:
+    """One site; see SiteShift. Raises BadInput for fewer than 2 parts or another width."""
+    if len(parts) < 2:
+        raise BadInput(f"shift at {site}: got {len(parts)} part, expected 2 or more; give more images")
+    if any(part.mean_F.shape != calibrated.mean_F.shape for part in parts):
+        raise BadInput(
+            f"shift at {site}: got width {parts[0].mean_F.shape[0]}, expected the calibrated "
+            f"{calibrated.mean_F.shape[0]}; use the moments of this model"
+        )
+    weights = [part.images for part in parts]
+    mean_F = np.average([part.mean_F for part in parts], axis=0, weights=weights)
+    covariance_FF = np.average([_about(part, mean_F) for part in parts], axis=0, weights=weights)
+    mean_scale = math.sqrt(max(float(np.trace(calibrated.covariance_FF)), np.finfo(float).tiny))
+    covariance_scale = max(float(np.linalg.norm(calibrated.covariance_FF)), np.finfo(float).tiny)
+    calibration_too = 1 + sum(weights) / calibrated.images
+    mean_noise = _noise([part.mean_F for part in parts], calibration_too) / mean_scale
+    covariance_noise = _noise([_about(part, mean_F) for part in parts], calibration_too) / covariance_scale
+    mean_distance = float(np.linalg.norm(mean_F - calibrated.mean_F)) / mean_scale
+    covariance_distance = float(np.linalg.norm(covariance_FF - calibrated.covariance_FF)) / covariance_scale
+    far = mean_distance > max(FAR_MEAN, NOISE_FACTOR * mean_noise)
+    far |= covariance_distance > max(FAR_COVARIANCE, NOISE_FACTOR * covariance_noise)
+    return SiteShift(
+        site=site,
+        mean_distance=mean_distance,
+        mean_noise=mean_noise,
+        covariance_distance=covariance_distance,
+        covariance_noise=covariance_noise,
+        status="NOTED" if far else "PASS",
+    )
+
+
+def _about(part: Stats, mean_F: Floats) -> Floats:
+    """The part's covariance about the mean of all parts."""
+    off_F = part.mean_F - mean_F
+    return np.asarray(part.covariance_FF + np.outer(off_F, off_F), dtype=np.float64)
+
+
+def _noise(estimates: Sequence[Floats], calibration_too: float) -> float:
+    """Expected distance between two averages when nothing has shifted, from the scatter of the parts' estimates."""
+    stacked = np.stack(estimates)
+    scatter = float(((stacked - stacked.mean(axis=0)) ** 2).sum()) / (len(stacked) - 1)
+    return math.sqrt(scatter / len(stacked) * calibration_too)

@@ -1,0 +1,158 @@
+"""Links are judged by their tolerance, a verdict follows from its parts, and records survive JSON."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from perf.accuracy import accuracy
+from perf.errors import BadInput
+from perf.locate import Located
+from perf.parity import ImageSet, Link, LinkKind, Parity, figures, link, parity_from_json
+from perf.shift import Stats, shift
+from perf.structure import outputs
+from perf.tolerance import Tolerance, exact, limits
+
+Floats = NDArray[np.float64]
+REF = np.random.default_rng(0).standard_normal((40, 10)) * 4
+ONE_PERCENT = limits(max_error=0.01)
+
+
+def linked(
+    *candidates: Floats, tolerance: Tolerance = ONE_PERCENT, kind: LinkKind = "reduced", name: str = "r"
+) -> Link:
+    by_batch = dict(zip((1, 7, 64), candidates, strict=False))
+    return link(name=name, kind=kind, reference="a", candidate="b", reference_NC=REF, candidate_by_batch=by_batch,
+                tolerance=tolerance)  # fmt: skip
+
+
+def parity(*links: Link, **more: Any) -> Parity:
+    return Parity(images=ImageSet(count=40, digest="sha256:00"), links=links, **more)
+
+
+def test_within_and_over_the_bound() -> None:
+    good, bad = linked(REF * 1.009), linked(REF * 1.011)
+    assert (good.status, bad.status) == ("PASS", "FAIL")
+    assert "0.009 within 0.01" in good.reason
+    assert "0.011 over 0.01" in bad.reason
+
+
+def test_the_worst_batch_is_the_one_reported() -> None:
+    found = linked(REF, REF * 1.02, REF * 1.001)
+    assert (found.batch, found.status) == (7, "FAIL")
+    assert "(at batch 7)" in found.reason
+    assert [b.batch for b in found.batches] == [1, 7, 64]
+    assert found.measures.relative_error == pytest.approx(0.02)
+
+
+def test_agreement_is_judged_at_every_batch_not_at_the_largest_error_only() -> None:
+    flipped = REF.copy()
+    flipped[0] = -flipped[0]
+    scaled = REF * 3
+    found = linked(scaled, flipped, tolerance=limits(min_agreement=0.99))
+    assert (found.batch, found.status) == (7, "FAIL")
+    assert "97.50% under 99.00% (1 of 40 images flipped)" in found.reason
+
+
+def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:
+    ref = np.array([[1.0, 1.0 - 1e-9], [1000.0, 0.0]])
+    tolerance = Tolerance(rule="r", max_relative_error=1.0, max_decisive_flips=0, margin_noise=1e-6)
+    tie, flip = ref[:, ::-1][:1], ref[1:, ::-1]
+
+    def status(candidate: Floats) -> str:
+        return link(name="n", kind="exact", reference="a", candidate="b", reference_NC=ref,
+                    candidate_by_batch={1: candidate}, tolerance=tolerance).reason  # fmt: skip
+
+    assert "within" in status(np.concatenate([tie, ref[1:]]))
+    assert "over" in status(np.concatenate([tie, flip]))
+    assert "1 top-1 flips" in status(np.concatenate([ref[:1], [[499.0, 501.0]]]))
+
+
+def test_nan_and_constant_outputs_fail_even_where_no_limit_was_set() -> None:
+    spoilt = REF.copy()
+    spoilt[5, 5] = np.nan
+    assert linked(spoilt, tolerance=limits()).reason == "NaN or Inf on 1 of 40 images"
+    constant = np.tile(REF.mean(axis=0), (40, 1))
+    assert linked(constant, tolerance=limits()).status == "FAIL"
+    assert "hardly depend on the image" in linked(constant, tolerance=limits()).reason
+    assert linked(REF * 1.5, tolerance=limits()).status == "UNJUDGED"
+
+
+def test_the_verdict_follows_from_the_parts() -> None:
+    good, free = linked(REF, name="good"), linked(REF, tolerance=limits(), name="free")
+    assert parity(good).verdict == "PASS"
+    assert parity(good, free).verdict == "PASS"
+    assert "1 measured without a limit" in parity(good, free).reason
+    assert parity(free).verdict == "UNJUDGED"
+    assert parity(good, linked(REF * 2, name="bad")).verdict == "FAIL"
+    failed = parity(good, structure=tuple(outputs("b", REF * np.nan)))
+    assert failed.verdict == "FAIL"
+    assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason
+
+
+def test_random_inputs_are_said_to_be_random() -> None:
+    record = Parity(images=ImageSet(count=40, digest="", kind="random"), links=(linked(REF),))
+    assert "on 40 random inputs" in record.reason
+
+
+def full() -> Parity:
+    stats = Stats(images=9, mean_F=np.zeros(2), covariance_FF=np.eye(2))
+    spoilt = REF.copy()
+    spoilt[0, 0] = np.inf
+    return parity(
+        linked(REF, kind="exact", tolerance=exact(depth=6, largest_logit=9.0), name="onnx"),
+        linked(REF, spoilt, name="fp16"),
+        structure=tuple(outputs("b", spoilt)),
+        located=(
+            Located(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
+                    largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),
+        ),
+        shift=shift({"blocks.0.mlp": stats}, {"blocks.0.mlp": [stats, stats]}),
+        accuracy=(accuracy("b", REF, REF.argmax(axis=1)),),
+        per_image="parity.npz",
+    )  # fmt: skip
+
+
+def test_the_record_survives_json() -> None:
+    raw = json.loads(json.dumps(full().to_json(), allow_nan=False))
+    assert (raw["kind"], raw["version"], raw["verdict"], raw["batches"]) == ("parity", 1, "FAIL", [1, 7])
+    assert raw["links"][1]["measures"]["relative_error"] is None
+    assert parity_from_json(raw) == full()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("kind",), "bench", "no parity record"),
+        (("version",), 2, "got version 2, expected 1"),
+        (("links",), None, "the list 'links' is missing"),
+        (("links", 0, "measures"), None, r"links\[0\].measures: expected a JSON object, got NoneType"),
+        (("links", 0, "measures", "flips"), "0", r"measures.flips: got '0', expected int"),
+        (("links", 0, "measures", "flips"), True, r"measures.flips: got True, expected int"),
+        (("shift", "sites"), 3, "the list 'sites' is missing"),
+    ],
+)
+def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object, words: str) -> None:
+    raw = full().to_json()
+    at: Any = raw
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(BadInput, match=words):
+        parity_from_json(raw)
+
+
+def test_a_missing_field_is_named() -> None:
+    raw = full().to_json()
+    del raw["links"][0]["measures"]["kl_max"]
+    with pytest.raises(BadInput, match="'kl_max' is missing"):
+        parity_from_json(raw)
+
+
+def test_the_side_file_has_one_figure_per_image() -> None:
+    arrays = figures(REF, {"reduced": REF * 1.5, "fp16": REF})
+    assert arrays["reduced.relative_error"] == pytest.approx(np.full(40, 0.5))
+    assert arrays["fp16.agrees"].all()
+    assert {array.shape for array in arrays.values()} == {(40,)}
