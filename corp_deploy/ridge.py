@@ -44,7 +44,7 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float) -> Solve
     factor_KK, info = torch.linalg.cholesky_ex(matrix_KK)
     if int(info) == 0:
         norm = torch.linalg.matrix_norm(matrix_KK, ord=1)
-        condition = float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1))
+        condition = max(float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1)), 1.0)
         if condition * _CUTOFF_REL < 1.0:
             solution_OK = torch.cholesky_solve(cross_OK.T, factor_KK).T
             return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)

@@ -1,0 +1,245 @@
+"""The closed forms of queries and keys against loops over images with numpy's kron, and planted answers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from corp_deploy import recover_attention as qk
+
+Array = NDArray[np.floating[Any]]
+IMAGES, HEADS, TOKENS, DIM = 7, 2, 9, 6
+
+
+def heads(seed: int, *, tokens: int = TOKENS, rank: int = DIM, shift: float = 0.7) -> tuple[Tensor, Tensor]:
+    """q and k, [images, heads, tokens, D], mixed differently per head and image, with means of their own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one() -> Tensor:
+        mix = torch.randn(HEADS, rank, DIM, generator=generator, dtype=torch.float64)
+        swing = 0.5 + torch.rand(IMAGES, HEADS, 1, rank, generator=generator, dtype=torch.float64)
+        raw = torch.randn(IMAGES, HEADS, tokens, rank, generator=generator, dtype=torch.float64)
+        return (raw * swing) @ mix + shift * torch.randn(HEADS, 1, DIM, generator=generator, dtype=torch.float64)
+
+    return one(), one()
+
+
+def system_of(q: Tensor, k: Tensor) -> Tensor:
+    first, second = torch.triu_indices(DIM, DIM)
+    k_half, q_half = (k.mT @ k)[..., first, second], (q.mT @ q)[..., first, second]
+    return torch.einsum("bhp,bhr->hpr", k_half, q_half)
+
+
+def second_of(x: Tensor, *, centred: bool = False) -> Tensor:
+    if centred:
+        x = x - x.mean(dim=2, keepdim=True)
+    return torch.einsum("bhni,bhnj->hij", x, x) / (x.shape[0] * x.shape[2])
+
+
+def logits_lost(q: Tensor, k: Tensor, result: qk.QkRecovery) -> Tensor:
+    """Per head, sum over images of the squared difference between dense and reduced logits."""
+    reduced = (q @ result.q_map_HRD.mT) @ (k @ result.k_map_HRD.mT).mT
+    return (q @ k.mT - reduced).square().sum(dim=(0, 2, 3))
+
+
+def papers_m(q: Array, k: Array, kept: list[int], ridge_rel: float) -> tuple[Array, Array, Array]:
+    """Eq. 15 word for word for one head, [images, tokens, D]: returns M, G and h."""
+    pruned = [j for j in range(q.shape[-1]) if j not in kept]
+    size = len(kept) ** 2
+    g, h = np.zeros((size, size)), np.zeros(size)
+    for q_b, k_b in zip(q, k, strict=True):
+        q_s, q_p, k_s, k_p = q_b[:, kept], q_b[:, pruned], k_b[:, kept], k_b[:, pruned]
+        g += np.kron(k_s.T @ k_s, q_s.T @ q_s)
+        h += ((q_s.T @ q_p) @ (k_p.T @ k_s)).flatten(order="F")
+    m = np.linalg.solve(g + ridge_rel * np.trace(g) / size * np.eye(size), h)
+    return m.reshape(len(kept), len(kept), order="F"), g, h
+
+
+def product(result: qk.QkRecovery, head: int) -> Array:
+    whole: Array = (result.q_map_HRD[head].T @ result.k_map_HRD[head]).numpy()
+    return whole
+
+
+@pytest.mark.parametrize("ridge_rel", [1e-4, 1e-1])
+def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
+    q, k = heads(0)
+    kept_HR = torch.tensor([[0, 2, 5], [1, 2, 3]])
+    result = qk.logit(system_of(q, k), kept_HR, DIM, ridge_rel=ridge_rel)
+    for head, kept in enumerate(kept_HR.tolist()):
+        m, g, h = papers_m(q[:, head].numpy(), k[:, head].numpy(), kept, ridge_rel)
+        expected = np.zeros((DIM, DIM))
+        expected[np.ix_(kept, kept)] = np.eye(3) + m
+        np.testing.assert_allclose(product(result, head), expected, atol=1e-9)
+        u, s, vt = np.linalg.svd(np.eye(3) + m)
+        np.testing.assert_allclose(result.q_map_HRD[head][:, kept].abs(), np.abs((u * np.sqrt(s)).T), atol=1e-8)
+        np.testing.assert_allclose(result.k_map_HRD[head][:, kept].abs(), np.abs(np.sqrt(s)[:, None] * vt), atol=1e-8)
+        picked = qk.logit_system(system_of(q, k)[head], kept_HR[head], DIM)
+        np.testing.assert_allclose(picked.gram, g, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(picked.cross, h, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(result.residual_H, logits_lost(q, k, result))
+    dropped = qk.select(kept_HR, q_second_HDD=second_of(q), k_second_HDD=second_of(k), system_HTT=system_of(q, k))
+    torch.testing.assert_close(result.residual_uncompensated_H, logits_lost(q, k, dropped))
+    assert result.objective == dropped.objective == "per-image"
+    assert 0.0 < result.r2 < 1.0
+
+
+def test_logit_condition_and_ridge_are_those_of_g() -> None:
+    q, k = heads(1)
+    kept_HR = torch.tensor([[0, 2], [1, 4]])
+    result = qk.logit(system_of(q, k), kept_HR, DIM, ridge_rel=1e-3)
+    grams = [papers_m(q[:, h].numpy(), k[:, h].numpy(), kept, 0.0)[1] for h, kept in enumerate(kept_HR.tolist())]
+    ridges = [1e-3 * np.trace(g) / 4 for g in grams]
+    conditions = [np.linalg.cond(g + r * np.eye(4), 1) for g, r in zip(grams, ridges, strict=True)]
+    assert result.ridge == pytest.approx(max(ridges))
+    assert result.condition == pytest.approx(max(conditions))
+
+
+def test_logit_v1_is_one_equation_on_the_summed_grams() -> None:
+    q, k = heads(2)
+    q_second, k_second = second_of(q), second_of(k)
+    kept_HR = torch.tensor([[0, 1, 4], [2, 3, 5]])
+    result = qk.logit_v1(q_second, k_second, kept_HR, ridge_rel=1e-3)
+    for head, kept in enumerate(kept_HR.tolist()):
+        pruned = [j for j in range(DIM) if j not in kept]
+        sq, sk = q_second[head].numpy(), k_second[head].numpy()
+        gram = np.kron(sk[np.ix_(kept, kept)], sq[np.ix_(kept, kept)])
+        cross = sq[np.ix_(kept, pruned)] @ sk[np.ix_(pruned, kept)]
+        ridge = 1e-3 * np.trace(gram) / 9
+        m = np.linalg.solve(gram + ridge * np.eye(9), cross.flatten(order="F")).reshape(3, 3, order="F")
+        np.testing.assert_allclose(product(result, head)[np.ix_(kept, kept)], np.eye(3) + m, atol=1e-9)
+        lost = np.eye(DIM) - product(result, head)
+        assert float(result.residual_H[head]) == pytest.approx(np.trace(sq @ lost @ sk @ lost.T), rel=1e-9)
+        assert float(result.residual_uncompensated_H[head]) == pytest.approx(
+            np.trace(sq[np.ix_(pruned, pruned)] @ sk[np.ix_(pruned, pruned)]), rel=1e-9
+        )
+    assert result.objective == "aggregated"
+
+
+def test_lowrank_is_eckart_young_on_the_logits_of_all_pairs_of_tokens() -> None:
+    """All queries times all centred keys is the matrix whose best rank-r approximation numpy's SVD gives."""
+    q, k = heads(3)
+    centred = k - k.mean(dim=2, keepdim=True)
+    rows = IMAGES * TOKENS
+    result = qk.lowrank(second_of(q), second_of(k, centred=True), 3)
+    for head in range(HEADS):
+        all_q, all_k = q[:, head].reshape(rows, DIM).numpy(), centred[:, head].reshape(rows, DIM).numpy()
+        u, s, vt = np.linalg.svd(all_q @ all_k.T)
+        best = (u[:, :3] * s[:3]) @ vt[:3]
+        np.testing.assert_allclose(all_q @ product(result, head) @ all_k.T, best, atol=1e-8 * s[0])
+        assert float(result.residual_H[head]) == pytest.approx(np.square(s[3:]).sum() / rows**2, rel=1e-9)
+    spectrum = qk.lowrank_spectrum(second_of(q), second_of(k, centred=True))
+    torch.testing.assert_close(spectrum[:, 3], result.residual_H)
+    assert spectrum.shape == (HEADS, DIM + 1)
+    assert spectrum[:, DIM].tolist() == [0.0] * HEADS
+
+
+def test_centring_keys_changes_no_attention() -> None:
+    """What `lowrank` drops by centring is constant along a query's row: attention at full width is the dense one."""
+    q, k = heads(4)
+    result = qk.lowrank(second_of(q), second_of(k, centred=True), DIM)
+    dense = torch.softmax(q @ k.mT / DIM**0.5, dim=-1)
+    reduced = torch.softmax((q @ result.q_map_HRD.mT) @ (k @ result.k_map_HRD.mT).mT / DIM**0.5, dim=-1)
+    torch.testing.assert_close(reduced, dense, rtol=1e-7, atol=1e-10)
+
+
+def test_planted_low_rank_logits_come_back() -> None:
+    """Keys in two directions only, but spread over all coordinates: no coordinates will do, two mixed ones will."""
+    q, k = heads(5, rank=DIM, shift=0.0)
+    generator = torch.Generator().manual_seed(5)
+    k = k[..., :2] @ torch.randn(HEADS, 2, DIM, generator=generator, dtype=torch.float64)
+    q_second, k_second = second_of(q), second_of(k)
+    result = qk.lowrank(q_second, k_second, 2)
+    assert float(result.residual_H.max()) < 1e-6 * float(result.residual_uncompensated_H.min())
+    torch.testing.assert_close(q @ k.mT, (q @ result.q_map_HRD.mT) @ (k @ result.k_map_HRD.mT).mT, rtol=1e-3, atol=1e-3)
+    assert result.r2 > 0.999999
+
+
+def test_planted_m_is_found() -> None:
+    """Pruned queries and keys that are linear in the kept ones: I + M gives every logit back."""
+    q, k = heads(6)
+    generator = torch.Generator().manual_seed(6)
+    a, b = torch.randn(2, HEADS, 3, 3, generator=generator, dtype=torch.float64)
+    q[..., 3:], k[..., 3:] = q[..., :3] @ a, k[..., :3] @ b
+    kept_HR = torch.arange(3).expand(HEADS, 3)
+    for result in (
+        qk.logit(system_of(q, k), kept_HR, DIM, ridge_rel=1e-12),
+        qk.logit_v1(second_of(q), second_of(k), kept_HR, ridge_rel=1e-12),
+    ):
+        expected = torch.eye(3, dtype=torch.float64) + a @ b.mT
+        got = (result.q_map_HRD.mT @ result.k_map_HRD)[:, :3, :3]
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        assert result.r2 == pytest.approx(1.0)
+        assert float(logits_lost(q, k, result).max()) < 1e-6
+
+
+def test_select_is_judged_on_what_it_is_given() -> None:
+    q, k = heads(7)
+    kept_HR = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5]])
+    result = qk.select(kept_HR, q_second_HDD=second_of(q), k_second_HDD=second_of(k))
+    assert result.objective == "aggregated"
+    for head, kept in enumerate(kept_HR.tolist()):
+        pruned = [j for j in range(DIM) if j not in kept]
+        all_q, all_k = q[:, head].reshape(-1, DIM)[:, pruned], k[:, head].reshape(-1, DIM)[:, pruned]
+        pairs = (IMAGES * TOKENS) ** 2
+        assert float(result.residual_H[head]) == pytest.approx(float((all_q @ all_k.T).square().sum()) / pairs)
+    torch.testing.assert_close(q @ result.q_map_HRD.mT, torch.stack([q[:, h][..., kept_HR[h]] for h in (0, 1)], dim=1))
+
+
+def test_any_maps_are_judged_per_image() -> None:
+    q, k = heads(8)
+    result = qk.lowrank(second_of(q), second_of(k), 4)
+    judged = qk.residual_per_image(system_of(q, k), result.q_map_HRD, result.k_map_HRD)
+    torch.testing.assert_close(judged, logits_lost(q, k, result))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    rank=st.integers(1, DIM),
+    tokens=st.sampled_from([1, 2, TOKENS]),
+    width=st.integers(1, DIM),
+    ridge_rel=st.sampled_from([0.0, 1e-8, 1e-4, 1e-1]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_form_is_worse_than_dropping(seed: int, rank: int, tokens: int, width: int, ridge_rel: float) -> None:
+    """Also with singular statistics: fewer directions than dimensions, single tokens (centred keys vanish)."""
+    q, k = heads(seed, rank=rank, tokens=tokens, shift=float(seed % 2))
+    generator = torch.Generator().manual_seed(seed)
+    kept_HR = torch.stack([torch.randperm(DIM, generator=generator)[:width].sort().values for _ in range(HEADS)])
+    system, q_second, k_second = system_of(q, k), second_of(q), second_of(k)
+    results = [
+        qk.logit(system, kept_HR, DIM, ridge_rel=ridge_rel),
+        qk.logit_v1(q_second, k_second, kept_HR, ridge_rel=ridge_rel),
+        qk.lowrank(q_second, k_second, width),
+        qk.lowrank(q_second, second_of(k, centred=True), width),
+    ]
+    for result in results:
+        assert bool(torch.isfinite(result.q_map_HRD).all() and torch.isfinite(result.k_map_HRD).all())
+        scale = float(result.residual_uncompensated_H.max())
+        assert bool((result.residual_H <= result.residual_uncompensated_H * (1 + 1e-8) + 1e-9 * scale).all())
+        assert result.condition >= 1.0
+    whole = (q @ k.mT).square().sum(dim=(0, 2, 3))
+    assert bool(((results[0].residual_H - logits_lost(q, k, results[0])).abs() <= 1e-7 * whole).all())
+    dropped = qk.select(kept_HR, q_second_HDD=q_second, k_second_HDD=k_second).residual_H
+    aggregated = qk.residual_aggregated(q_second, k_second, results[2].q_map_HRD, results[2].k_map_HRD)
+    level = qk.lowrank_spectrum(q_second, k_second)[:, 0]
+    assert bool((aggregated <= dropped + 1e-5 * level).all())
+
+
+def test_full_width_is_the_dense_head() -> None:
+    q, k = heads(9)
+    everything = torch.arange(DIM).expand(HEADS, DIM)
+    for result in (
+        qk.select(everything, q_second_HDD=second_of(q), k_second_HDD=second_of(k)),
+        qk.logit(system_of(q, k), everything, DIM, ridge_rel=1e-4),
+        qk.logit_v1(second_of(q), second_of(k), everything, ridge_rel=1e-4),
+        qk.lowrank(second_of(q), second_of(k), DIM),
+    ):
+        torch.testing.assert_close(
+            result.q_map_HRD.mT @ result.k_map_HRD, torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM)
+        )
+        assert float(result.residual_H.max()) < 1e-12

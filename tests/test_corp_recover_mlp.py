@@ -1,0 +1,178 @@
+"""The closed forms of the MLP against least squares on raw samples."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from corp_deploy import recover_mlp
+from corp_deploy.recover_mlp import MlpRecovery
+from corp_deploy.ridge import solve_ridge
+
+Array = NDArray[np.floating[Any]]
+FORMS = (recover_mlp.none, recover_mlp.bias, recover_mlp.gram, recover_mlp.affine)
+
+
+def samples_of(channels: int, tokens: int, *, seed: int, rank: int, scale: float = 0.0) -> Tensor:
+    """[tokens, F] with a mean of its own per channel; `scale` spreads the channels over so many decades."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(rank, channels, generator=generator, dtype=torch.float64)
+    x = torch.randn(tokens, rank, generator=generator, dtype=torch.float64) @ mix
+    x += torch.randn(channels, generator=generator, dtype=torch.float64)
+    return x * torch.logspace(0, -scale, channels, dtype=torch.float64)
+
+
+def layer_of(outputs: int, channels: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    weight = torch.randn(outputs, channels, generator=generator, dtype=torch.float64)
+    return weight, torch.randn(outputs, generator=generator, dtype=torch.float64)
+
+
+def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.mean(dim=0), x.T @ x / x.shape[0]
+
+
+def error_on(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, result: MlpRecovery) -> float:
+    """E||y - y'||^2 on the samples themselves."""
+    lost = x @ weight.T + bias - x[:, kept] @ result.weight_OK.T - result.bias_O
+    return float(lost.square().sum(dim=1).mean())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("rank", "scale"), [(12, 0.0), (5, 0.0), (12, 3.0)])
+def test_residuals_are_those_of_the_samples(form: Any, rank: int, scale: float) -> None:
+    x = samples_of(12, 80, seed=3, rank=rank, scale=scale)
+    weight, bias = layer_of(4, 12, seed=3)
+    kept = torch.tensor([0, 2, 3, 7, 8, 11])
+    result = form(*moments_of(x), weight, bias, kept, ridge_rel=1e-4)
+    dropped = recover_mlp.none(*moments_of(x), weight, bias, kept, ridge_rel=1e-4)
+    assert result.residual == pytest.approx(error_on(x, weight, bias, kept, result), rel=1e-8, abs=1e-12)
+    assert result.residual_uncompensated == pytest.approx(error_on(x, weight, bias, kept, dropped), rel=1e-9)
+
+
+def test_affine_is_the_papers_equation_on_samples() -> None:
+    """B and c fitted as eq. 8 says, by lstsq with ridge rows, then folded as eq. 20 says."""
+    x = samples_of(10, 60, seed=0, rank=10)
+    weight, bias = layer_of(3, 10, seed=0)
+    kept, pruned = [1, 2, 5, 8, 9], [0, 3, 4, 6, 7]
+    result = recover_mlp.affine(*moments_of(x), weight, bias, torch.tensor(kept), ridge_rel=1e-2)
+
+    a: Array = x.numpy()
+    centred = a - a.mean(0)
+    ridge = 1e-2 * np.square(centred[:, kept]).mean(0).mean()
+    rows = np.vstack((centred[:, kept] / 60**0.5, ridge**0.5 * np.eye(5)))
+    targets = np.vstack((centred[:, pruned] / 60**0.5, np.zeros((5, 5))))
+    b_PS = np.linalg.lstsq(rows, targets, rcond=None)[0].T
+    c_P = a.mean(0)[pruned] - b_PS @ a.mean(0)[kept]
+    w: Array = weight.numpy()
+    np.testing.assert_allclose(result.weight_OK, w[:, kept] + w[:, pruned] @ b_PS, rtol=1e-9)
+    np.testing.assert_allclose(result.bias_O, bias.numpy() + w[:, pruned] @ c_P, rtol=1e-9)
+    assert result.ridge == pytest.approx(ridge)
+
+    explained = np.square(centred[:, pruned] @ w[:, pruned].T).sum()
+    left = np.square((centred[:, pruned] - centred[:, kept] @ b_PS.T) @ w[:, pruned].T).sum()
+    assert result.r2 == pytest.approx(1.0 - left / explained)
+
+
+def test_gram_is_uncentred_and_leaves_the_bias() -> None:
+    x = samples_of(10, 60, seed=1, rank=10)
+    weight, bias = layer_of(3, 10, seed=1)
+    kept = torch.tensor([1, 2, 5, 8, 9])
+    result = recover_mlp.gram(*moments_of(x), weight, bias, kept, ridge_rel=0.0)
+    fitted = np.linalg.lstsq(x[:, kept].numpy(), (x @ weight.T).numpy(), rcond=None)[0].T
+    np.testing.assert_allclose(result.weight_OK, fitted, rtol=1e-9)
+    assert torch.equal(result.bias_O, bias)
+
+
+def test_bias_and_none_keep_the_columns() -> None:
+    x = samples_of(6, 50, seed=2, rank=6)
+    weight, bias = layer_of(3, 6, seed=2)
+    kept = torch.tensor([0, 4])
+    plain = recover_mlp.none(*moments_of(x), weight, bias, kept, ridge_rel=1e-4)
+    moved = recover_mlp.bias(*moments_of(x), weight, bias, kept, ridge_rel=1e-4)
+    assert torch.equal(plain.weight_OK, weight[:, kept])
+    assert torch.equal(moved.weight_OK, weight[:, kept])
+    assert torch.equal(plain.bias_O, bias)
+    expected = bias + sum(weight[:, j] * float(x[:, j].mean()) for j in (1, 2, 3, 5))
+    torch.testing.assert_close(moved.bias_O, expected)
+    assert max(abs(plain.r2), abs(moved.r2)) < 1e-12
+    assert (plain.condition, plain.ridge) == (1.0, 0.0)
+    assert plain.residual == pytest.approx(plain.residual_uncompensated)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_without_bias_gets_one(form: Any) -> None:
+    x = samples_of(6, 50, seed=4, rank=6)
+    weight, _ = layer_of(3, 6, seed=4)
+    kept = torch.tensor([0, 1, 5])
+    result = form(*moments_of(x), weight, None, kept, ridge_rel=1e-4)
+    assert result.bias_O.shape == (3,)
+    nothing = torch.zeros(3, dtype=torch.float64)
+    assert result.residual == pytest.approx(error_on(x, weight, nothing, kept, result), rel=1e-9)
+
+
+def test_a_planted_map_is_found() -> None:
+    """Pruned channels that are affine in the kept ones come back exactly; dropping them would lose a lot."""
+    kept_x = samples_of(5, 100, seed=5, rank=5)
+    generator = torch.Generator().manual_seed(6)
+    map_PK = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    shift_P = torch.randn(4, generator=generator, dtype=torch.float64)
+    x = torch.cat((kept_x, kept_x @ map_PK.T + shift_P), dim=1)
+    weight, bias = layer_of(3, 9, seed=5)
+    result = recover_mlp.affine(*moments_of(x), weight, bias, torch.arange(5), ridge_rel=0.0)
+    torch.testing.assert_close(result.weight_OK, weight[:, :5] + weight[:, 5:] @ map_PK)
+    torch.testing.assert_close(result.bias_O, bias + weight[:, 5:] @ shift_P)
+    assert result.residual < 1e-12 * result.residual_uncompensated
+    assert result.r2 == pytest.approx(1.0)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    rank=st.integers(1, 14),
+    scale=st.sampled_from([0.0, 2.0, 6.0]),
+    ridge_rel=st.sampled_from([0.0, 1e-8, 1e-4, 1e-1]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_form_is_worse_than_dropping(seed: int, rank: int, scale: float, ridge_rel: float) -> None:
+    x = samples_of(14, 30, seed=seed, rank=rank, scale=scale)
+    weight, bias = layer_of(3, 14, seed=seed)
+    kept = torch.randperm(14, generator=torch.Generator().manual_seed(seed))[: 1 + seed % 13].sort().values
+    results = [form(*moments_of(x), weight, bias, kept, ridge_rel=ridge_rel) for form in FORMS]
+    none, bias_only, gram, affine = (result.residual for result in results)
+    slack = 1.0 + 1e-9
+    assert bias_only <= none * slack + 1e-12
+    assert gram <= none * slack + 1e-12
+    assert affine <= bias_only * slack + 1e-12
+    for result in results:
+        assert bool(torch.isfinite(result.weight_OK).all())
+        assert result.condition >= 1.0
+        assert result.residual == pytest.approx(error_on(x, weight, bias, kept, result), rel=1e-5, abs=1e-9)
+
+
+def test_everything_kept_loses_nothing() -> None:
+    x = samples_of(5, 40, seed=7, rank=5)
+    weight, bias = layer_of(3, 5, seed=7)
+    for form in FORMS:
+        result = form(*moments_of(x), weight, bias, torch.arange(5), ridge_rel=1e-4)
+        torch.testing.assert_close(result.weight_OK, weight)
+        assert (result.residual, result.residual_uncompensated, result.r2) == (0.0, 0.0, 1.0)
+
+
+def test_ridge_solve_is_lstsq_when_singular_and_tells_the_condition() -> None:
+    generator = torch.Generator().manual_seed(8)
+    a = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    gram, cross = a.T @ a, torch.randn(2, 4, generator=generator, dtype=torch.float64) @ a
+    singular = solve_ridge(cross, gram, ridge_rel=0.0)
+    expected = np.linalg.lstsq(gram.numpy(), cross.numpy().T, rcond=1e-10)[0].T
+    np.testing.assert_allclose(singular.solution_OK, expected, atol=1e-9)
+    assert singular.condition > 1e12
+    regular = solve_ridge(cross, gram, ridge_rel=0.1)
+    shifted = gram.numpy() + regular.ridge * np.eye(9)
+    np.testing.assert_allclose(regular.solution_OK, cross.numpy() @ np.linalg.inv(shifted), rtol=1e-9)
+    assert regular.condition == pytest.approx(np.linalg.cond(shifted, 1))
+    assert solve_ridge(cross, torch.zeros(9, 9, dtype=torch.float64), ridge_rel=1e-4).solution_OK.abs().max() == 0.0
