@@ -113,7 +113,9 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
     found = vit.parts(model)
-    widths: dict[str, dict[str, Any]] = {part.name: {"hidden": part.hidden} for part in found.mlps}
+    widths: dict[str, dict[str, Any]] = {
+        part.name: {"hidden": part.hidden, "output_bias": part.fc2.bias is not None} for part in found.mlps
+    }
     for part in found.attentions:
         widths[part.name] = {"heads": part.heads, "qk": part.qk, "v": part.v, "scale": part.scale, "geometry": part.geometry}
     return widths
@@ -145,8 +147,9 @@ def _resized(model: nn.Module, sites: Mapping[str, Mapping[str, Any]]) -> nn.Mod
     found = vit.parts(model)
     modules: dict[str, nn.Module] = {}
     for mlp in found.mlps:
-        if (hidden := sites[mlp.name]["hidden"]) != mlp.hidden:
-            modules |= vit.empty_mlp(mlp, hidden=hidden)
+        hidden, output_bias = sites[mlp.name]["hidden"], sites[mlp.name]["output_bias"]
+        if (hidden, output_bias) != (mlp.hidden, mlp.fc2.bias is not None):
+            modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=output_bias)
     for part in found.attentions:
         width = sites[part.name]
         if (width["qk"], width["v"], width["geometry"]) != (part.qk, part.v, part.geometry):

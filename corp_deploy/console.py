@@ -48,7 +48,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Callable[[int], None]]:
-        """A bar on stderr; yields a function that is told how many more units are done."""
+        """A bar on stderr; yields a function that is told how many units are done."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
         with Progress(
             *columns,
@@ -59,7 +59,7 @@ class Output:
             transient=False,
         ) as bar:
             task = bar.add_task(title, total=total)
-            yield lambda done: bar.advance(task, done)
+            yield lambda done: bar.update(task, completed=done)
 
 
 def output_options(command: Callable[P, R]) -> Callable[P, R]:

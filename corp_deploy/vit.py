@@ -151,7 +151,7 @@ def parts(model: nn.Module) -> Parts:
     return Parts(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
 
 
-def _head_slice(part: AttentionPart, start: int) -> Any:
+def _head_slice(part: AttentionPart, start: int) -> Callable[[Tensor], Tensor]:
     """Take rows start .. start + heads * qk of the qkv output as [B,H,N,qk]."""
 
     def take(qkv_BNX: Tensor) -> Tensor:
@@ -171,10 +171,11 @@ def calibration_sites(model: nn.Module) -> list[MlpSite | AttentionSite]:
     sites: list[MlpSite | AttentionSite] = [MlpSite(name=part.name, output=part.fc2) for part in found.mlps]
     for part in found.attentions:
         if part.keeps_qk:
-            taps = (Tap(part.q_norm, _identity), Tap(part.k_norm, _identity))
+            queries, keys = Tap(module=part.q_norm, take=_identity), Tap(module=part.k_norm, take=_identity)
         else:
-            taps = (Tap(part.qkv, _head_slice(part, 0)), Tap(part.qkv, _head_slice(part, part.heads * part.qk)))
-        sites.append(AttentionSite(name=part.name, queries=taps[0], keys=taps[1], output=part.proj))
+            queries = Tap(module=part.qkv, take=_head_slice(part, 0))
+            keys = Tap(module=part.qkv, take=_head_slice(part, part.heads * part.qk))
+        sites.append(AttentionSite(name=part.name, queries=queries, keys=keys, output=part.proj))
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(sites, key=lambda site: order[site.name])
 
@@ -185,18 +186,22 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def exportable(model: nn.Module) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in float32."""
-    plain = {part.name: _plain_attention(part) for part in parts(model).attentions}
+def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Module:
+    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in float32.
+
+    `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
+    """
+    plain = {part.name: _plain_attention(part, geometry) for part in parts(model).attentions}
     copied = replaced(model, plain)
     for module in copied.modules():
         if isinstance(module, TimmAttention):
             module.fused_attn = False
-    return copied.eval()
+    return copied.eval().requires_grad_(False)
 
 
-def _plain_attention(part: AttentionPart) -> HeadAttention:
-    plain = empty_attention(part, qk=part.qk, v=part.v, geometry=part.geometry, fused=False)
+def _plain_attention(part: AttentionPart, geometry: Geometry | None) -> HeadAttention:
+    chosen = part.geometry if geometry is None or part.qk == part.v else geometry
+    plain = empty_attention(part, qk=part.qk, v=part.v, geometry=chosen, fused=False)
     plain.load_state_dict(part.module.state_dict())
     return plain
 
@@ -220,12 +225,18 @@ def empty_attention(part: AttentionPart, *, qk: int, v: int, geometry: Geometry,
     return module.to(part.qkv.weight.dtype)
 
 
-def empty_mlp(part: MlpPart, *, hidden: int) -> dict[str, nn.Module]:
-    """The two linear layers of this MLP at another hidden width, by module name, their weights not yet set."""
+def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool) -> dict[str, nn.Module]:
+    """fc1 and fc2 of this MLP at another hidden width, by module name, their weights not yet set."""
     device, dtype = part.fc1.weight.device, part.fc1.weight.dtype
     fc1 = nn.Linear(part.fc1.in_features, hidden, bias=part.fc1.bias is not None, device=device, dtype=dtype)
-    fc2 = nn.Linear(hidden, part.fc2.out_features, bias=part.fc2.bias is not None, device=device, dtype=dtype)
+    fc2 = nn.Linear(hidden, part.fc2.out_features, bias=output_bias, device=device, dtype=dtype)
     return {f"{part.name}.fc1": fc1, f"{part.name}.fc2": fc2}
+
+
+def tokens(model: nn.Module) -> int:
+    """Tokens of one image in every block: patches and prefix tokens."""
+    vit = _require_vit(model)
+    return int(vit.patch_embed.num_patches + vit.num_prefix_tokens)
 
 
 def shape(model: nn.Module) -> VitShape:
@@ -250,7 +261,7 @@ def shape(model: nn.Module) -> VitShape:
         dim=vit.embed_dim,
         patches=patches,
         patch_inputs=vit.patch_embed.proj.weight[0].numel(),
-        tokens=patches + vit.num_prefix_tokens,
+        tokens=tokens(vit),
         classes=vit.num_classes,
         blocks=blocks,
     )
@@ -268,9 +279,9 @@ class InputSpec:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self.config.items())}
 
     def transform(self) -> Callable[[Any], Tensor]:
-        """timm's evaluation transform: a PIL image -> float32 [C,H,W]."""
-        made = timm.data.create_transform(**self.config, is_training=False)
-        return lambda image: made(image.convert("RGB"))
+        """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]."""
+        made: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
+        return made
 
 
 def input_spec(model: nn.Module) -> InputSpec:

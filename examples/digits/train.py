@@ -21,7 +21,15 @@ BATCH = 32
 SHIFT = 3
 ARCHITECTURE = Architecture(
     name="vit_tiny_patch16_224",
-    kwargs={"img_size": IMAGE_SIZE, "patch_size": 4, "embed_dim": 96, "depth": 6, "num_heads": 3, "num_classes": 10},
+    kwargs={
+        "img_size": IMAGE_SIZE,
+        "patch_size": 4,
+        "embed_dim": 96,
+        "depth": 6,
+        "num_heads": 3,
+        "num_classes": 10,
+        "pretrained_cfg_overlay": {"crop_pct": 1.0},
+    },
 )
 
 
@@ -29,7 +37,9 @@ def _augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     """Shift each image by up to SHIFT pixels, pad with background, and add a little noise."""
     padded = F.pad(images, (SHIFT, SHIFT, SHIFT, SHIFT), value=-MEAN / STD)
     shifts = torch.randint(0, 2 * SHIFT + 1, (len(images), 2), generator=generator).tolist()
-    moved = torch.stack([p[:, y : y + IMAGE_SIZE, x : x + IMAGE_SIZE] for p, (y, x) in zip(padded, shifts, strict=True)])
+    moved = torch.stack(
+        [p[:, y : y + IMAGE_SIZE, x : x + IMAGE_SIZE] for p, (y, x) in zip(padded, shifts, strict=True)]
+    )
     return moved + 0.05 * torch.randn(moved.shape, generator=generator)
 
 
@@ -66,7 +76,9 @@ def train() -> torch.nn.Module:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Directory for the weights and config.json.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, help="Directory for the weights and config.json."
+)
 def main(output: Path) -> None:
     """Train, report held-out accuracy, and save the weights with what is needed to rebuild the model."""
     model = train()

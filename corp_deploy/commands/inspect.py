@@ -1,0 +1,26 @@
+"""corp-deploy inspect."""
+
+import click
+
+from ..console import Output, output_options
+from .options import ModelChoice, model_options
+
+
+@click.command()
+@model_options
+@output_options
+def inspect(model: ModelChoice, out: Output) -> None:
+    """Show a model's sites, widths, parameters and MACs, and why a block can't be reduced.
+
+    Example: corp-deploy inspect --model deit_small_patch16_224 --weights deit_small.safetensors
+    """
+    from rich.table import Table
+
+    from ..inspection import inspection_of_model
+
+    found = inspection_of_model(model.load().model)
+    table = Table("site", "width", "parameters", "MACs", "can't be reduced because")
+    for row in found["sites"]:
+        table.add_row(row["site"], row["width"], f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f} M", row["reason"])
+    macs = f"{found['macs'] / 1e9:.3f} GMAC" if found["macs"] is not None else "MACs unknown (a block has no formula)"
+    out.result(found, table, f"{found['architecture']}: {found['parameters']:,} parameters, {macs} for one image")

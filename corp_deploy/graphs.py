@@ -1,0 +1,104 @@
+"""ONNX graphs of our models: the exportable form, the lineage they carry, and what a graph says about itself."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from export.to_onnx import onnx_from_model, save
+from perf.onnx_runner import onnx_precision
+
+from . import __version__, vit
+from .attention import Geometry
+from .checkpoint import Checkpoint
+from .cost import macs
+from .errors import BadInput
+from .files import replacing
+from .inputs import model_digest
+
+PREFIX = "corp_deploy."
+
+
+def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
+    """Widths, cost, preprocessing, digest and lineage, as the flat text that an ONNX file carries."""
+    found = vit.parts(checkpoint.model)
+    widths = {mlp.name: {"hidden": mlp.hidden} for mlp in found.mlps}
+    widths |= {part.name: {"heads": part.heads, "qk": part.qk, "v": part.v} for part in found.attentions}
+    facts = {
+        "version": __version__,
+        "architecture": checkpoint.architecture.name,
+        "model_sha256": model_digest(checkpoint.model),
+        "parameters": sum(parameter.numel() for parameter in checkpoint.model.parameters()),
+        "macs": None if found.refused else macs(vit.shape(checkpoint.model)),
+        "depth": len(found.mlps),
+        "widths": widths,
+        "preprocessing": vit.input_spec(checkpoint.model).as_json(),
+        "lineage": dict(checkpoint.lineage),
+    }
+    return {PREFIX + key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in facts.items()}
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    path: Path,
+    *,
+    precision: str,
+    opset: int = 20,
+    batch: int | None = None,
+    keep_fp32: Sequence[str] = (),
+    geometry: Geometry | None = None,
+) -> None:
+    """Write the model as one typed ONNX file. Raises export's BadInput when the graph will not do."""
+    model = vit.exportable(checkpoint.model, geometry=geometry)
+    proto = onnx_from_model(
+        model,
+        image_shape=vit.input_spec(checkpoint.model).shape,
+        precision=precision,
+        keep_fp32=keep_fp32,
+        opset=opset,
+        batch=batch,
+        metadata=metadata_of_checkpoint(checkpoint),
+    )
+    with replacing(path) as temporary:
+        save(proto, temporary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFacts:
+    """What an ONNX file says about itself; costs are None for a graph that another tool wrote."""
+
+    precision: str
+    batch: int | None
+    image_shape: tuple[int, int, int]
+    macs: int | None
+    parameters: int | None
+
+
+def facts_of_onnx(path: Path) -> GraphFacts:
+    """Read a graph's facts. Raises BadInput for a file that is no ONNX model with one image input."""
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file, expected an ONNX model")
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        raise BadInput(f"{path}: not an ONNX model ({error}); export it again") from None
+    carried = {entry.key: entry.value for entry in proto.metadata_props}
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in initializers]
+    dims = list(inputs[0].type.tensor_type.shape.dim) if len(inputs) == 1 else []
+    if len(dims) != 4:
+        raise BadInput(f"{path}: expected one input [batch,3,H,W], got {[value.name for value in inputs]}; it is no image model")
+    return GraphFacts(
+        precision=carried.get("export.precision") or onnx_precision(path),
+        batch=dims[0].dim_value or None,
+        image_shape=(dims[1].dim_value, dims[2].dim_value, dims[3].dim_value),
+        macs=_integer(carried.get(f"{PREFIX}macs")),
+        parameters=_integer(carried.get(f"{PREFIX}parameters")),
+    )
+
+
+def _integer(text: str | None) -> int | None:
+    return None if text in (None, "null") else int(str(text))

@@ -1,0 +1,135 @@
+"""Saving and loading: the same model comes back, and everything else is refused with a message."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import corp_deploy
+from corp_deploy import vit
+from corp_deploy.checkpoint import Checkpoint, load_checkpoint, load_dense, save
+from corp_deploy.errors import BadInput
+from tests import tiny
+
+
+def reduced_checkpoint() -> Checkpoint:
+    dense = tiny.checkpoint()
+    found = vit.parts(dense.model)
+    torch.manual_seed(1)
+    modules: dict[str, nn.Module] = vit.empty_mlp(found.mlps[0], hidden=40, output_bias=True)
+    modules["blocks.1.attn"] = vit.empty_attention(found.attentions[1], qk=8, v=16, geometry="padded")
+    return Checkpoint(model=vit.replaced(dense.model, modules), architecture=dense.architecture, lineage={"preset": "x"})
+
+
+def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) -> None:
+    reduced = reduced_checkpoint()
+    save(reduced, tmp_path)
+    again = load_checkpoint(tmp_path)
+    images = torch.from_numpy(tiny.images(2))
+    torch.testing.assert_close(corp_deploy.load(tmp_path)(images), reduced.model(images), rtol=0, atol=0)
+    assert again.lineage == {"preset": "x"}
+    assert vit.parts(again.model).mlps[0].hidden == 40
+    assert vit.parts(again.model).attentions[1].geometry == "padded"
+    assert not any(parameter.is_meta for parameter in again.model.parameters())
+
+
+def test_loading_needs_no_pruning_code(tmp_path: Path) -> None:
+    save(reduced_checkpoint(), tmp_path)
+    program = (
+        "import sys, corp_deploy; assert 'torch' not in sys.modules; corp_deploy.load(sys.argv[1]);"
+        "loaded = [m for m in sys.modules if m.startswith('corp_deploy.')];"
+        "assert not [m for m in loaded if 'reduce' in m or 'recover' in m or 'select' in m or 'obs' in m], loaded"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_weights_from_pth_and_safetensors_give_the_same_model(tmp_path: Path) -> None:
+    dense = tiny.checkpoint()
+    state = dense.model.state_dict()
+    save_file(state, tmp_path / "w.safetensors")
+    torch.save({"model": {f"module.{name}": tensor for name, tensor in state.items()}}, tmp_path / "w.pth")
+    images = torch.from_numpy(tiny.images(1))
+    for name in ("w.safetensors", "w.pth"):
+        loaded = load_dense(dense.architecture.name, weights=tmp_path / name, kwargs=dense.architecture.kwargs)
+        torch.testing.assert_close(loaded.model(images), dense.model(images), rtol=0, atol=0)
+
+
+def _dense(weights: Path) -> Checkpoint:
+    return load_dense(tiny.ARCHITECTURE.name, weights=weights, kwargs=tiny.ARCHITECTURE.kwargs)
+
+
+class Code:
+    """Something that only a full pickle can hold."""
+
+
+def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({"model": tiny.checkpoint().model}, tmp_path / "whole.pth")
+    with pytest.raises(BadInput, match="pickled code"):
+        _dense(tmp_path / "whole.pth")
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(BadInput, match="expected a state_dict"):
+        _dense(tmp_path / "list.pt")
+
+
+def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such file"):
+        _dense(tmp_path / "none.safetensors")
+    for name in ("w.safetensors", "w.pth"):
+        (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
+        with pytest.raises(BadInput, match="can't be read"):
+            _dense(tmp_path / name)
+    (tmp_path / "w.bin").write_bytes(b"x")
+    with pytest.raises(BadInput, match="kind '.bin'"):
+        _dense(tmp_path / "w.bin")
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    state = tiny.checkpoint().model.state_dict()
+    wrong = {**state, "head.weight": torch.zeros(3, 48), "extra": torch.zeros(1)}
+    del wrong["norm.bias"]
+    save_file(wrong, tmp_path / "w.safetensors")
+    with pytest.raises(BadInput, match=r"missing: norm.bias; unexpected: extra; wrong shape: head.weight \(3, 48\) instead of \(7, 48\)"):
+        _dense(tmp_path / "w.safetensors")
+    state["blocks.0.mlp.fc1.bias"][3] = torch.nan
+    save_file(state, tmp_path / "nan.safetensors")
+    with pytest.raises(BadInput, match=r"NaN or Inf in blocks.0.mlp.fc1.bias"):
+        _dense(tmp_path / "nan.safetensors")
+
+
+def test_names_and_directories_are_not_mixed_up(tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path)
+    with pytest.raises(BadInput, match="drop --weights"):
+        load_dense(str(tmp_path), weights=tmp_path / "model.safetensors", kwargs={})
+    with pytest.raises(BadInput, match="needs --weights"):
+        load_dense("deit_tiny_patch16_224", weights=None, kwargs={})
+    with pytest.raises(BadInput, match="deit_tiny_patch16_224"):
+        load_dense("deit_tiny_patch16_999", weights=None, kwargs={})
+    with pytest.raises(BadInput, match="no_such_argument"):
+        load_dense("deit_tiny_patch16_224", weights=None, kwargs={"no_such_argument": 1})
+
+
+def test_damaged_directories(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such file"):
+        load_checkpoint(tmp_path)
+    save(tiny.checkpoint(), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(BadInput, match="changed or cut off"):
+        load_checkpoint(tmp_path)
+    weights.unlink()
+    with pytest.raises(BadInput, match="no such file"):
+        load_checkpoint(tmp_path)
+    config = tmp_path / "config.json"
+    record = json.loads(config.read_text())
+    for change, said in (({"kind": "other"}, "expected a corp-deploy/model record"), ({"version": 2}, "version 2")):
+        config.write_text(json.dumps(record | change))
+        with pytest.raises(BadInput, match=said):
+            load_checkpoint(tmp_path)
+    config.write_text("{")
+    with pytest.raises(BadInput, match="can't be read as JSON"):
+        load_checkpoint(tmp_path)

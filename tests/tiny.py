@@ -1,0 +1,47 @@
+"""A tiny trained-looking ViT and images for the tests of corp_deploy."""
+
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
+
+ARCHITECTURE = Architecture(
+    name="vit_tiny_patch16_224",
+    kwargs={"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7},
+)
+
+
+def checkpoint(seed: int = 0, **kwargs: object) -> Checkpoint:
+    """A 2-block ViT (17 tokens, 3 heads of 16, hidden 192) whose weights are large enough to matter."""
+    torch.manual_seed(seed)
+    architecture = Architecture(name=ARCHITECTURE.name, kwargs={**ARCHITECTURE.kwargs, **kwargs})
+    model = dense_from_architecture(architecture)
+    enliven(model, seed)
+    return Checkpoint(model=model, architecture=architecture, lineage={})
+
+
+@torch.no_grad()
+def enliven(model: nn.Module, seed: int) -> None:
+    """Spread weights and biases so that nothing is near zero by initialisation."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2 and "embed" not in name and "token" not in name:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(0.3 * noise)
+
+
+def images(count: int, seed: int = 0, size: int = 32) -> NDArray[np.float32]:
+    """Smooth random images [count, 3, size, size] float32."""
+    coarse = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear").numpy()
+
+
+def timm_model(name: str, **kwargs: object) -> nn.Module:
+    """A timm model with its initial weights, in eval mode."""
+    model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
+    return model.eval()
