@@ -1,0 +1,248 @@
+"""One forward pass over named sites: hooks hand activations to the sums and keep none of them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from .errors import BadInput
+from .moments import Moments
+from .sites import AttentionSite as AttentionSite
+from .sites import MlpSite as MlpSite
+from .sites import Site as Site
+from .sites import Tap as Tap
+from .sums import AttentionSums, MlpSums, SiteSums
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+CPU_FORWARD_IMAGES = 4
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    """`highest` forbids TF32, `high` allows it; a process-wide setting of torch, put back on leaving."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and every submodule's own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Collector:
+    """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
+
+    `forward_images`: how many images each forward pass takes; every batch is cut into such pieces and the last one
+    is filled up with repeats that are not counted, so that no kernel sees a shape that depends on the batch size. On
+    a CPU it is 4 unless given, which is also faster than large batches; elsewhere it is the size of each batch. With 1
+    not even a kernel that treats an image by its place in the batch makes results depend on the images' order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        *,
+        device: torch.device | str,
+        attention_system: bool = False,
+        kept: Mapping[str, Tensor] | None = None,
+        eps: float = 1e-2,
+        precision: Precision = "float32",
+        forward_images: int | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.sums = _new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
+        self.images = 0
+        self._model, self._sites, self._precision = model, sites, precision
+        self._forward_images = forward_images or (CPU_FORWARD_IMAGES if self.device.type == "cpu" else None)
+        self._counted = 0
+        self._ran: list[str] = []
+        self._stack = ExitStack()
+        _refuse_other_device(model, self.device)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_evaluating(self._model))
+            for site in self._sites:
+                self._listen(stack, site)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def add(self, images: Tensor) -> None:
+        """Runs images [B,3,H,W] float32 through the model."""
+        _refuse_images(images)
+        size = self._forward_images or len(images)
+        for piece in torch.split(images, size):
+            self._counted = len(piece)
+            filled = (
+                piece if len(piece) == size else torch.cat([piece, piece[-1:].expand(size - len(piece), -1, -1, -1)])
+            )
+            self._forward(filled)
+        for sums in self.sums.values():
+            sums.flush()
+        self.images += len(images)
+        if self.device.type == "cpu":
+            self.refuse_nonfinite()
+
+    def refuse_nonfinite(self) -> None:
+        """Raises BadInput that names the first site, in the order the model runs them, with a NaN or Inf.
+
+        Waits for the device, so outside a CPU it is asked only where the loop stops anyway.
+        """
+        if not self._ran:
+            return
+        flags = torch.stack([self.sums[name].finite() for name in self._ran]).tolist()
+        for name, finite in zip(self._ran, flags, strict=True):
+            if not finite:
+                raise BadInput(
+                    f"{name}: NaN or Inf in the activations within the first {self.images} images; (a) the weights "
+                    "or an image hold NaN or Inf, or (b) the forward dtype overflows: try float32"
+                )
+
+    def moments(self, lineage: Mapping[str, str]) -> Moments:
+        """The moments so far, on the CPU."""
+        if not self.images:
+            raise BadInput("images to calibrate on: got none, expected at least one")
+        self.refuse_nonfinite()
+        sites = {name: sums.moments() for name, sums in self.sums.items()}
+        return Moments(sites=sites, lineage=dict(lineage), images=self.images)
+
+    def _forward(self, images: Tensor) -> None:
+        self._ran = []
+        forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
+        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
+        with torch.no_grad(), forward, cast:
+            self._model(images.to(self.device, non_blocking=True))
+        for site in self._sites:
+            self._refuse_runs(site)
+
+    def _refuse_runs(self, site: Site) -> None:
+        expected = 1 if isinstance(site, MlpSite) else 3
+        runs = self._ran.count(site.name)
+        if runs != expected:
+            raise BadInput(f"{site.name}: ran {runs} taps in one forward pass, expected {expected}; the site's modules "
+                           "must run exactly once per pass")  # fmt: skip
+
+    def _listen(self, stack: ExitStack, site: Site) -> None:
+        sums = self.sums[site.name]
+        if isinstance(site, MlpSite):
+            assert isinstance(sums, MlpSums), sums
+            self._on_input(stack, site.name, site.output, sums.add)
+            return
+        assert isinstance(sums, AttentionSums), sums
+        self._on_output(stack, site.name, site.queries, sums.add_queries)
+        self._on_output(stack, site.name, site.keys, sums.add_keys)
+        self._on_input(stack, site.name, site.output, sums.add_outputs)
+
+    def _on_input(self, stack: ExitStack, name: str, module: nn.Module, add: Callable[[Tensor], None]) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._take(name, _tokens_from(name, inputs[0]), add)
+
+        stack.callback(module.register_forward_pre_hook(hook).remove)
+
+    def _on_output(self, stack: ExitStack, name: str, tap: Tap, add: Callable[[Tensor], None]) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            taken = tap.take(output)
+            if taken.ndim != 4:
+                raise BadInput(f"{name}: its tap gave {list(taken.shape)}, expected [images, heads, tokens, dims]")
+            self._take(name, taken, add)
+
+        stack.callback(tap.module.register_forward_hook(hook).remove)
+
+    def _take(self, name: str, activation: Tensor, add: Callable[[Tensor], None]) -> None:
+        if not activation.is_floating_point() or len(activation) < self._counted or not activation.shape[-2]:
+            raise BadInput(
+                f"{name}: got {activation.dtype} {list(activation.shape)} for {self._counted} images, "
+                "expected floating point with images first and at least one token"
+            )
+        self._ran.append(name)
+        with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
+            add(activation[: self._counted])
+
+
+def _tokens_from(name: str, x: Tensor) -> Tensor:
+    """[B,...,F] -> [B,N,F]: whatever lies between images and channels is tokens."""
+    if x.ndim < 2:
+        raise BadInput(f"{name}: got an input of shape {list(x.shape)}, expected [images, ..., channels]")
+    return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def _new_sums(
+    sites: Sequence[Site], *, attention_system: bool, kept: Mapping[str, Tensor], eps: float
+) -> dict[str, SiteSums]:
+    names = [site.name for site in sites]
+    if not names or len(set(names)) != len(names):
+        raise BadInput(f"sites: got {names}, expected at least one and every name once")
+    odd = [name for name in kept if name not in names]
+    if odd:
+        raise BadInput(f"kept dims: no such sites {', '.join(odd)}; there are {', '.join(names)}")
+    return {
+        site.name: MlpSums(eps=eps)
+        if isinstance(site, MlpSite)
+        else AttentionSums(system=attention_system or site.name in kept, kept_HK=kept.get(site.name))
+        for site in sites
+    }
+
+
+def _refuse_other_device(model: nn.Module, device: torch.device) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device.type:
+            raise BadInput(f"{name}: the model is on {parameter.device}, expected {device}; move it there first")
+
+
+def _refuse_images(images: Tensor) -> None:
+    if images.ndim != 4 or images.dtype != torch.float32 or not len(images):
+        raise BadInput(
+            f"images: got {images.dtype} {list(images.shape)}, expected float32 [B,3,H,W] with B of 1 or more"
+        )
+
+
+def collect(
+    model: nn.Module,
+    sites: Sequence[Site],
+    batches: Iterable[Tensor],
+    *,
+    device: torch.device | str,
+    attention_system: bool = False,
+    kept: Mapping[str, Tensor] | None = None,
+    eps: float = 1e-2,
+    precision: Precision = "float32",
+    forward_images: int | None = None,
+    lineage: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Moments:
+    """The moments of `sites` over `batches` of images [B,3,H,W] float32, from one forward pass each.
+
+    `model` must be on `device`; its weights and modes are left as they were. `precision` is the forward pass's; the
+    statistics are always float32 products of one image, float64 sums. `attention_system` also keeps system_HTT;
+    `kept` (site name -> kept_HK, sorted dims per head) restricts it to those dims. An MLP channel is active where
+    |x| > `eps`. `progress` hears the number of images done so far. Raises BadInput for images that are no float32
+    [B,3,H,W], for no images, and for the first site with NaN or Inf activations.
+    """
+    listening = Collector(
+        model, sites, device=device, attention_system=attention_system, kept=kept, eps=eps, precision=precision,
+        forward_images=forward_images,
+    )  # fmt: skip
+    with listening as collector:
+        for images in batches:
+            collector.add(images)
+            if progress:
+                progress(collector.images)
+        return collector.moments(lineage or {})

@@ -1,0 +1,163 @@
+"""Images for a model: opened once, identified by content, read in order as batches [B,3,H,W] float32."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from .errors import BadInput
+from .sources import ImageShape, Source, Transform, array_from_path, folder_from_path
+
+ARRAYS = (".npy", ".npz", ".safetensors")
+NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """images [B,3,H,W], their content hashes [B]; `end` is the position after the last one, bad ones included."""
+
+    images: Tensor
+    ids: Tensor
+    bad: tuple[str, ...]
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows(Dataset[tuple[int, Tensor | str]]):
+    """The chosen images; one that can't be read is its reason instead."""
+
+    source: Source
+    chosen: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, position: int) -> tuple[int, Tensor | str]:
+        try:
+            return position, self.source.image(self.chosen[position])
+        except BadInput as error:
+            return position, str(error)
+
+
+def _unchanged(rows: list[tuple[int, Tensor | str]]) -> list[tuple[int, Tensor | str]]:
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Images:
+    """Opened images: `ids` [count] int64 are hashes of each one's content, `digest` covers names and contents."""
+
+    rows: _Rows
+    shape: ImageShape
+    ids: Tensor
+    digest: str
+    workers: int
+    max_bad: int
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def name(self, position: int) -> str:
+        return self.rows.source.name(self.rows.chosen[position])
+
+    def batches(self, batch_size: int) -> Iterator[Tensor]:
+        """All images in order; the last batch may be smaller. Raises BadInput beyond `max_bad` unreadable images."""
+        return (batch.images for batch in self.read(batch_size) if len(batch.images))
+
+    def read(
+        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
+    ) -> Iterator[Batch]:
+        """Positions `first` to `stop` with what identifies them; `bad` are the ones met before `first`.
+
+        `pin` puts images into page-locked memory, from which a copy to a GPU doesn't wait.
+        """
+        if batch_size < 1:
+            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
+        span = range(first, self.count if stop is None else stop)
+        loader = DataLoader(
+            Subset(self.rows, span), batch_size=batch_size, num_workers=self.workers, collate_fn=_unchanged
+        )
+        met = list(bad)
+        for rows in loader:
+            reasons = tuple(row for _, row in rows if isinstance(row, str))
+            met.extend(reasons)
+            self._refuse_bad(met)
+            good = [(position, row) for position, row in rows if isinstance(row, Tensor)]
+            images = torch.stack([row for _, row in good]) if good else torch.empty(0, *self.shape)
+            ids = self.ids[[position for position, _ in good]]
+            yield Batch(images=images.pin_memory() if pin else images, ids=ids, bad=reasons, end=rows[-1][0] + 1)
+
+    def _refuse_bad(self, bad: list[str]) -> None:
+        if len(bad) > self.max_bad:
+            more = f"\nand {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+            listed = "\n".join(bad[:NAMED]) + more
+            allowed = f"; at most {self.max_bad} bad images are allowed (--max-bad)" if len(bad) > 1 else ""
+            raise BadInput(f"{listed}{allowed}")
+
+
+def _content_sha256(source: Source, position: int) -> bytes:
+    """Of the image's bytes; an unreadable file counts as empty here and is reported when it is decoded."""
+    try:
+        return hashlib.sha256(source.content(position)).digest()
+    except BadInput:
+        return hashlib.sha256(b"").digest()
+
+
+def _identified(source: Source, chosen: Sequence[int]) -> tuple[Tensor, str]:
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(lambda position: _content_sha256(source, position), chosen))
+    whole = hashlib.sha256()
+    for position, content in zip(chosen, hashes, strict=True):
+        whole.update(source.name(position).encode() + b"\0" + content)
+    ids = np.frombuffer(b"".join(content[:8] for content in hashes), dtype="<i8")
+    return torch.from_numpy(ids.astype(np.int64)), whole.hexdigest()
+
+
+def _chosen(count: int, samples: int | None, seed: int, path: str) -> tuple[int, ...]:
+    if samples is None:
+        return tuple(range(count))
+    if not 1 <= samples <= count:
+        raise BadInput(f"{path}: got {count} images, but {samples} samples were asked for; ask for 1 to {count} or all")
+    return tuple(sorted(np.random.default_rng(seed).choice(count, samples, replace=False).tolist()))
+
+
+def _source(path: Path, shape: ImageShape, transform: Transform) -> Source:
+    if path.is_dir():
+        return folder_from_path(path, shape=shape, transform=transform)
+    if not path.exists():
+        raise BadInput(f"{path}: no such file or folder, expected images")
+    if path.suffix in ARRAYS:
+        return array_from_path(path, shape=shape)
+    raise BadInput(f"{path}: expected a folder of images or a file ending in {', '.join(ARRAYS)}")
+
+
+def open_images(
+    path: Path | str,
+    *,
+    image_shape: ImageShape,
+    transform: Transform,
+    samples: int | None = None,
+    seed: int = 0,
+    workers: int = 0,
+    max_bad: int = 0,
+) -> Images:
+    """The images at `path`: a folder (recursive, sorted) or an array of preprocessed images, [N,3,H,W] float32.
+
+    `transform` turns a PIL image of a folder into [3,H,W] float32; arrays are taken as they are. `samples` of them are
+    drawn by `seed` and read in sorted order. Reads every chosen image's bytes once to identify it. Raises BadInput
+    where there are no images, for a file that is damaged or of another shape or dtype, and for too few images.
+    """
+    source = _source(Path(path), image_shape, transform)
+    if not len(source):
+        raise BadInput(f"{path}: holds no images, expected at least one")
+    chosen = _chosen(len(source), samples, seed, str(path))
+    ids, digest = _identified(source, chosen)
+    rows = _Rows(source=source, chosen=chosen)
+    return Images(rows=rows, shape=image_shape, ids=ids, digest=digest, workers=workers, max_bad=max_bad)

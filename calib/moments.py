@@ -1,0 +1,230 @@
+"""Second-order statistics of named sites as plain float64 sums, so that merging two calibrations is addition.
+
+Shapes: F MLP hidden channels; H heads; D query/key dims per head; K kept dims per head; C channels of z, the input of
+the attention's output projection (all heads together); T = D (D + 1) / 2, the entries on and above the diagonal of a
+D x D matrix in row-major order (torch.triu_indices), not scaled by sqrt(2).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from .errors import BadInput
+
+MUST_MATCH = ("model", "preprocessing", "dtype")
+
+
+def _refuse_shape(owner: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    if value.dtype != torch.float64 or tuple(value.shape) != shape:
+        raise BadInput(f"{owner}.{name}: got {value.dtype} {list(value.shape)}, expected float64 {list(shape)}")
+
+
+def _refuse_count(owner: str, name: str, value: int) -> None:
+    if value < 1:
+        raise BadInput(f"{owner}.{name}: got {value}, expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MlpMoments:
+    """Sums over all tokens of x, the input of an MLP's last linear layer; `active_F` counts |x| > eps."""
+
+    tokens: int
+    eps: float
+    sum_F: Tensor
+    gram_FF: Tensor
+    active_F: Tensor
+
+    def __post_init__(self) -> None:
+        width = self.sum_F.shape[-1]
+        _refuse_count("MlpMoments", "tokens", self.tokens)
+        if not self.eps >= 0:
+            raise BadInput(f"MlpMoments.eps: got {self.eps}, expected zero or more")
+        for name, shape in (("sum_F", (width,)), ("gram_FF", (width, width)), ("active_F", (width,))):
+            _refuse_shape("MlpMoments", name, getattr(self, name), shape)
+
+    @property
+    def mean_F(self) -> Tensor:
+        return self.sum_F / self.tokens
+
+    @property
+    def second_FF(self) -> Tensor:
+        """E[x x^T]."""
+        return self.gram_FF / self.tokens
+
+    @property
+    def covariance_FF(self) -> Tensor:
+        """E[x x^T] - E[x] E[x]^T, divided by the number of tokens."""
+        return self.second_FF.addr_(self.mean_F, self.mean_F, alpha=-1)
+
+    @property
+    def active_share_F(self) -> Tensor:
+        """P(|x| > eps)."""
+        return self.active_F / self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionMoments:
+    """Sums over images and tokens of q and k as they enter the dot product (before its scale), and of z.
+
+    qq_HDD = sum of q q^T; kk_centred_HDD has k centred within each image first; energy_HD = sum over images of
+    ||q_j||^2 ||k_j||^2, the norms taken over one image's tokens.
+
+    system_HTT = sum over images of half(K'K) half(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
+    set. With `kept_HK` (sorted dims per head) it is restricted to those dims, and two sums over images stand in for
+    what was left out: target_HKK = (Q_S'Q_P)(K_P'K_S), the right-hand side, and target_energy_H = <Q_P'Q_P, K_P'K_P>,
+    the squared norm of the logits that the removed dims P contributed.
+    """
+
+    images: int
+    tokens: int
+    q_sum_HD: Tensor
+    k_sum_HD: Tensor
+    qq_HDD: Tensor
+    kk_HDD: Tensor
+    kk_centred_HDD: Tensor
+    energy_HD: Tensor
+    z_sum_C: Tensor
+    zz_CC: Tensor
+    system_HTT: Tensor | None = None
+    kept_HK: Tensor | None = None
+    target_HKK: Tensor | None = None
+    target_energy_H: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_count("AttentionMoments", "images", self.images)
+        _refuse_count("AttentionMoments", "tokens", self.tokens)
+        heads, dim, channels = (*self.q_sum_HD.shape[-2:], self.z_sum_C.shape[-1])
+        self._refuse({"q_sum_HD": (heads, dim), "k_sum_HD": (heads, dim), "energy_HD": (heads, dim)})
+        self._refuse(dict.fromkeys(("qq_HDD", "kk_HDD", "kk_centred_HDD"), (heads, dim, dim)))
+        self._refuse({"z_sum_C": (channels,), "zz_CC": (channels, channels)})
+        width = dim
+        if self.kept_HK is not None:
+            width = self.kept_HK.shape[-1]
+            if self.kept_HK.dtype != torch.int64 or self.kept_HK.shape[0] != heads or self.system_HTT is None:
+                raise BadInput(
+                    f"AttentionMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads"
+                )
+            self._refuse({"target_HKK": (heads, width, width), "target_energy_H": (heads,)})
+        if self.system_HTT is not None:
+            half = width * (width + 1) // 2
+            self._refuse({"system_HTT": (heads, half, half)})
+
+    def _refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            value = getattr(self, name)
+            if value is None:
+                raise BadInput(f"AttentionMoments.{name}: missing, expected float64 {list(shape)}")
+            _refuse_shape("AttentionMoments", name, value, shape)
+
+    @property
+    def q_second_HDD(self) -> Tensor:
+        return self.qq_HDD / self.tokens
+
+    @property
+    def k_second_HDD(self) -> Tensor:
+        return self.kk_HDD / self.tokens
+
+    @property
+    def k_centred_HDD(self) -> Tensor:
+        """Second moment of k centred per image: softmax ignores what is constant along a query's row."""
+        return self.kk_centred_HDD / self.tokens
+
+    @property
+    def z_mean_C(self) -> Tensor:
+        return self.z_sum_C / self.tokens
+
+    @property
+    def z_second_CC(self) -> Tensor:
+        return self.zz_CC / self.tokens
+
+    @property
+    def z_covariance_CC(self) -> Tensor:
+        return self.z_second_CC.addr_(self.z_mean_C, self.z_mean_C, alpha=-1)
+
+
+SiteMoments = MlpMoments | AttentionMoments
+
+
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moments:
+    """What one calibration leaves: statistics by site name, where they come from, and which images were seen.
+
+    `lineage` holds the caller's digests; `model`, `preprocessing` and `dtype` must agree to merge. `image_ids` [images]
+    int64 are sorted content hashes, or empty when unknown.
+    """
+
+    sites: Mapping[str, SiteMoments]
+    lineage: Mapping[str, str]
+    images: int
+    image_ids: Tensor = field(default_factory=_no_ids)
+
+    def __post_init__(self) -> None:
+        _refuse_count("Moments", "images", self.images)
+        if not self.sites:
+            raise BadInput("Moments.sites: got none, expected at least one site")
+        if len(self.image_ids) not in (0, self.images):
+            raise BadInput(f"Moments.image_ids: got {len(self.image_ids)} for {self.images} images")
+
+
+def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
+    """Equal values stay; `MUST_MATCH` refuses; other differing values become the sorted union `x+y`."""
+    for key in MUST_MATCH:
+        if a.get(key) != b.get(key):
+            raise BadInput(
+                f"moments to merge: {key} differs, got {a.get(key)!r} and {b.get(key)!r}; "
+                f"calibrate both with the same {key}"
+            )
+    parts = {key: {*a.get(key, "").split("+"), *b.get(key, "").split("+")} - {""} for key in sorted({*a, *b})}
+    return {key: a[key] if key in a and a[key] == b.get(key) else "+".join(sorted(parts[key])) for key in parts}
+
+
+def _merge_ids(a: Moments, b: Moments) -> Tensor:
+    if not len(a.image_ids) or not len(b.image_ids):
+        return _no_ids()
+    common = int(torch.isin(a.image_ids, b.image_ids).sum())
+    if common:
+        raise BadInput(
+            f"moments to merge: {common} of {a.images} images are in both, so they would count twice; "
+            "calibrate on image sets that do not overlap"
+        )
+    return torch.cat([a.image_ids, b.image_ids]).sort().values
+
+
+def _merge_site(name: str, a: SiteMoments, b: SiteMoments) -> SiteMoments:
+    """Adds every sum; what is not a sum (eps, the kept dims) must agree."""
+    if type(a) is not type(b):
+        raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
+    merged: dict[str, int | float | Tensor | None] = {}
+    for f in fields(a):
+        left, right = getattr(a, f.name), getattr(b, f.name)
+        if f.name in ("eps", "kept_HK"):
+            same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
+            if not same:
+                raise BadInput(f"{name}: moments to merge differ in {f.name}, got {left} and {right}")
+            merged[f.name] = left
+        elif (left is None) != (right is None):
+            raise BadInput(f"{name}: only one of the moments to merge has {f.name}; calibrate both with or without it")
+        elif isinstance(left, Tensor) and left.shape != right.shape:
+            raise BadInput(f"{name}.{f.name}: moments to merge are {list(left.shape)} and {list(right.shape)}")
+        else:
+            merged[f.name] = None if left is None else left + right
+    return type(a)(**merged)  # type: ignore[arg-type]
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """The moments of both image sets together.
+
+    Raises BadInput for different sites, models, preprocessing or forward dtypes, and for images that are in both.
+    """
+    if set(a.sites) != set(b.sites):
+        odd = sorted(set(a.sites) ^ set(b.sites))
+        raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(odd)}")
+    lineage, ids = _merge_lineage(a.lineage, b.lineage), _merge_ids(a, b)
+    sites = {name: _merge_site(name, a.sites[name], b.sites[name]) for name in a.sites}
+    return Moments(sites=sites, lineage=lineage, images=a.images + b.images, image_ids=ids)

@@ -1,0 +1,149 @@
+"""Where images lie: what each is called, its bytes, and how it becomes a tensor [3,H,W] float32."""
+
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import BadInput
+
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+KEY = "images"
+Transform = Callable[[Image.Image], Tensor]
+ImageShape = tuple[int, int, int]
+
+
+class Source(Protocol):
+    """Images by position; `content` is what identifies one, `image` raises BadInput if it can't be read."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, position: int) -> str: ...
+
+    def content(self, position: int) -> bytes: ...
+
+    def image(self, position: int) -> Tensor: ...
+
+
+def checked_image(image: Tensor, name: str, shape: ImageShape) -> Tensor:
+    """`image` if it is finite float32 of `shape`."""
+    if image.dtype != torch.float32 or tuple(image.shape) != shape:
+        raise BadInput(f"{name}: got {image.dtype} {list(image.shape)}, the model takes torch.float32 {list(shape)}")
+    if not torch.isfinite(image).all():
+        raise BadInput(f"{name}: holds NaN or Inf, expected finite values")
+    return image
+
+
+def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Transform) -> Tensor:
+    """Decodes to RGB and transforms to [3,H,W]."""
+    try:
+        picture = Image.open(io.BytesIO(content)).convert("RGB")
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise BadInput(f"{name}: not a readable image ({error}); remove it or allow bad images") from error
+    return checked_image(transform(picture), name, shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """Image files below `root` by relative name, sorted; `ignored` counts the other files."""
+
+    root: Path
+    names: tuple[str, ...]
+    ignored: int
+    shape: ImageShape
+    transform: Transform
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, position: int) -> str:
+        return self.names[position]
+
+    def content(self, position: int) -> bytes:
+        path = self.root / self.names[position]
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise BadInput(f"{path}: can't be read ({error.strerror})") from error
+
+    def image(self, position: int) -> Tensor:
+        return image_from_bytes(
+            self.content(position), str(self.root / self.names[position]), self.shape, self.transform
+        )
+
+
+def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> Folder:
+    """Every image file below `root`, hidden ones aside."""
+    files = sorted(
+        (Path(at) / file).relative_to(root).as_posix() for at, _, names in os.walk(root) for file in names
+    )  # fmt: skip
+    names = tuple(n for n in files if n.lower().endswith(SUFFIXES) and not n.rpartition("/")[2].startswith("."))
+    if not names:
+        raise BadInput(f"{root}: no images among {len(files)} files, expected files ending in {', '.join(SUFFIXES)}")
+    return Folder(root=root, names=names, ignored=len(files) - len(names), shape=shape, transform=transform)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Array:
+    """Rows of images_N3HW, already preprocessed; memory-mapped where the file allows it."""
+
+    path: Path
+    images_N3HW: NDArray[np.float32]
+    shape: ImageShape
+
+    def __len__(self) -> int:
+        return len(self.images_N3HW)
+
+    def name(self, position: int) -> str:
+        return str(position)
+
+    def content(self, position: int) -> bytes:
+        content: bytes = self.images_N3HW[position].tobytes()
+        return content
+
+    def image(self, position: int) -> Tensor:
+        row = torch.from_numpy(np.array(self.images_N3HW[position]))
+        return checked_image(row, f"{self.path}[{position}]", self.shape)
+
+
+def _array_from_safetensors(path: Path) -> NDArray[np.float32]:
+    with safe_open(path, framework="np") as file:
+        if KEY not in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            raise BadInput(f"{path}: has no key {KEY!r}, only {', '.join(sorted(file.keys())) or 'none'}")
+        array: NDArray[np.float32] = file.get_tensor(KEY)
+        return array
+
+
+def _array_from_npz(path: Path) -> NDArray[np.float32]:
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        if KEY not in file.files:
+            raise BadInput(f"{path}: has no key {KEY!r}, only {', '.join(sorted(file.files)) or 'none'}")
+        array: NDArray[np.float32] = file[KEY]
+        return array
+
+
+def array_from_path(path: Path, *, shape: ImageShape) -> Array:
+    """[N,3,H,W] float32 from .npy (memory-mapped), or from key `images` of .npz or .safetensors."""
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            array = _array_from_npz(path) if path.suffix == ".npz" else _array_from_safetensors(path)
+    except BadInput:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
+        raise BadInput(f"{path}: not a whole {path.suffix} file ({error})") from error
+    if array.dtype != np.float32 or array.ndim != 4 or array.shape[1:] != shape:
+        expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed"
+        raise BadInput(f"{path}: got {array.dtype} {list(array.shape)}, expected {expected}")
+    return Array(path=path, images_N3HW=array, shape=shape)

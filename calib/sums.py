@@ -1,0 +1,164 @@
+"""The running float64 sums of one site, on the device that computes them.
+
+Shapes: B images, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of z, T = D (D + 1) / 2.
+"""
+
+import torch
+from torch import Tensor
+
+from .moments import AttentionMoments, MlpMoments
+from .products import add_active, add_gram, add_sum, grams_of_heads, half, mirror
+
+
+def _zeros(*shape: int, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def _host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: total.cpu() for name, total in totals.items()}
+
+
+class MlpSums:
+    """Sums of x [B,N,F]."""
+
+    def __init__(self, *, eps: float) -> None:
+        self.eps, self.tokens = eps, 0
+        self.totals: dict[str, Tensor] = {}
+
+    def add(self, x_BNF: Tensor) -> None:
+        width, device = x_BNF.shape[-1], x_BNF.device
+        if not self.totals:
+            self.totals = {name: _zeros(width, device=device) for name in ("sum_F", "active_F")}
+            self.totals["gram_FF"] = _zeros(width, width, device=device)
+        add_sum(self.totals["sum_F"], x_BNF)
+        add_active(self.totals["active_F"], x_BNF, self.eps)
+        add_gram(self.totals["gram_FF"], x_BNF)
+        self.tokens += x_BNF.shape[0] * x_BNF.shape[1]
+
+    def finite(self) -> Tensor:
+        """Whether nothing infinite or NaN has entered; a NaN stays in a sum, so the small one tells."""
+        return torch.isfinite(self.totals["sum_F"]).all() & torch.isfinite(self.totals["gram_FF"].diagonal()).all()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def moments(self) -> MlpMoments:
+        mirror(self.totals["gram_FF"])
+        return MlpMoments(tokens=self.tokens, eps=self.eps, **_host(self.totals))
+
+
+class AttentionSums:
+    """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of the products of their per-image Grams.
+
+    What q and k leave per image is held until both are in; the system takes a whole batch in one product at `flush`.
+    """
+
+    def __init__(self, *, system: bool, kept_HK: Tensor | None = None) -> None:
+        self.system, self.kept_HK = system, kept_HK
+        self.images = self.tokens = 0
+        self.totals: dict[str, Tensor] = {}
+        self._qq_BHDD: Tensor | None = None
+        self._kk_BHDD: Tensor | None = None
+        self._held: list[tuple[Tensor, Tensor]] = []
+
+    def add_queries(self, q_BHND: Tensor) -> None:
+        self._allocate_heads(q_BHND)
+        self._qq_BHDD = grams_of_heads(q_BHND).double()
+        self.totals["q_sum_HD"].add_(q_BHND.float().sum(2).double().sum(0))
+        self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
+        self._join()
+
+    def add_keys(self, k_BHND: Tensor) -> None:
+        """Products are taken of k centred per image, then shifted back in float64: no cancellation either way."""
+        self._allocate_heads(k_BHND)
+        count = k_BHND.shape[2]
+        mean_BH1D = k_BHND.float().mean(2, keepdim=True)
+        centred = [(k_HND - mean_H1D) for k_HND, mean_H1D in zip(k_BHND, mean_BH1D, strict=True)]
+        grams_BHDD = torch.stack([grams_of_heads(c[None])[0] for c in centred]).double()
+        rest_BHD = torch.stack([c.sum(1) for c in centred]).double()
+        mean_BHD = mean_BH1D.squeeze(2).double()
+        cross_BHDD = mean_BHD[..., :, None] * rest_BHD[..., None, :]
+        shift_BHDD = count * mean_BHD[..., :, None] * mean_BHD[..., None, :] + cross_BHDD + cross_BHDD.mT
+        self._kk_BHDD = grams_BHDD + shift_BHDD
+        self.totals["k_sum_HD"].add_((mean_BHD * count + rest_BHD).sum(0))
+        self.totals["kk_HDD"].add_(self._kk_BHDD.sum(0))
+        around_BHDD = rest_BHD[..., :, None] * rest_BHD[..., None, :] / count
+        self.totals["kk_centred_HDD"].add_((grams_BHDD - around_BHDD).sum(0))
+        self._join()
+
+    def add_outputs(self, z_BNC: Tensor) -> None:
+        channels, device = z_BNC.shape[-1], z_BNC.device
+        if "z_sum_C" not in self.totals:
+            self.totals["z_sum_C"] = _zeros(channels, device=device)
+            self.totals["zz_CC"] = _zeros(channels, channels, device=device)
+        add_sum(self.totals["z_sum_C"], z_BNC)
+        add_gram(self.totals["zz_CC"], z_BNC)
+        self.images += z_BNC.shape[0]
+        self.tokens += z_BNC.shape[0] * z_BNC.shape[1]
+
+    def _allocate_heads(self, x_BHND: Tensor) -> None:
+        if "qq_HDD" in self.totals:
+            return
+        heads, dim, device = x_BHND.shape[1], x_BHND.shape[3], x_BHND.device
+        for name in ("q_sum_HD", "k_sum_HD", "energy_HD"):
+            self.totals[name] = _zeros(heads, dim, device=device)
+        for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD"):
+            self.totals[name] = _zeros(heads, dim, dim, device=device)
+        width = dim if self.kept_HK is None else self.kept_HK.shape[1]
+        if self.system:
+            self.totals["system_HTT"] = _zeros(heads, *[width * (width + 1) // 2] * 2, device=device)
+        if self.kept_HK is not None:
+            self.kept_HK = self.kept_HK.to(device)
+            self.totals["target_HKK"] = _zeros(heads, width, width, device=device)
+            self.totals["target_energy_H"] = _zeros(heads, device=device)
+
+    def _join(self) -> None:
+        """Once both Grams of the same images are in."""
+        if self._qq_BHDD is None or self._kk_BHDD is None:
+            return
+        qq_BHDD, kk_BHDD = self._qq_BHDD, self._kk_BHDD
+        self._qq_BHDD = self._kk_BHDD = None
+        norms_BHD = qq_BHDD.diagonal(dim1=-2, dim2=-1) * kk_BHDD.diagonal(dim1=-2, dim2=-1)
+        self.totals["energy_HD"].add_(norms_BHD.sum(0))
+        if self.kept_HK is not None:
+            qq_BHDD, kk_BHDD = self._restrict(self.kept_HK, qq_BHDD, kk_BHDD)
+        if self.system:
+            self._held.append((half(kk_BHDD), half(qq_BHDD)))
+
+    def _restrict(self, kept_HK: Tensor, qq_BHDD: Tensor, kk_BHDD: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what only the whole Grams tell about the removed dims, returns the Grams of the kept ones.
+
+        sum_P (Q_S'Q_P)(K_P'K_S) is the product over all dims less the one over S; likewise the energy of P.
+        """
+        heads = torch.arange(len(kept_HK), device=kept_HK.device)[:, None]
+        removed_HD = torch.ones(qq_BHDD.shape[1:3], dtype=torch.float64, device=qq_BHDD.device)
+        removed_HD[heads, kept_HK] = 0.0
+        q_rows_BHKD = qq_BHDD[:, heads, kept_HK] * removed_HD[:, None]
+        k_rows_BHKD = kk_BHDD[:, heads, kept_HK]
+        self.totals["target_HKK"].add_((q_rows_BHKD @ k_rows_BHKD.mT).sum(0))
+        both_BHDD = qq_BHDD * kk_BHDD
+        self.totals["target_energy_H"].add_(torch.einsum("bhij,hi,hj->h", both_BHDD, removed_HD, removed_HD))
+        kept_HKK = kept_HK[:, :, None], kept_HK[:, None, :]
+        return qq_BHDD[:, heads[..., None], *kept_HKK], kk_BHDD[:, heads[..., None], *kept_HKK]
+
+    def flush(self) -> None:
+        """Adds half(K'K) half(Q'Q)^T of the images held, per head, in float64."""
+        if self._held:
+            k_BHT, q_BHT = (torch.cat(parts) for parts in zip(*self._held, strict=True))
+            self._held = []
+            total_HTT = self.totals["system_HTT"]
+            torch.baddbmm(total_HTT, k_BHT.permute(1, 2, 0), q_BHT.transpose(0, 1), out=total_HTT)
+
+    def finite(self) -> Tensor:
+        """Whether nothing infinite or NaN has entered."""
+        small = (self.totals[name] for name in ("energy_HD", "q_sum_HD", "k_sum_HD", "z_sum_C"))
+        checks = [torch.isfinite(total).all() for total in small]
+        return torch.stack([*checks, torch.isfinite(self.totals["zz_CC"].diagonal()).all()]).all()
+
+    def moments(self) -> AttentionMoments:
+        mirror(self.totals["zz_CC"])
+        kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
+        return AttentionMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **_host(self.totals))
+
+
+SiteSums = MlpSums | AttentionSums

@@ -1,0 +1,274 @@
+"""calib.collect against float64 loops over images, written here independently of its kernels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from calib.collect import AttentionSite, MlpSite, Site, Tap, collect
+from calib.errors import BadInput
+from calib.moments import AttentionMoments, MlpMoments, Moments, merge
+
+HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5
+
+
+class TinyAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * HEADS * DIM)
+        self.proj = nn.Linear(HEADS * DIM, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = heads_from_qkv(self.qkv(x))
+        z = (q @ k.mT).softmax(-1) @ v
+        out: Tensor = self.proj(z.transpose(1, 2).flatten(2))
+        return out
+
+
+class TinyViT(nn.Module):
+    """Patches of 2x2 on 2 x 10 pixels: five tokens; the keys carry a large constant part, as trained ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 2, 2)
+        self.attn = TinyAttention()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        x = x + self.attn(x)
+        x = x + self.fc2(self.drop(nn.functional.gelu(self.fc1(x))))
+        out: Tensor = x.mean(1)
+        return out
+
+
+def heads_from_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.reshape(*qkv.shape[:2], 3, HEADS, DIM).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def tiny() -> TinyViT:
+    torch.manual_seed(0)
+    model = TinyViT()
+    with torch.no_grad():
+        model.attn.qkv.bias[HEADS * DIM : 2 * HEADS * DIM] += 30.0
+    return model
+
+
+def sites_of(model: TinyViT) -> list[Site]:
+    def tap(index: int) -> Tap:
+        return Tap(module=model.attn.qkv, take=lambda out: heads_from_qkv(out)[index])
+
+    attention = AttentionSite(name="attn", queries=tap(0), keys=tap(1), output=model.attn.proj)
+    return [attention, MlpSite(name="mlp", output=model.fc2)]
+
+
+def images_of(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, 3, 2, 10, generator=torch.Generator().manual_seed(seed))
+
+
+def collected(images: Tensor, batch: int, **options: object) -> Moments:
+    model = tiny()
+    return collect(model, sites_of(model), torch.split(images, batch), device="cpu", **options)  # type: ignore[arg-type]
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def activations(images: Tensor) -> dict[str, np.ndarray]:
+    """q, k [B,H,N,D], z [B,N,C] and x [B,N,F] of a float32 forward pass, as float64."""
+    model = tiny().eval()
+    seen: dict[str, np.ndarray] = {}
+    with torch.no_grad():
+        x = model.patches(images).flatten(2).mT
+        q, k, v = heads_from_qkv(model.attn.qkv(x))
+        z = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = nn.functional.gelu(model.fc1(x + model.attn.proj(z)))
+    for name, value in (("q", q), ("k", k), ("z", z), ("x", x)):
+        seen[name] = value.double().numpy()
+    return seen
+
+
+def half_vector(matrix: np.ndarray) -> np.ndarray:
+    return np.array([matrix[i, j] for i in range(len(matrix)) for j in range(i, len(matrix))])
+
+
+def expected_sums(images: Tensor, kept: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Every statistic as loops over images, heads and tokens in float64."""
+    seen = activations(images)
+    sums: dict[str, np.ndarray] = {
+        "sum_F": seen["x"].sum((0, 1)),
+        "gram_FF": np.sum([np.outer(token, token) for image in seen["x"] for token in image], 0),
+        "active_F": (np.abs(seen["x"]) > 1e-2).sum((0, 1)),
+        "z_sum_C": seen["z"].sum((0, 1)),
+        "zz_CC": np.sum([np.outer(token, token) for image in seen["z"] for token in image], 0),
+    }
+    parts: dict[str, list[np.ndarray]] = {}
+    for head in range(HEADS):
+        of_head: dict[str, np.ndarray] = {}
+        for q, k in zip(seen["q"][:, head], seen["k"][:, head], strict=True):
+            qq, kk, kc = q.T @ q, k.T @ k, k - k.mean(0)
+            one = {"q_sum_HD": q.sum(0), "k_sum_HD": k.sum(0), "qq_HDD": qq, "kk_HDD": kk, "kk_centred_HDD": kc.T @ kc}
+            one["energy_HD"] = (q**2).sum(0) * (k**2).sum(0)
+            keep = np.arange(DIM) if kept is None else kept[head]
+            drop = np.setdiff1d(np.arange(DIM), keep)
+            one["system_HTT"] = np.outer(half_vector(kk[np.ix_(keep, keep)]), half_vector(qq[np.ix_(keep, keep)]))
+            one["target_HKK"] = qq[np.ix_(keep, drop)] @ kk[np.ix_(drop, keep)]
+            one["target_energy_H"] = ((q[:, drop] @ k[:, drop].T) ** 2).sum()
+            of_head = {name: of_head.get(name, 0.0) + value for name, value in one.items()}
+        for name, value in of_head.items():
+            parts.setdefault(name, []).append(value)
+    return sums | {name: np.stack(values) for name, values in parts.items()}
+
+
+def tensors_of(moments: Moments) -> dict[str, Tensor]:
+    attention, mlp = moments.sites["attn"], moments.sites["mlp"]
+    assert isinstance(attention, AttentionMoments)
+    assert isinstance(mlp, MlpMoments)
+    named = ((name, getattr(site, name)) for site in (attention, mlp) for name in type(site).__slots__)
+    return {name: value for name, value in named if isinstance(value, Tensor) and value.is_floating_point()}
+
+
+def test_every_statistic_equals_float64_loops_on_64_images() -> None:
+    images = images_of(64)
+    moments = collected(images, 16, attention_system=True)
+    expected = expected_sums(images)
+    got = tensors_of(moments)
+    assert set(got) == set(expected) - {"target_HKK", "target_energy_H"}
+    for name, value in got.items():
+        assert relative(value, torch.from_numpy(np.asarray(expected[name], dtype=np.float64))) < 1e-6, name
+    assert moments.images == 64
+    attention, mlp = moments.sites["attn"], moments.sites["mlp"]
+    assert isinstance(attention, AttentionMoments)
+    assert isinstance(mlp, MlpMoments)
+    assert (attention.images, attention.tokens, mlp.tokens) == (64, 64 * TOKENS, 64 * TOKENS)
+
+
+def test_derived_moments_are_per_token() -> None:
+    images = images_of(8)
+    moments = collected(images, 4)
+    x = activations(images)["x"].reshape(-1, HIDDEN)
+    mlp, attention = moments.sites["mlp"], moments.sites["attn"]
+    assert isinstance(mlp, MlpMoments)
+    assert isinstance(attention, AttentionMoments)
+    assert relative(mlp.mean_F, torch.from_numpy(x.mean(0))) < 1e-6
+    assert relative(mlp.second_FF, torch.from_numpy(x.T @ x / len(x))) < 1e-6
+    assert relative(mlp.covariance_FF, torch.from_numpy(np.cov(x.T, bias=True))) < 1e-6
+    assert relative(mlp.active_share_F, torch.from_numpy((np.abs(x) > 1e-2).mean(0))) < 1e-12
+    z = activations(images)["z"].reshape(-1, HEADS * DIM)
+    assert relative(attention.z_covariance_CC, torch.from_numpy(np.cov(z.T, bias=True))) < 1e-5
+    assert relative(attention.k_centred_HDD * 8 * TOKENS, attention.kk_centred_HDD) < 1e-12
+
+
+@settings(max_examples=15, deadline=None)
+@given(batch=st.integers(1, 13), order=st.permutations(range(13)))
+def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> None:
+    images = images_of(13)
+    whole = tensors_of(collected(images, 13, attention_system=True))
+    other = tensors_of(collected(images[order], batch, attention_system=True))
+    for name, value in whole.items():
+        assert relative(other[name], value) < 1e-9, name
+
+
+@settings(max_examples=10, deadline=None)
+@given(cut=st.integers(1, 12))
+def test_merging_two_parts_equals_the_whole(cut: int) -> None:
+    images = images_of(13)
+    whole = collected(images, 4, attention_system=True)
+    merged = merge(collected(images[:cut], 4, attention_system=True), collected(images[cut:], 4, attention_system=True))
+    assert merged.images == 13
+    for name, value in tensors_of(whole).items():
+        assert relative(tensors_of(merged)[name], value) < 1e-9, name
+
+
+def test_second_pass_restricted_to_kept_dims() -> None:
+    images = images_of(9)
+    kept = torch.tensor([[0, 2, 5], [1, 2, 7]])
+    attention = collected(images, 4, kept={"attn": kept}).sites["attn"]
+    assert isinstance(attention, AttentionMoments)
+    expected = expected_sums(images, kept.numpy())
+    for name in ("system_HTT", "target_HKK", "target_energy_H"):
+        assert relative(getattr(attention, name), torch.from_numpy(expected[name])) < 1e-6, name
+    assert attention.kept_HK is not None
+    assert torch.equal(attention.kept_HK, kept)
+
+
+def test_model_is_left_as_it_was() -> None:
+    model = tiny()
+    model.attn.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    collect(model, sites_of(model), [images_of(3)], device="cpu")
+    assert [module.training for module in model.modules()] == [
+        not isinstance(module, TinyAttention) and module not in list(model.attn.modules()) for module in model.modules()
+    ]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_hooks_go_when_a_batch_fails() -> None:
+    model = tiny()
+    with pytest.raises(BadInput):
+        collect(model, sites_of(model), [images_of(2).double()], device="cpu")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.training
+
+
+def test_progress_hears_the_images_done() -> None:
+    heard: list[int] = []
+    collected(images_of(10), 4, progress=heard.append)
+    assert heard == [4, 8, 10]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.fc1.bias[3] = bad
+    with pytest.raises(BadInput, match=r"^mlp: NaN or Inf"):
+        collect(model, sites_of(model), [images_of(2)], device="cpu")
+    with torch.no_grad():
+        model.attn.qkv.bias[0] = bad
+    with pytest.raises(BadInput, match=r"^attn: NaN or Inf"):
+        collect(model, sites_of(model), [images_of(2)], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "got none, expected at least one"),
+        ([torch.zeros(2, 3, 2, 10, dtype=torch.float64)], "float64"),
+        ([torch.zeros(2, 3, 2, 10, dtype=torch.uint8)], "uint8"),
+        ([torch.zeros(3, 2, 10)], r"\[3, 2, 10\]"),
+        ([torch.zeros(0, 3, 2, 10)], r"\[0, 3, 2, 10\]"),
+    ],
+)
+def test_batches_that_are_refused(batches: list[Tensor], message: str) -> None:
+    model = tiny()
+    with pytest.raises(BadInput, match=message):
+        collect(model, sites_of(model), batches, device="cpu")
+
+
+def test_a_site_that_never_runs_is_named() -> None:
+    model = tiny()
+    with pytest.raises(BadInput, match=r"^other: ran 0 taps"):
+        collect(model, [MlpSite(name="other", output=nn.Linear(2, 2))], [images_of(2)], device="cpu")
+
+
+def test_sites_must_be_named_once() -> None:
+    model = tiny()
+    for sites in ([], sites_of(model) * 2):
+        with pytest.raises(BadInput, match="every name once"):
+            collect(model, sites, [images_of(2)], device="cpu")
+
+
+def test_bfloat16_forward_keeps_float32_statistics() -> None:
+    exact = collected(images_of(8), 4).sites["mlp"]
+    rough = collected(images_of(8), 4, precision="bfloat16").sites["mlp"]
+    assert isinstance(exact, MlpMoments)
+    assert isinstance(rough, MlpMoments)
+    assert 0 < relative(rough.gram_FF, exact.gram_FF) < 0.02
+    assert rough.gram_FF.dtype == torch.float64

@@ -1,0 +1,202 @@
+"""calib.images: order, identity and every kind of bad input."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from calib.errors import BadInput
+from calib.images import Images, open_images
+
+SHAPE = (3, 4, 6)
+
+
+def transform(picture: Image.Image) -> Tensor:
+    pixels = np.asarray(picture.resize((6, 4)), dtype=np.float32) / 255
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+
+
+def opened(path: Path, **options: int) -> Images:
+    return open_images(path, image_shape=SHAPE, transform=transform, **options)
+
+
+def array(count: int = 5) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(count, *SHAPE)).astype(np.float32)
+
+
+def read(images: Images, batch: int = 2) -> Tensor:
+    return torch.cat(list(images.batches(batch)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five pictures with grey levels 10 to 50 in reading order, in two folders and three formats, and a text file."""
+    root = tmp_path / "photos"
+    (root / "b").mkdir(parents=True)
+    for level, name in enumerate(("a.png", "b/x.jpg", "b/y.JPEG", "b/z.webp", "c.bmp"), start=1):
+        Image.new("L" if name == "a.png" else "RGB", (8, 8), tuple([level * 10] * 3) if name != "a.png" else 10).save(
+            root / name
+        )
+    (root / "notes.txt").write_text("no image")
+    (root / ".hidden.png").write_bytes(b"")
+    return root
+
+
+def test_folder_is_read_in_sorted_order(folder: Path) -> None:
+    images = opened(folder)
+    assert [images.name(i) for i in range(images.count)] == ["a.png", "b/x.jpg", "b/y.JPEG", "b/z.webp", "c.bmp"]
+    levels = read(images).mean((1, 2, 3)) * 255
+    assert torch.allclose(levels, torch.arange(10.0, 60.0, 10.0), atol=1.5)
+    assert [len(batch) for batch in images.batches(2)] == [2, 2, 1]
+
+
+def test_workers_give_the_same_batches(folder: Path) -> None:
+    assert torch.equal(read(opened(folder, workers=2)), read(opened(folder)))
+
+
+def test_digest_knows_names_and_bytes_but_not_where_they_lie(folder: Path, tmp_path: Path) -> None:
+    digest = opened(folder).digest
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    assert opened(moved).digest == digest
+    assert torch.equal(opened(moved).ids, opened(folder).ids)
+    (moved / "a.png").rename(moved / "aa.png")
+    assert opened(moved).digest != digest
+    assert torch.equal(opened(moved).ids, opened(folder).ids)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+def test_arrays_come_back_as_they_are(tmp_path: Path, suffix: str) -> None:
+    path, images_N3HW = tmp_path / f"images.{suffix}", array()
+    write(path, images_N3HW)
+    images = opened(path)
+    assert torch.equal(read(images), torch.from_numpy(images_N3HW))
+    write(tmp_path / "other.npy", images_N3HW)
+    assert images.digest == opened(tmp_path / "other.npy").digest
+    assert len(set(images.ids.tolist())) == images.count == 5
+
+
+def write(path: Path, images: np.ndarray, key: str = "images") -> None:
+    if path.suffix == ".npy":
+        np.save(path, images)
+    elif path.suffix == ".npz":
+        np.savez(path, **{key: images})  # type: ignore[arg-type]
+    else:
+        save_file({key: images}, path)
+
+
+def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
+    path = tmp_path / "images.npy"
+    write(path, array(50))
+    first, again, other = (opened(path, samples=10, seed=seed) for seed in (1, 1, 2))
+    assert first.rows.chosen == again.rows.chosen != other.rows.chosen
+    assert list(first.rows.chosen) == sorted(set(first.rows.chosen))
+    assert first.count == 10
+    assert first.digest != other.digest
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (array().astype(np.float64), r"got float64 \[5, 3, 4, 6\], expected float32 \[N,3,4,6\]"),
+        (array().astype(np.uint8), "got uint8"),
+        (array().transpose(0, 2, 3, 1).copy(), r"got float32 \[5, 4, 6, 3\]"),
+        (array()[0], r"got float32 \[3, 4, 6\]"),
+        (array(0), "holds no images"),
+    ],
+)
+def test_arrays_of_another_shape_or_dtype(tmp_path: Path, suffix: str, images: np.ndarray, message: str) -> None:
+    path = tmp_path / f"images.{suffix}"
+    write(path, images)
+    with pytest.raises(BadInput, match=message) as error:
+        opened(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_missing_key_names_the_keys_there_are(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"images.{suffix}"
+    write(path, array(), key="pictures")
+    with pytest.raises(BadInput, match="no key 'images', only pictures"):
+        opened(path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("keep", [0, 7, 60, -100])
+def test_truncated_arrays(tmp_path: Path, suffix: str, keep: int) -> None:
+    path = tmp_path / f"images.{suffix}"
+    write(path, array())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(BadInput, match=f"not a whole .{suffix} file"):
+        opened(path)
+
+
+def test_pickled_arrays_are_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "images.npy"
+    np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(BadInput, match=r"not a whole \.npy file"):
+        opened(path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nonfinite_images_are_named(tmp_path: Path, bad: float) -> None:
+    images = array()
+    images[3, 1, 2, 2] = bad
+    write(tmp_path / "images.npy", images)
+    with pytest.raises(BadInput, match=r"images.npy\[3\]: holds NaN or Inf"):
+        read(opened(tmp_path / "images.npy"))
+
+
+def test_bad_images_are_refused_or_skipped_and_named(folder: Path) -> None:
+    (folder / "b" / "x.jpg").write_bytes((folder / "b" / "x.jpg").read_bytes()[:200])
+    (folder / "c.bmp").write_text("not an image")
+    with pytest.raises(BadInput, match=r"b/x\.jpg: not a readable image"):
+        read(opened(folder))
+    with pytest.raises(BadInput, match=r"x\.jpg.*\n.*c\.bmp.*at most 1 bad"):
+        read(opened(folder, max_bad=1))
+    batches = list(opened(folder, max_bad=2).read(2))
+    assert [len(batch.images) for batch in batches] == [1, 2, 0]
+    assert sum(len(batch.bad) for batch in batches) == 2
+    assert torch.equal(torch.cat([batch.ids for batch in batches]), opened(folder).ids[[0, 2, 3]])
+
+
+def test_reading_can_start_in_the_middle(folder: Path) -> None:
+    images = opened(folder)
+    rest = list(images.read(2, first=2))
+    assert torch.equal(torch.cat([batch.images for batch in rest]), read(images)[2:])
+    assert [batch.end for batch in rest] == [4, 5]
+
+
+def test_a_transform_of_another_shape(folder: Path) -> None:
+    images = open_images(folder, image_shape=(3, 8, 8), transform=transform)
+    with pytest.raises(
+        BadInput, match=r"a\.png: got torch.float32 \[3, 4, 6\], the model takes torch.float32 \[3, 8, 8"
+    ):
+        read(images)
+
+
+def test_paths_without_images(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no images among 0 files"):
+        opened(tmp_path)
+    (tmp_path / "readme.txt").write_text("hello")
+    with pytest.raises(BadInput, match="no images among 1 files"):
+        opened(tmp_path)
+    with pytest.raises(BadInput, match=r"expected a folder of images or a file ending in \.npy"):
+        opened(tmp_path / "readme.txt")
+    with pytest.raises(BadInput, match="no such file or folder"):
+        opened(tmp_path / "nothing")
+
+
+def test_impossible_numbers(tmp_path: Path) -> None:
+    write(tmp_path / "images.npy", array())
+    for samples in (0, 6):
+        with pytest.raises(BadInput, match=f"got 5 images, but {samples} samples"):
+            opened(tmp_path / "images.npy", samples=samples)
+    with pytest.raises(BadInput, match="batch size: got 0"):
+        read(opened(tmp_path / "images.npy"), batch=0)

@@ -1,0 +1,157 @@
+"""calib.store: the file gives back what was saved, site by site, and refuses every damaged or foreign file."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calib.errors import BadInput
+from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments, merge
+from calib.store import load, read_lineage, save
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp(seed: int = 0) -> MlpMoments:
+    return MlpMoments(
+        tokens=7, eps=0.01, sum_F=random(4, seed=seed), gram_FF=random(4, 4, seed=seed), active_F=torch.ones(4).double()
+    )
+
+
+def attention(seed: int = 0, *, system: bool = False) -> AttentionMoments:
+    squares = {name: random(2, 3, 3, seed=seed) for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD")}
+    rows = {name: random(2, 3, seed=seed) for name in ("q_sum_HD", "k_sum_HD", "energy_HD")}
+    outputs = {"z_sum_C": random(6, seed=seed), "zz_CC": random(6, 6, seed=seed)}
+    system_HTT = random(2, 6, 6, seed=seed) if system else None
+    return AttentionMoments(images=2, tokens=7, system_HTT=system_HTT, **squares, **rows, **outputs)
+
+
+def moments(seed: int = 0, *, ids: tuple[int, ...] = (1, 2), system: bool = False, **lineage: str) -> Moments:
+    sites: dict[str, SiteMoments] = {"blocks.0.attn": attention(seed, system=system), "blocks.0.mlp": mlp(seed)}
+    return Moments(
+        sites=sites, lineage={"model": "m", "preprocessing": "p"} | lineage, images=2, image_ids=torch.tensor(ids)
+    )
+
+
+def same(a: SiteMoments, b: SiteMoments) -> bool:
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(a)]
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "moments.safetensors"
+    save(moments(system=True), path)
+    return path
+
+
+def test_what_was_saved_comes_back(saved: Path) -> None:
+    got, expected = load(saved), moments(system=True)
+    assert list(got.sites) == list(expected.sites)
+    assert all(same(got.sites[name], expected.sites[name]) for name in expected.sites)
+    assert (got.images, got.lineage, got.image_ids.tolist()) == (2, expected.lineage, [1, 2])
+    assert read_lineage(saved) == {"model": "m", "preprocessing": "p"}
+
+
+def test_same_moments_same_bytes(saved: Path, tmp_path: Path) -> None:
+    save(load(saved), tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == saved.read_bytes()
+
+
+def test_sites_are_read_when_asked_for(saved: Path) -> None:
+    """Damage in one site's bytes is found when that site is read, and only then."""
+    damaged(saved, "blocks.0.mlp/gram_FF")
+    got = load(saved)
+    assert isinstance(got.sites["blocks.0.attn"], AttentionMoments)
+    with pytest.raises(BadInput, match=r"blocks\.0\.mlp/gram_FF does not match its checksum"):
+        got.sites["blocks.0.mlp"]
+
+
+def damaged(path: Path, tensor: str) -> None:
+    """Flips one byte in the middle of a tensor."""
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    begin, _ = json.loads(content[8 : 8 + size])[tensor]["data_offsets"]
+    content[8 + size + begin + 3] ^= 1
+    path.write_bytes(content)
+
+
+def rewritten_header(path: Path, old: bytes, new: bytes) -> None:
+    assert len(old) == len(new)
+    content = path.read_bytes()
+    assert content.count(old) == 1, old
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "truncated or foreign"),
+        (lambda path: path.write_bytes(b"not a safetensors file at all"), "truncated or foreign"),
+        (lambda path: path.write_bytes(b""), "truncated or foreign"),
+        (lambda path: path.unlink(), "no such file"),
+        (lambda path: save_file({"a": torch.zeros(1)}, path), "kind is None"),
+        (lambda path: save_file({"a": torch.zeros(1)}, path, metadata={"calib": '{"kind": 3}'}), "kind is 3"),
+        (
+            lambda path: rewritten_header(path, b'\\"version\\": 1', b'\\"version\\": 0'),
+            "moments version 0, expected 1",
+        ),
+        (
+            lambda path: rewritten_header(path, b'\\"model\\": \\"m\\"', b'\\"model\\": \\"n\\"'),
+            "header does not match",
+        ),
+        (lambda path: damaged(path, "image_ids"), "image_ids does not match"),
+    ],
+)
+def test_bad_files_are_refused(saved: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(saved)
+    with pytest.raises(BadInput, match=message) as error:
+        load(saved)
+    assert str(saved) in str(error.value)
+
+
+def test_merge_adds_every_sum() -> None:
+    merged = merge(moments(0, ids=(5, 9)), moments(1, ids=(3, 7)))
+    got, a, b = merged.sites["blocks.0.mlp"], mlp(0), mlp(1)
+    assert isinstance(got, MlpMoments)
+    assert torch.equal(got.gram_FF, a.gram_FF + b.gram_FF)
+    assert (got.tokens, got.eps, merged.images, merged.image_ids.tolist()) == (14, 0.01, 4, [3, 5, 7, 9])
+
+
+def test_merge_unites_data_lineage() -> None:
+    lineage = merge(moments(ids=(1, 2), data="b", tool="x"), moments(ids=(3, 4), data="a", tool="x")).lineage
+    assert lineage == {"model": "m", "preprocessing": "p", "data": "a+b", "tool": "x"}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (moments(ids=(2, 3)), "1 of 2 images are in both"),
+        (moments(ids=(3, 4), model="n"), "model differs, got 'm' and 'n'"),
+        (moments(ids=(3, 4), preprocessing="q"), "preprocessing differs"),
+        (moments(ids=(3, 4), system=True), "only one of the moments to merge has system_HTT"),
+        (
+            Moments(sites={"blocks.0.mlp": mlp()}, lineage=moments().lineage, images=1),
+            r"in only one of them: blocks\.0\.attn",
+        ),
+    ],
+)
+def test_merge_refuses(other: Moments, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        merge(moments(), other)
+
+
+def test_impossible_moments_are_refused() -> None:
+    with pytest.raises(BadInput, match="tokens: got 0"):
+        MlpMoments(tokens=0, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF, active_F=mlp().active_F)
+    with pytest.raises(BadInput, match=r"gram_FF: got torch.float32 \[4, 4\]"):
+        MlpMoments(tokens=1, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF.float(), active_F=mlp().active_F)
+    with pytest.raises(BadInput, match="at least one site"):
+        Moments(sites={}, lineage={}, images=1)
