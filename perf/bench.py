@@ -15,17 +15,18 @@ from .runners import Images, Runner, Streams, batch_of
 from .runs import Bench, Block, Described, Flat, Row, Scalar, Trial
 from .stability import warnings_of
 from .timing import (
+    UNWATCHED,
     Bound,
     Clock,
     Plan,
     WarmUp,
-    Watch,
     calls_per_block,
     measure_alone,
     measure_pair,
     settle_calls,
     warm_up,
 )
+from .watch import Watch
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"
@@ -80,7 +81,7 @@ def bench(
     described: Flat | None = None,
     command: Sequence[str] = (),
     clock: Clock = perf_counter_ns,
-    watch: Watch | None = None,
+    watch: Watch = UNWATCHED,
     progress: Progress | None = None,
 ) -> Bench:
     """Time the first subject against the second, and the first against itself, at every batch size.
@@ -90,7 +91,7 @@ def bench(
         streams: instances of each subject called at once; above 1 only throughput is measured.
         flush_l2: recorded only; the runners do it.
         described: the machine; None looks.
-        watch: the GPU's state between blocks, see perf.gpu.
+        watch: asked between blocks, see perf.watch.watching.
         progress: called with the share done and what is being done.
 
     Raises:
@@ -154,9 +155,7 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Stat
     return Station(name, runners, ledger, pool)
 
 
-def _row(
-    stations: dict[str, Station], images: Images, plan: Plan, clock: Clock, watch: Watch | None, say: Progress
-) -> Row:
+def _row(stations: dict[str, Station], images: Images, plan: Plan, clock: Clock, watch: Watch, say: Progress) -> Row:
     reference, candidate, again = stations
     say(0.0, "warm-up")
     ready = {name: _prepared(station, images, plan, clock) for name, station in stations.items()}

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ PACKAGES = ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorr
 
 
 def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
-    """The machine's description; `gpu` is what `perf.gpu.GpuWatch.describe` says, None where there is no GPU to ask.
+    """The machine's description; `gpu` is what `perf.watch.Gpu.describe` says, None where there is no GPU to ask.
 
     Names no host, user or path. Versions are of the packages installed, null for those that aren't.
     """
@@ -22,7 +23,7 @@ def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "cpu": cpu_name(),
-        "cpu_count": os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0)),
+        "cpu_count": cpu_count(),
         "cpu_governor": _first_line(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
@@ -56,6 +57,11 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
+
+
+def cpu_count() -> int | None:
+    """The processors this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
 
 def _first_line(path: Path) -> str | None:

@@ -13,8 +13,8 @@ Nothing derived is stored; `perf.summary` reads statistics out of it. The file i
                       peak_memory_bytes, peak_memory_method
         stop          narrow | time limit | round limit | one subject only | nothing to measure
         blocks        in the order run: round, subject, at_s, calls, wall_ms, compute_ms,
-                      end_to_end_ms (null: the call's wall time on the CPU is both), enqueue_ms, dropped (null or the
-                      reason), gpu (null or its state)
+                      end_to_end_ms (null: the call's wall time on the CPU is both), enqueue_ms, cpu_wait (share of
+                      the time its threads waited for a CPU), dropped (null or the reason), gpu (null or its state)
         noise_blocks  the same, of the reference against a second instance of itself
     warnings     sentences
 
@@ -22,7 +22,7 @@ Version history: 1 is the first.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,10 +30,11 @@ from typing import Any, Self
 import numpy as np
 
 from .errors import BadInput, NotComparable
-from .stats import Floats
+from .stats import MIN_ROUNDS, Floats
 
 VERSION = 1
 STATUSES = ("ok", "oom", "failed")
+BUSY = 0.10  # below it ratios of calls are unmoved; at 0.25 two-thread calls were off by a factor
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -74,6 +75,7 @@ class Block:
     compute_ms: tuple[float, ...]
     end_to_end_ms: tuple[float, ...] | None = None
     enqueue_ms: float | None = None
+    cpu_wait: float | None = None
     dropped: str | None = None
     gpu: GpuState | None = None
 
@@ -174,11 +176,26 @@ class Bench:
         return next((row for row in self.rows if row.batch == batch), None)
 
 
+def quiet_rounds(blocks: Iterable[Block]) -> list[int]:
+    """The rounds of which no block was dropped and none waited for a CPU for more than BUSY of its time."""
+    return _rounds_without(blocks, lambda block: block.dropped is not None or (block.cpu_wait or 0.0) > BUSY)
+
+
 def whole_rounds(blocks: Iterable[Block]) -> list[int]:
-    """The rounds of which no block was dropped; a comparison uses only these."""
+    """The rounds that statistics use: the quiet ones, or where they are too few all of which no block was dropped.
+
+    `is_disturbed` tells which; threads that wait for one another lengthen calls by scheduler slices, not in proportion,
+    so that a comparison made of such rounds is biased and not only noisy.
+    """
     blocks = tuple(blocks)
-    spoilt = {block.round for block in blocks if block.dropped is not None}
-    return sorted({block.round for block in blocks} - spoilt)
+    quiet = quiet_rounds(blocks)
+    return quiet if len(quiet) >= MIN_ROUNDS else _rounds_without(blocks, lambda block: block.dropped is not None)
+
+
+def is_disturbed(blocks: Iterable[Block]) -> bool:
+    """Whether too few rounds were quiet and statistics come from rounds in which other programs had the CPU."""
+    blocks = tuple(blocks)
+    return len(quiet_rounds(blocks)) < len(whole_rounds(blocks))
 
 
 def comparison_measure(blocks: Iterable[Block]) -> str:
@@ -256,6 +273,11 @@ def require_comparable(old: Bench, new: Bench) -> None:
     if differ:
         listed = "; ".join(f"{key}: {before!r} then, {after!r} now" for key, (before, after) in differ.items())
         raise NotComparable(f"the two records were not measured alike: {listed}")
+
+
+def _rounds_without(blocks: Iterable[Block], spoilt: Callable[[Block], bool]) -> list[int]:
+    blocks = tuple(blocks)
+    return sorted({block.round for block in blocks} - {block.round for block in blocks if spoilt(block)})
 
 
 def _times(block: Block, measure: str) -> tuple[float, ...]:

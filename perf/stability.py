@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .runs import Block, Row, comparison_measure, samples, whole_rounds
+from .runs import Block, Row, comparison_measure, is_disturbed, quiet_rounds, samples
 from .stats import coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
@@ -33,10 +33,17 @@ def _row_warnings(row: Row) -> Iterator[str]:
         elif not trial.warm_up_flat:
             yield f"{name}: the warm-up reached its time limit before the times were flat"
         yield from (f"{name}: {text}" for text in _block_warnings(row.blocks, name))
-    total, kept = len({block.round for block in row.blocks}), len(whole_rounds(row.blocks))
-    if kept < total:
-        yield f"{total - kept} of {total} rounds dropped: {next(b.dropped for b in row.blocks if b.dropped)}"
+    yield from _left_out(row.blocks)
     yield from _gpu_warnings(row.blocks)
+
+
+def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
+    total, quiet = len({block.round for block in blocks}), len(quiet_rounds(blocks))
+    dropped = sorted({block.dropped for block in blocks if block.dropped})
+    if is_disturbed(blocks):
+        yield f"disturbed: other programs had the CPU in {total - quiet} of {total} rounds; the quiet ones are too few"
+    elif quiet < total:
+        yield f"{total - quiet} of {total} rounds left out: {'; '.join(dropped) or 'other programs had the CPU'}"
 
 
 def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .knee import Knee, knee
-from .runs import Bench, Block, Row, comparison_measure, samples, whole_rounds
+from .runs import Bench, Block, Row, comparison_measure, is_disturbed, samples, whole_rounds
 from .stats import (
     Floats,
     Interval,
@@ -47,6 +47,7 @@ class Side:
 class SummaryRow:
     """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate.
 
+    `disturbed` means that other programs had the CPU in almost all rounds: the numbers then tell little.
     `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 
@@ -58,6 +59,7 @@ class SummaryRow:
     realised_share: float | None
     rounds: int
     dropped_rounds: int
+    disturbed: bool
     stop: str
 
 
@@ -119,6 +121,7 @@ def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
         rounds=len(kept),
         dropped_rounds=len(rounds) - len(kept),
+        disturbed=is_disturbed(row.blocks),
         stop=row.stop,
     )
 

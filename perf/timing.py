@@ -1,7 +1,7 @@
 """How two things are timed side by side: warm-up until flat, then ABBA rounds until the question is answered.
 
 Nothing here knows a model or a machine. What is timed comes as a `Bound`, the clock as a function of no arguments that
-returns nanoseconds, and the GPU's state as a function; tests hand in fakes.
+returns nanoseconds, the state of the machine as a `Watch`; tests hand in fakes.
 """
 
 import gc
@@ -13,13 +13,14 @@ from statistics import fmean
 from typing import Protocol
 
 from .errors import BadInput
-from .runs import Block, GpuState, comparison_measure, samples, whole_rounds
+from .runs import Block, comparison_measure, quiet_rounds, samples
 from .stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score
+from .watch import Watch, waiting_share
 
 Clock = Callable[[], int]
-Watch = Callable[[], GpuState | None]
 # States in which the hardware slows itself down; a power cap is the normal state of a busy card and is only warned of.
 THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown")
+UNWATCHED = Watch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def measure_pair(
     *,
     calls: int,
     clock: Clock,
-    watch: Watch | None = None,
+    watch: Watch = UNWATCHED,
     rounds: int | None = None,
     on_round: Callable[[int], None] | None = None,
 ) -> tuple[tuple[Block, ...], str]:
@@ -139,7 +140,7 @@ def measure_pair(
     Args:
         bounds: two warm subjects by name, the reference first.
         calls: timed calls in each block; a round has two blocks of each subject.
-        watch: the state of the GPU, asked between blocks; a throttled block spoils its round.
+        watch: asked between blocks; a throttled block, or one that waited for a CPU, spoils its round.
         rounds: measure exactly so many rounds; None is the plan's adaptive stop.
     """
     reference, candidate = bounds
@@ -158,7 +159,7 @@ def measure_pair(
 
 
 def measure_alone(
-    bound: Bound, name: str, plan: Plan, *, calls: int, clock: Clock, watch: Watch | None = None
+    bound: Bound, name: str, plan: Plan, *, calls: int, clock: Clock, watch: Watch = UNWATCHED
 ) -> tuple[Block, ...]:
     """Measure one subject when the other could not run: the plan's fewest rounds of two blocks each."""
     started = clock()
@@ -188,13 +189,15 @@ def _abba(reference: str, candidate: str, index: int) -> tuple[str, str, str, st
     return candidate, reference, reference, candidate
 
 
-def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch | None) -> Block:
+def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> Block:
     settle = settle_calls(calls)
     if settle:
         bound.laps(settle, clock)
     at_s = (clock() - started) / 1e9
+    before = None if watch.cpu is None else watch.cpu()
     laps = bound.laps(calls, clock)
-    state = watch() if watch is not None else None
+    cpu_wait = None if watch.cpu is None or before is None else waiting_share(before, watch.cpu())
+    state = None if watch.gpu is None else watch.gpu()
     throttle = [reason for reason in (state.throttle if state else ()) if reason in THROTTLED]
     return Block(
         round=index,
@@ -205,6 +208,7 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
         compute_ms=laps.compute_ms,
         end_to_end_ms=laps.end_to_end_ms,
         enqueue_ms=laps.enqueue_ms,
+        cpu_wait=cpu_wait,
         dropped=f"throttled: {', '.join(throttle)}" if throttle else None,
         gpu=state,
     )
@@ -224,7 +228,7 @@ def _stop(
         return "round limit" if done >= rounds else None
     if done >= plan.max_rounds:
         return "round limit"
-    kept = len(whole_rounds(blocks))
+    kept = len(quiet_rounds(blocks))
     late = elapsed_s >= plan.time_limit_s
     if late and (kept >= MIN_ROUNDS or elapsed_s >= 2 * plan.time_limit_s):
         return "time limit"

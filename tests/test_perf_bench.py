@@ -4,13 +4,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Self
 
 import numpy as np
 import pytest
 
 from perf.bench import Subject, bench
+from perf.environment import environment, fingerprint
 from perf.errors import BadInput, Missing, NotComparable
 from perf.knee import knee
 from perf.memory import Gauge, Ledger, ResidentSet, is_out_of_memory
@@ -18,6 +19,7 @@ from perf.runners import Images, Logits
 from perf.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
 from perf.summary import summarise
 from perf.timing import Bound, Clock, Laps, Plan
+from perf.watch import Gpu
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
 IMAGES = np.zeros((4, 3, 2, 2), np.float32)
@@ -302,3 +304,74 @@ def test_the_resident_set_sees_an_allocation() -> None:
 )
 def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+class NvmlError(Exception):
+    pass
+
+
+@dataclass
+class FakeNvml:
+    """NVML of one card that refuses to tell its power."""
+
+    throttle: int = 0x04 | 0x40
+    shut: bool = False
+    NVMLError: type[Exception] = NvmlError
+    NVML_CLOCK_SM: int = 1
+    NVML_CLOCK_MEM: int = 2
+    NVML_TEMPERATURE_GPU: int = 0
+
+    def nvmlDeviceGetPowerUsage(self, handle: object) -> int:  # noqa: N802
+        raise NvmlError("not supported")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:  # noqa: N802
+        return self.throttle
+
+    def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int:  # noqa: N802
+        return {1: 1410, 2: 1593}[kind]
+
+    def nvmlDeviceGetTemperature(self, handle: object, kind: int) -> int:  # noqa: N802
+        return 61
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: object) -> int:  # noqa: N802
+        return 300_000
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: object) -> tuple[int, int]:  # noqa: N802
+        return (8, 6)
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        return 13020
+
+    def nvmlDeviceGetName(self, handle: object) -> bytes:  # noqa: N802
+        return b"A Card"
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "590.1"
+
+    def nvmlDeviceGetApplicationsClock(self, handle: object, kind: int) -> int:  # noqa: N802
+        raise NvmlError("not supported")
+
+
+def test_the_state_of_a_gpu_names_its_throttling_and_counts_others() -> None:
+    gpu = Gpu(FakeNvml(), object(), 7)
+    state = gpu.state()
+    assert state.throttle == ("sw_power_cap", "hw_thermal_slowdown")
+    assert (state.sm_clock_mhz, state.temperature_c, state.power_w, state.foreign_processes) == (1410, 61, None, 1)
+    told = environment(gpu.describe())
+    assert (told["gpu"], told["sm"], told["cuda"], told["power_limit_w"]) == ("A Card", "8.6", "13.2", 300.0)
+    assert told["clocks"] is None
+
+
+def test_the_environment_is_flat_and_its_fingerprint_ignores_the_load_of_the_moment() -> None:
+    told = environment()
+    json.dumps(told)
+    assert told["gpu"] is None
+    assert told["torch"] is not None
+    assert fingerprint(told) == fingerprint({**told, "load_average": -1.0})
+    assert fingerprint(told) != fingerprint({**told, "cpu": "another"})

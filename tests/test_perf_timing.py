@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, cycle
+from pathlib import Path
 
 import pytest
 
 from perf.errors import BadInput
-from perf.runs import Block, GpuState, samples, whole_rounds
+from perf.runs import Block, GpuState, is_disturbed, samples, whole_rounds
 from perf.stability import drift
 from perf.summary import speedup
 from perf.timing import (
@@ -20,6 +21,7 @@ from perf.timing import (
     settle_calls,
     warm_up,
 )
+from perf.watch import Watch, cpu_time, waiting_share
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -195,10 +197,55 @@ def test_throttled_blocks_are_dropped_with_their_round() -> None:
         )
 
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
-    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, watch=watch, rounds=7)
+    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, watch=Watch(gpu=watch), rounds=7)
     assert [block.dropped for block in blocks if block.dropped] == ["throttled: hw_thermal_slowdown"]
     assert whole_rounds(blocks) == [0, 2, 3, 4, 5, 6]
     assert samples(blocks, "a").shape == (6, 10)
+
+
+def busy_watch(busy_blocks: Callable[[int], bool]) -> Watch:
+    """A scheduler's account: every block runs 90 ms; in a busy one its threads wait 60 ms as well."""
+    asked, total = count(), [0, 0]
+
+    def account() -> tuple[int, int]:
+        block, is_end = divmod(next(asked), 2)
+        if is_end:
+            total[0] += 90_000_000
+            total[1] += 60_000_000 if busy_blocks(block) else 1_000_000
+        return total[0], total[1]
+
+    return Watch(cpu=account)
+
+
+def test_rounds_in_which_others_had_the_cpu_are_left_out() -> None:
+    clock = FakeClock()
+    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
+    watch = busy_watch(lambda block: block // 4 in (1, 3))
+    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, watch=watch, rounds=9)
+    assert blocks[4].cpu_wait == pytest.approx(60 / 150)
+    assert whole_rounds(blocks) == [0, 2, 4, 5, 6, 7, 8]
+    assert not is_disturbed(blocks)
+
+
+def test_a_machine_that_is_never_quiet_is_measured_to_twice_the_limit_and_called_disturbed() -> None:
+    clock = FakeClock()
+    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
+    plan = Plan(time_limit_s=2.0)
+    blocks, stop = measure_pair(dict(bounds), plan, calls=5, clock=clock, watch=busy_watch(lambda block: True))
+    assert (stop, is_disturbed(blocks)) == ("time limit", True)
+    assert clock.now_ns / 1e9 == pytest.approx(4.0, abs=0.3)
+    assert len(whole_rounds(blocks)) == len(blocks) // 4  # all there is, said to be disturbed
+
+
+def test_the_scheduler_account_sums_the_threads_that_live(tmp_path: Path) -> None:
+    for thread, text in {"1": "700 100 9", "2": "50 150 3"}.items():
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(text)
+    (tmp_path / "3").mkdir()  # ended between listing and reading
+    assert cpu_time(tmp_path) == (750, 250)
+    assert waiting_share((0, 0), (750, 250)) == 0.25
+    assert waiting_share((750, 250), (750, 250)) is None
+    assert cpu_time()[0] > 0
 
 
 def test_one_subject_alone_gets_the_fewest_rounds() -> None:
