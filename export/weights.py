@@ -44,11 +44,16 @@ def half_weight_share(proto: ModelProto) -> float:
 
 
 def nodes_not_2_4(proto: ModelProto) -> list[str]:
-    """Readers whose matrix is not 2:4 sparse: a group of four along the summed axis has more than two non-zeros."""
+    """MatMul nodes whose matrix is not 2:4 sparse: a group of four along the summed axis has three non-zeros or more.
+
+    Only MatMul is looked at: those are the linear layers of the blocks. A patch embedding over three colours and the
+    classifier have no such groups, and the builder leaves them dense.
+    """
     return [
         node.name or node.output[0]
         for node, index, tensor in _read_matrices(proto)
-        if not _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), _summed_axis(node, index, len(tensor.dims)), -1))
+        if node.op_type == "MatMul"
+        and not _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), -1 if index == 0 else -2, -1))
     ]
 
 
@@ -65,13 +70,6 @@ def _read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorPr
             for index, name in enumerate(node.input[:2]):
                 if name in stored:
                     yield node, index, stored[name]
-
-
-def _summed_axis(node: NodeProto, index: int, rank: int) -> int:
-    if node.op_type == "Conv":
-        return 1
-    transposed = any(entry.name == ("transA", "transB")[index] and entry.i for entry in node.attribute)
-    return rank - 1 if (index == 0) != transposed else rank - 2
 
 
 def _is_2_4(matrix: NDArray[np.generic]) -> bool:

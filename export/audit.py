@@ -1,0 +1,128 @@
+"""Whether a reduced graph keeps the fused attention of its dense one, block by block and target by target."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .check_onnx import load_onnx
+from .choices import BatchProfile, BuildChoices
+from .engine import build_engine
+from .errors import Missing
+from .fusion import Fusion
+from .libraries import Library, missing_message
+from .messages import Progress
+
+VERSION = 1
+KIND = "fusion-audit"
+_BATCH = BatchProfile(smallest=1, tuned=8, largest=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """One engine of an audit: its kernels, and the plan's size in bytes and build time in seconds."""
+
+    fusion: Fusion
+    plan_bytes: int
+    build_seconds: float
+
+    def summary(self) -> dict[str, Any]:
+        """What the JSON holds of it."""
+        return {
+            "kernels": len(self.fusion.kernels),
+            "kernel_kinds": self.fusion.kinds,
+            "attention_sites": list(self.fusion.attention_sites),
+            "fused_attention_sites": list(self.fusion.fused_sites),
+            "fused_attention": self.fusion.fused_attention,
+            "half_kernel_share": self.fusion.half_kernel_share,
+            "plan_bytes": self.plan_bytes,
+            "build_seconds": self.build_seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Dense beside reduced for one target; `target` is an SM such as 86, portable, or gpu for full TensorRT."""
+
+    backend: str
+    library_version: str
+    target: str
+    dense: Audited
+    reduced: Audited
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Sites that are fused in the dense engine and still there, but not fused, in the reduced one."""
+        kept = set(self.reduced.fusion.fused_sites)
+        present = set(self.reduced.fusion.attention_sites)
+        return tuple(site for site in self.dense.fusion.fused_sites if site in present and site not in kept)
+
+    @property
+    def passed(self) -> bool:
+        """True when no site lost its fused kernel; a dense engine without any has nothing to lose."""
+        return not self.lost
+
+
+def audit_fusion(
+    dense: Path,
+    reduced: Path,
+    *,
+    backend: str = "tensorrt-rtx",
+    sms: Sequence[str] = ("86",),
+    batch: BatchProfile = _BATCH,
+    command: str = "",
+    library: Library | None = None,
+    progress: Progress | None = None,
+) -> list[Audit]:
+    """Builds both graphs once per target and compares them; one entry per target, in the order of `sms`.
+
+    TensorRT-RTX needs no GPU; full TensorRT builds for the GPU at hand and takes no `sms`. `batch` is used for graphs
+    with a dynamic batch. Raises what build_engine raises, and Missing when the library lists no kernels.
+    """
+    targets = tuple(sms) if backend == "tensorrt-rtx" else ("gpu",)
+    audits = []
+    for target in targets:
+        choices = BuildChoices(
+            backend=backend, sms=(target,) if backend == "tensorrt-rtx" else (), profiles=(batch,), command=command
+        )
+        pair = [_audited(path, choices, library, progress) for path in (dense, reduced)]
+        version = pair[0][1]
+        audits.append(
+            Audit(backend=backend, library_version=version, target=target, dense=pair[0][0], reduced=pair[1][0])
+        )
+    return audits
+
+
+def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
+    """The whole audit as one versioned object; `dense` and `reduced` are the names to show."""
+    entries = [
+        {
+            "backend": audit.backend,
+            "library_version": audit.library_version,
+            "target": audit.target,
+            "passed": audit.passed,
+            "lost": list(audit.lost),
+            "dense": audit.dense.summary(),
+            "reduced": audit.reduced.summary(),
+        }
+        for audit in audits
+    ]
+    content = {"version": VERSION, "kind": KIND, "dense": dense, "reduced": reduced, "targets": entries}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _audited(
+    path: Path, choices: BuildChoices, library: Library | None, progress: Progress | None
+) -> tuple[Audited, str]:
+    static = not load_onnx(path).graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    if static:
+        choices = BuildChoices(backend=choices.backend, sms=choices.sms, command=choices.command)
+    engine = build_engine(path, choices, library=library, progress=progress)
+    if engine.fusion is None:
+        what = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"
+        raise Missing(missing_message(choices.backend, what, choices.command))
+    audited = Audited(
+        fusion=engine.fusion, plan_bytes=engine.record.plan_bytes, build_seconds=engine.record.build_seconds
+    )
+    return audited, engine.record.library_version

@@ -1,0 +1,82 @@
+"""What a build may be asked for, and what each backend refuses with its reason."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BadInput
+
+RTX_TARGETS = ("75", "80", "86", "89", "120", "121", "portable")
+_RTX_REFUSALS = {
+    "timing_cache": "TensorRT-RTX picks kernels on the target machine and has no timing cache",
+    "optimization_level": "TensorRT-RTX builds the same plan at every level",
+    "version_compatible": "TensorRT-RTX plans run only with the version that built them; rebuild for each version",
+    "sparse": "TensorRT-RTX builds the same plan with and without it",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchProfile:
+    """One optimisation profile: the smallest, the tuned and the largest batch."""
+
+    smallest: int
+    tuned: int
+    largest: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smallest <= self.tuned <= self.largest:
+            raise BadInput(f"a batch profile needs 1 <= min <= opt <= max, got {self}")
+
+    def __str__(self) -> str:
+        return f"{self.smallest}:{self.tuned}:{self.largest}"
+
+    @staticmethod
+    def from_text(text: str) -> "BatchProfile":
+        """'1:8:64', or '8' for one fixed size."""
+        parts = text.split(":")
+        if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
+            raise BadInput(f"batch {text!r} is not MIN:OPT:MAX, such as 1:8:64, nor one number")
+        sizes = [int(part) for part in parts] * (3 // len(parts))
+        return BatchProfile(smallest=sizes[0], tuned=sizes[1], largest=sizes[2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildChoices:
+    """Everything that decides a plan beside the graph.
+
+    `precision` is what the caller calls the graph (None: its own label). `sms` names TensorRT-RTX targets; none means
+    portable, which runs on Ampere and newer. `optimization_level` is 0 to 5. `command` is kept in the record and told
+    when this machine can't build.
+    """
+
+    backend: str
+    precision: str | None = None
+    profiles: tuple[BatchProfile, ...] = ()
+    sms: tuple[str, ...] = ()
+    timing_cache: Path | None = None
+    optimization_level: int | None = None
+    workspace_bytes: int | None = None
+    version_compatible: bool = False
+    sparse: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("tensorrt", "tensorrt-rtx"):
+            raise BadInput(f"backend {self.backend!r} is unknown; choose tensorrt or tensorrt-rtx")
+        if self.workspace_bytes is not None and self.workspace_bytes < 1:
+            raise BadInput(f"the workspace limit must be at least 1 byte, got {self.workspace_bytes}")
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise BadInput(f"the optimization level lies between 0 and 5, got {self.optimization_level}")
+        if self.backend == "tensorrt-rtx":
+            self._refuse_for_rtx()
+        elif self.sms:
+            raise BadInput(f"TensorRT builds for the GPU it runs on, got --sm {' '.join(self.sms)}; use tensorrt-rtx")
+
+    def _refuse_for_rtx(self) -> None:
+        for name, reason in _RTX_REFUSALS.items():
+            if getattr(self, name) not in (None, False):
+                raise BadInput(f"{name.replace('_', ' ')}: {reason}; leave it out or use the backend tensorrt")
+        unknown = [sm for sm in self.sms if sm not in RTX_TARGETS]
+        if unknown:
+            raise BadInput(f"--sm {unknown[0]!r} is no target of TensorRT-RTX; choose from {', '.join(RTX_TARGETS)}")
+        if len(set(self.sms)) < len(self.sms) or ("portable" in self.sms and len(self.sms) > 1):
+            raise BadInput(f"--sm takes each target once, and portable alone, got {' '.join(self.sms)}")

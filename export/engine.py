@@ -1,0 +1,133 @@
+"""Engines from ONNX by TensorRT (10.12 and newer, 11) and TensorRT-RTX, one path for both.
+
+Precision is in the graph's types: networks are strongly typed and no precision flag exists anywhere.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import ModelProto
+
+from .check_onnx import require_onnx
+from .choices import BatchProfile, BuildChoices
+from .errors import BadInput
+from .fusion import Fusion, fusion_of
+from .libraries import Library, open_library
+from .messages import Progress
+from .record import EngineRecord, ports, precision_of, record_path, sha256_of
+from .session import Session
+from .weights import half_weight_share, nodes_not_2_4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A serialised plan, its record, and the kernels it was listed to run (None when the library did not say)."""
+
+    plan: bytes
+    record: EngineRecord
+    fusion: Fusion | None
+
+    def __post_init__(self) -> None:
+        assert self.plan, "empty plan"
+
+
+def build_engine(
+    onnx_path: Path, choices: BuildChoices, *, library: Library | None = None, progress: Progress | None = None
+) -> Engine:
+    """Builds one plan; `library` defaults to the backend's own bindings.
+
+    Raises BadInput for a graph or a choice that won't do, with every parser or builder error and its site, and Missing
+    when the bindings or the GPU are not there. Ctrl-C stops the builder at its next step.
+    """
+    proto = require_onnx(onnx_path, precision=choices.precision, backend=choices.backend)
+    if choices.sparse:
+        _refuse_dense(proto, onnx_path)
+    profiles = _settled_profiles(proto, choices.profiles, onnx_path)
+    library = library or open_library(choices.backend, command=choices.command)
+    session = Session(onnx_path, proto, choices, library)
+    started = time.perf_counter()
+    plan = session.build(profiles, progress)
+    seconds = time.perf_counter() - started
+    fusion = fusion_of(session.kernels(plan), proto, len(profiles))
+    return Engine(plan=plan, fusion=fusion, record=_record(session, plan, profiles, fusion, seconds))
+
+
+def write_engine(engine: Engine, plan_path: Path) -> None:
+    """Writes the plan and, beside it, `<plan>.json`."""
+    plan_path.write_bytes(engine.plan)
+    record_path(plan_path).write_text(engine.record.to_json())
+
+
+def _settled_profiles(proto: ModelProto, asked: tuple[BatchProfile, ...], onnx_path: Path) -> tuple[BatchProfile, ...]:
+    """What a dynamic graph was asked for; nothing for a static one, whose batch may be named but not changed."""
+    batch = proto.graph.input[0].type.tensor_type.shape.dim[0]
+    if batch.dim_param:
+        if not asked:
+            raise BadInput(f"{onnx_path}: the batch is dynamic; name at least one profile, such as --batch 1:8:64")
+        return asked
+    fixed = BatchProfile(smallest=batch.dim_value, tuned=batch.dim_value, largest=batch.dim_value)
+    if any(profile != fixed for profile in asked):
+        raise BadInput(
+            f"{onnx_path}: the batch is fixed at {batch.dim_value}, asked for {', '.join(map(str, asked))}; "
+            "leave --batch out or export with a dynamic batch"
+        )
+    return ()
+
+
+def _refuse_dense(proto: ModelProto, onnx_path: Path) -> None:
+    dense = nodes_not_2_4(proto)
+    if dense:
+        shown = ", ".join(dense[:4]) + (", ..." if len(dense) > 4 else "")
+        raise BadInput(
+            f"{onnx_path}: sparse kernels need weights of which every four hold two zeros, "
+            f"{len(dense)} matrices don't ({shown}); leave --sparse out"
+        )
+
+
+def _record(
+    session: Session, plan: bytes, profiles: tuple[BatchProfile, ...], fusion: Fusion | None, seconds: float
+) -> EngineRecord:
+    choices, content = session.choices, session.onnx_path.read_bytes()
+    inputs, outputs = ports(session.proto)
+    share = half_weight_share(session.proto)
+    gpu, own_target = (None, None) if session.library.is_rtx else _gpu()
+    targets = (choices.sms or ("portable",)) if session.library.is_rtx else (own_target or "unknown",)
+    options: dict[str, str | int | bool] = {"timing_cache": session.cache_state, "sparse": choices.sparse}
+    options["version_compatible"] = choices.version_compatible
+    if choices.optimization_level is not None:
+        options["optimization_level"] = choices.optimization_level
+    if choices.workspace_bytes is not None:
+        options["workspace_bytes"] = choices.workspace_bytes
+    return EngineRecord(
+        backend=session.library.name,
+        library_version=session.library.version,
+        command=choices.command,
+        onnx_sha256=sha256_of(content),
+        onnx_bytes=len(content),
+        plan_sha256=sha256_of(plan),
+        plan_bytes=len(plan),
+        precision=precision_of(share),
+        half_weight_share=share,
+        half_kernel_share=None if fusion is None else fusion.half_kernel_share,
+        targets=targets,
+        gpu=gpu,
+        profiles=tuple(map(str, profiles)),
+        inputs=inputs,
+        outputs=outputs,
+        kernels=None if fusion is None else len(fusion.kernels),
+        kernel_kinds={} if fusion is None else fusion.kinds,
+        attention_sites=() if fusion is None else fusion.attention_sites,
+        fused_attention_sites=None if fusion is None else fusion.fused_sites,
+        build_seconds=seconds,
+        options=options,
+    )
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, None
+    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_name(), f"{major}{minor}"

@@ -1,0 +1,139 @@
+"""Which kernels an engine runs, and in which blocks attention stayed one fused kernel."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from onnx import ModelProto
+
+from .errors import BadInput
+
+_FUSED_NAME = re.compile(r"gem[mv]_mha|kgen_mha|fmha")
+_FUSED_KIND = ("Attention", "MultiHeadAttention", "kgen_mha")
+_NO_KERNEL = ("signal", "wait")  # stream bookkeeping, nothing is launched
+_LOG_LINE = re.compile(
+    r"^Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\], Constants: \[.*?\], "
+    r"Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), StreamId: -?\d+(?:, Metadata: (?P<metadata>.*))?$",
+    re.MULTILINE,
+)
+_ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
+_LOG_TYPE = re.compile(r"Datatype: (\w+)")
+_HALF = re.compile(r"\b(Half|FP16)\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One launch of an engine; `half` says whether it reads or writes float16, None when it touches no tensor."""
+
+    name: str
+    kind: str
+    tactic: str
+    half: bool | None
+    nodes: tuple[str, ...]
+
+    @property
+    def is_fused_attention(self) -> bool:
+        """TensorRT names such kernels _gemm_mha_v2 or fmha, ONNX Runtime has operators of that kind."""
+        return self.kind in _FUSED_KIND or any(_FUSED_NAME.search(text) for text in (self.name, self.tactic))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """The kernels of one engine against the attention sites of the graph it was built from."""
+
+    kernels: tuple[Kernel, ...]
+    attention_sites: tuple[str, ...]
+    profiles: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.profiles >= 1, self.profiles
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many kernels there are of each kind, over all profiles."""
+        return dict(sorted(Counter(kernel.kind for kernel in self.kernels).items()))
+
+    @property
+    def half_kernel_share(self) -> float:
+        """Share of the kernels with tensors that read or write float16."""
+        typed = [kernel.half for kernel in self.kernels if kernel.half is not None]
+        return sum(typed) / len(typed) if typed else 0.0
+
+    @property
+    def fused_sites(self) -> tuple[str, ...]:
+        """Attention sites that have a fused kernel in every profile."""
+        found = Counter(
+            site
+            for kernel in self.kernels
+            if kernel.is_fused_attention
+            for site in {site_of(node) for node in kernel.nodes}
+        )
+        return tuple(site for site in self.attention_sites if found[site] >= self.profiles)
+
+    @property
+    def fused_attention(self) -> int:
+        """How many attention sites are fused."""
+        return len(self.fused_sites)
+
+
+def fusion_of(kernels: tuple[Kernel, ...], proto: ModelProto, profiles: int) -> Fusion | None:
+    """None when the library listed no kernels, so that nothing is known about them."""
+    if not kernels:
+        return None
+    return Fusion(kernels=kernels, attention_sites=attention_sites(proto), profiles=max(profiles, 1))
+
+
+def attention_sites(proto: ModelProto) -> tuple[str, ...]:
+    """Sites that hold a softmax or an Attention operator, in graph order."""
+    nodes = [node for node in proto.graph.node if node.op_type in ("Softmax", "Attention")]
+    return tuple(dict.fromkeys(site_of(node.name) for node in nodes))
+
+
+def site_of(node: str) -> str:
+    """`blocks.3.attn/MatMul_1` -> `blocks.3.attn`."""
+    return node.rpartition("/")[0]
+
+
+def kernels_from_log(text: str) -> tuple[Kernel, ...]:
+    """Kernels that a builder listed under detailed profiling verbosity, one line `Name: ..., LayerType: ...` each."""
+    return tuple(
+        Kernel(
+            name=match["name"],
+            kind=match["kind"],
+            tactic=match["tactic"],
+            half=_any_half(_LOG_TYPE.findall(match["inputs"] + match["outputs"])),
+            nodes=tuple(_ONNX_NODE.findall(match["metadata"] or "")),
+        )
+        for match in _LOG_LINE.finditer(text)
+        if match["kind"] not in _NO_KERNEL
+    )
+
+
+def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
+    """Kernels from IEngineInspector's JSON, of TensorRT 10 (tensors carry Format/Datatype) and 11 (Datatype)."""
+    try:
+        layers = json.loads(text)["Layers"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadInput(f"the engine inspector's answer is no JSON object with Layers ({error})") from error
+    if any(not isinstance(layer, dict) for layer in layers):
+        raise BadInput("the engine lists layer names only; build it with detailed profiling verbosity")
+    return tuple(
+        Kernel(
+            name=layer["Name"],
+            kind=layer["LayerType"],
+            tactic=layer.get("TacticName", ""),
+            half=_any_half([_tensor_type(tensor) for key in ("Inputs", "Outputs") for tensor in layer.get(key, ())]),
+            nodes=tuple(_ONNX_NODE.findall(layer.get("Metadata", ""))),
+        )
+        for layer in layers
+        if layer["LayerType"] not in _NO_KERNEL
+    )
+
+
+def _tensor_type(tensor: dict[str, str]) -> str:
+    return tensor.get("Datatype") or tensor.get("Format/Datatype", "")
+
+
+def _any_half(types: list[str]) -> bool | None:
+    return any(_HALF.search(name) for name in types) if types else None

@@ -1,0 +1,67 @@
+"""The one seam to TensorRT and TensorRT-RTX: which bindings a build runs on.
+
+Both libraries export the same object model (Builder, OnnxParser, IBuilderConfig, ...), so the seam is the bindings
+module itself, opened here and passed on. polygraphy is not in between, for three reasons: it picks one of the two
+libraries for the whole process by an environment variable read at import; it sends the builder's log, which is where
+TensorRT-RTX lists its kernels, to a global logger; and its parser errors lose the node that they belong to.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import BadInput, Missing
+
+_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_OLDEST = {"tensorrt": (10, 12), "tensorrt-rtx": (1, 2)}  # strongly typed networks as used here; portable CPU builds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """Opened bindings; `module` is what `import tensorrt` gives, or a stand-in with the same names."""
+
+    name: str
+    version: str
+    module: Any
+
+    def __post_init__(self) -> None:
+        assert self.name in _MODULES, self.name
+
+    @property
+    def is_rtx(self) -> bool:
+        return self.name == "tensorrt-rtx"
+
+
+def open_library(name: str, *, command: str = "") -> Library:
+    """The bindings of `tensorrt` or `tensorrt-rtx`; Missing when absent or too old, with `command` to run elsewhere."""
+    if name not in _MODULES:
+        raise BadInput(f"backend {name!r} is unknown; choose one of {', '.join(_MODULES)}")
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except (ImportError, OSError) as error:
+        raise Missing(missing_message(name, f"its Python package can't be loaded ({error})", command)) from error
+    version = str(module.__version__)
+    oldest = _OLDEST[name]
+    if version_numbers(version) < oldest:
+        wanted = ".".join(map(str, oldest))
+        raise Missing(missing_message(name, f"version {wanted} or newer is needed, {version} is installed", command))
+    return Library(name=name, version=version, module=module)
+
+
+def missing_message(backend: str, what: str, command: str, install: str = "") -> str:
+    """One message: what is missing, the command that installs it, the command line to run on another machine."""
+    lines = [f"{backend} can't build here: {what}"]
+    lines.append(f"  install: {install or f'pip install --upgrade {backend}'}")
+    if command:
+        lines.append(f"  or run on a machine that has it: {command}")
+    return "\n".join(lines)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """'11.4.0.106' -> (11, 4, 0, 106); what follows the first part that is no number is left out."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

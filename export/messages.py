@@ -1,0 +1,91 @@
+"""What a builder says while it works: its log kept in memory, its progress passed on, its errors as one text."""
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
+
+
+class Messages:
+    """Lines of one build as (severity, text), severity 0 internal error, 1 error, 2 warning, 3 info, 4 verbose."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str]] = []
+
+    @property
+    def text(self) -> str:
+        return "\n".join(text for _, text in self.lines)
+
+    @property
+    def errors(self) -> list[str]:
+        """Each error once, in the order of appearance, on one line."""
+        return list(dict.fromkeys(" ".join(text.split()) for severity, text in self.lines if severity <= 1))
+
+
+def logger_of(trt: Any, messages: Messages) -> Any:
+    """An ILogger of these bindings that keeps every line in `messages` and prints nothing."""
+
+    class KeepingLogger(trt.ILogger):  # type: ignore[misc]  # the bindings come untyped
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            messages.lines.append((int(severity), text))
+
+    return KeepingLogger()
+
+
+class Interrupted:
+    """Whether the user pressed Ctrl-C inside the builder, which can only be stopped by its next step."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+
+def monitor_of(trt: Any, progress: Progress | None, interrupted: Interrupted) -> Any:
+    """An IProgressMonitor of these bindings that reports outer phases and cancels the build after Ctrl-C."""
+
+    class PassingMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the bindings come untyped
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self.steps[phase_name] = num_steps
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            try:
+                if progress is not None:
+                    progress(phase_name, step + 1, self.steps.get(phase_name, step + 1))
+            except KeyboardInterrupt:
+                interrupted.happened = True
+            return not interrupted.happened
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.steps.pop(phase_name, None)
+
+    return PassingMonitor()
+
+
+def parser_errors(parser: Any) -> list[str]:
+    """Each parser error as 'site/node (operator): what'."""
+    lines = []
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        node, operator = error.node_name(), error.node_operator()
+        where = f"{node} ({operator}): " if node else ""
+        lines.append(where + " ".join(error.desc().split()))
+    return list(dict.fromkeys(lines))
+
+
+def with_sites(errors: list[str], nodes: Collection[str]) -> list[str]:
+    """Builder errors with the graph's node names that they mention put in front."""
+    if not nodes:
+        return errors
+    pattern = re.compile("|".join(re.escape(name) for name in sorted(nodes, key=len, reverse=True) if "/" in name))
+    named = []
+    for error in errors:
+        sites = list(dict.fromkeys(match.rpartition("/")[0] for match in pattern.findall(error) if match))
+        named.append(f"{', '.join(sites[:3])}: {error}" if sites else error)
+    return named

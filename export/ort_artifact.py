@@ -1,0 +1,112 @@
+"""The artefact for ONNX Runtime: the graph as its optimizer leaves it, saved as ONNX, with the record of an engine."""
+
+import importlib.metadata
+import tempfile
+import time
+from pathlib import Path
+
+import onnx
+
+from .check_onnx import require_onnx
+from .engine import Engine
+from .errors import BadInput, Missing
+from .fusion import Fusion, Kernel, attention_sites
+from .libraries import missing_message
+from .messages import Progress
+from .record import EngineRecord, ports, precision_of, sha256_of
+from .to_onnx import onnx_bytes
+from .weights import half_weight_share
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}
+
+
+def build_ort_artifact(
+    onnx_path: Path,
+    *,
+    device: str = "cpu",
+    precision: str | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Engine:
+    """Optimises the graph for `device` cpu or cuda, at the level that is valid on every machine (extended).
+
+    `Engine.plan` holds the optimised ONNX; its record counts graph nodes where an engine's counts kernels. Raises
+    Missing when ONNX Runtime or its CUDA provider is not there, BadInput for a graph that won't do: the CPU kernels
+    compute half graphs in float32, so those are refused for cpu.
+    """
+    if device not in _PROVIDERS:
+        raise BadInput(f"ONNX Runtime device {device!r} is unknown; choose one of {', '.join(_PROVIDERS)}")
+    proto = require_onnx(onnx_path, precision=precision, backend="onnxruntime")
+    share = half_weight_share(proto)
+    if device == "cpu" and share:
+        raise BadInput(
+            f"{onnx_path}: ONNX Runtime's CPU kernels compute in float32 and this graph is {precision_of(share)}; "
+            "build the fp32 graph, or for cuda"
+        )
+    started = time.perf_counter()
+    optimised = _optimised(onnx_path, device, command)
+    seconds = time.perf_counter() - started
+    if progress is not None:
+        progress("optimising", 1, 1)
+    return _engine(onnx_path, proto, optimised, device=device, command=command, seconds=seconds)
+
+
+def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        what = f"its Python package can't be loaded ({error})"
+        raise Missing(missing_message("onnxruntime", what, command, _INSTALL[device])) from error
+    provider = _PROVIDERS[device]
+    if provider not in ort.get_available_providers():
+        what = f"{provider} is not among {', '.join(ort.get_available_providers())}"
+        raise Missing(missing_message("onnxruntime", what, command, _INSTALL[device]))
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "optimised.onnx"
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(saved)
+        options.log_severity_level = 3
+        session = ort.InferenceSession(str(onnx_path), options, providers=[provider])
+        if session.get_providers()[0] != provider:  # the provider is installed, but finds no GPU or library
+            what = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
+            raise Missing(missing_message("onnxruntime", what, command, "the NVIDIA driver, CUDA and cuDNN"))
+        return onnx.load(saved)
+
+
+def _engine(
+    onnx_path: Path, proto: onnx.ModelProto, optimised: onnx.ModelProto, *, device: str, command: str, seconds: float
+) -> Engine:
+    content, plan = onnx_path.read_bytes(), onnx_bytes(optimised)
+    share = half_weight_share(optimised)
+    kernels = tuple(
+        Kernel(name=node.name, kind=node.op_type, tactic="", half=None, nodes=(node.name,))
+        for node in optimised.graph.node
+    )
+    fusion = Fusion(kernels=kernels, attention_sites=attention_sites(proto))
+    inputs, outputs = ports(proto)
+    record = EngineRecord(
+        backend="onnxruntime",
+        library_version=importlib.metadata.version("onnxruntime" if device == "cpu" else "onnxruntime-gpu"),
+        command=command,
+        onnx_sha256=sha256_of(content),
+        onnx_bytes=len(content),
+        plan_sha256=sha256_of(plan),
+        plan_bytes=len(plan),
+        precision=precision_of(share),
+        half_weight_share=share,
+        half_kernel_share=None,
+        targets=(device,),
+        gpu=None,
+        profiles=(),
+        inputs=inputs,
+        outputs=outputs,
+        kernels=len(kernels),
+        kernel_kinds=fusion.kinds,
+        attention_sites=fusion.attention_sites,
+        fused_attention_sites=fusion.fused_sites,
+        build_seconds=seconds,
+        options={"optimization": "extended"},
+    )
+    return Engine(plan=plan, fusion=fusion, record=record)

@@ -1,0 +1,119 @@
+"""The record that lies beside every engine: what it was made from, by what, and what it holds."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto, TensorProto, ValueInfoProto
+
+from .errors import BadInput
+
+VERSION = 1
+KIND = "engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One input or output; a symbolic size stands as its name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """Sizes in bytes, time in seconds, shares in [0, 1]; None where the backend does not say.
+
+    `precision` is what the weights are (fp32, fp16, mixed), not what somebody calls them. `kernels` and `kernel_kinds`
+    count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
+    """
+
+    backend: str
+    library_version: str
+    command: str
+    onnx_sha256: str
+    onnx_bytes: int
+    plan_sha256: str
+    plan_bytes: int
+    precision: str
+    half_weight_share: float
+    half_kernel_share: float | None
+    targets: tuple[str, ...]
+    gpu: str | None
+    profiles: tuple[str, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    kernels: int | None
+    kernel_kinds: Mapping[str, int]
+    attention_sites: tuple[str, ...]
+    fused_attention_sites: tuple[str, ...] | None
+    build_seconds: float
+    options: Mapping[str, str | int | bool]
+
+    def __post_init__(self) -> None:
+        for name in ("onnx_sha256", "plan_sha256"):
+            if len(getattr(self, name)) != 64:
+                raise BadInput(f"engine record: {name} must have 64 hex digits, got {getattr(self, name)!r}")
+        if not 0.0 <= self.half_weight_share <= 1.0 or self.plan_bytes < 1 or self.build_seconds < 0.0:
+            raise BadInput(f"engine record: impossible share, size or time in {self}")
+
+    @property
+    def fused_attention(self) -> int | None:
+        """How many attention sites run as one fused kernel."""
+        return None if self.fused_attention_sites is None else len(self.fused_attention_sites)
+
+    def to_json(self) -> str:
+        """The record as it is written beside the plan."""
+        content = {"version": VERSION, "kind": KIND, **asdict(self), "fused_attention": self.fused_attention}
+        return json.dumps(content, indent=2, sort_keys=False) + "\n"
+
+
+def record_path(plan_path: Path) -> Path:
+    """`model.plan` -> `model.plan.json`."""
+    return plan_path.with_name(plan_path.name + ".json")
+
+
+def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
+    """Reads `EngineRecord.to_json`; BadInput for anything else."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where}: not JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("kind") != KIND or content.get("version") != VERSION:
+        raise BadInput(f"{where}: expected an object of kind {KIND!r} and version {VERSION}")
+    names = {field.name for field in fields(EngineRecord)}
+    absent = sorted(names - content.keys())
+    if absent:
+        raise BadInput(f"{where}: {', '.join(absent)} is missing")
+    values: dict[str, Any] = {name: content[name] for name in names}
+    for name in ("inputs", "outputs"):
+        values[name] = tuple(Port(**{**port, "shape": tuple(port["shape"])}) for port in values[name])
+    for name in ("targets", "profiles", "attention_sites", "fused_attention_sites"):
+        values[name] = None if values[name] is None else tuple(values[name])
+    return EngineRecord(**values)
+
+
+def ports(proto: ModelProto) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """The graph's inputs and outputs."""
+    return tuple(map(_port, proto.graph.input)), tuple(map(_port, proto.graph.output))
+
+
+def precision_of(half_weight_share: float) -> str:
+    """What a graph is by its weights."""
+    return {0.0: "fp32", 1.0: "fp16"}.get(half_weight_share, "mixed")
+
+
+def sha256_of(content: bytes) -> str:
+    """64 hex digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _port(value: ValueInfoProto) -> Port:
+    tensor = value.type.tensor_type
+    shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+    assert tensor.elem_type == TensorProto.FLOAT, value  # check_onnx lets float32 borders through only
+    return Port(name=value.name, dtype="float32", shape=shape)

@@ -1,0 +1,139 @@
+"""One build on opened bindings: parse, configure, build, and ask what kernels came out."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from onnx import ModelProto
+
+from .choices import BatchProfile, BuildChoices
+from .errors import BadInput, Missing
+from .fusion import Kernel, kernels_from_inspector, kernels_from_log
+from .libraries import Library, missing_message
+from .messages import Interrupted, Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
+
+_NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
+_NEEDS_GPU = "an NVIDIA GPU and its driver are needed"
+_INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
+
+
+class Session:
+    """One build. Every plan is made with detailed profiling verbosity: it costs no bytes and lists the kernels."""
+
+    def __init__(self, onnx_path: Path, proto: ModelProto, choices: BuildChoices, library: Library) -> None:
+        self.onnx_path, self.proto, self.choices, self.library = onnx_path, proto, choices, library
+        self.trt: Any = library.module
+        self.messages = Messages()
+        self.logger = logger_of(self.trt, self.messages)
+        self.cache_state = "none"
+
+    def build(self, profiles: tuple[BatchProfile, ...], progress: Progress | None) -> bytes:
+        trt, interrupted = self.trt, Interrupted()
+        builder = self._builder()
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, self.logger)
+        if not parser.parse_from_file(str(self.onnx_path)):
+            raise BadInput(self._refusal("does not take this graph", parser_errors(parser) or self.messages.errors))
+        config = self._config(builder, network, profiles)
+        monitor = monitor_of(trt, progress, interrupted)
+        config.progress_monitor = monitor
+        plan = builder.build_serialized_network(network, config)
+        if interrupted.happened:
+            raise KeyboardInterrupt
+        if plan is None:
+            self._raise_build_failure()
+        self._save_timing_cache(config)
+        return bytes(plan)
+
+    def kernels(self, plan: bytes) -> tuple[Kernel, ...]:
+        """From the builder's log for TensorRT-RTX, which needs no GPU; else from the engine's own inspector."""
+        if self.library.is_rtx:
+            return kernels_from_log(self.messages.text)
+        runtime = self.trt.Runtime(self.logger)
+        runtime.engine_host_code_allowed = self.choices.version_compatible
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise Missing(self._refusal("built a plan that it can't load again", self.messages.errors))
+        inspector = engine.create_engine_inspector()
+        return kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
+
+    def _builder(self) -> Any:
+        try:
+            return self.trt.Builder(self.logger)
+        except (TypeError, RuntimeError) as error:  # the bindings turn a null builder into TypeError
+            reason = "; ".join(self.messages.errors) or str(error)
+            raise self._no_gpu(reason) from error
+
+    def _config(self, builder: Any, network: Any, profiles: tuple[BatchProfile, ...]) -> Any:
+        trt, choices = self.trt, self.choices
+        config = builder.create_builder_config()
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if choices.workspace_bytes is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, choices.workspace_bytes)
+        if self.library.is_rtx:
+            _set_targets(trt, config, choices.sms)
+        else:
+            self._set_tensorrt_only(config)
+        images = network.get_input(0)
+        for batch in profiles:
+            profile = builder.create_optimization_profile()
+            sizes = (batch.smallest, batch.tuned, batch.largest)
+            profile.set_shape(images.name, *[(size, *tuple(images.shape)[1:]) for size in sizes])
+            config.add_optimization_profile(profile)
+        return config
+
+    def _set_tensorrt_only(self, config: Any) -> None:
+        trt, choices = self.trt, self.choices
+        if choices.optimization_level is not None:
+            config.builder_optimization_level = choices.optimization_level
+        if choices.version_compatible:
+            config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+        if choices.sparse:
+            config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+        if choices.timing_cache is not None:
+            stored = choices.timing_cache.read_bytes() if choices.timing_cache.exists() else b""
+            self.cache_state = "reused" if stored else "new"
+            cache = config.create_timing_cache(stored)
+            if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+                raise BadInput(
+                    f"{choices.timing_cache}: not a timing cache of {self.library.name} {self.library.version} on this "
+                    f"GPU ({'; '.join(self.messages.errors) or 'refused'}); name another file"
+                )
+
+    def _save_timing_cache(self, config: Any) -> None:
+        if self.choices.timing_cache is not None:
+            _write_atomically(self.choices.timing_cache, bytes(config.get_timing_cache().serialize()))
+
+    def _raise_build_failure(self) -> NoReturn:
+        errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
+        if any(_NO_DRIVER.search(error) for error in errors):
+            raise self._no_gpu(errors[0])
+        raise BadInput(self._refusal("could not build this graph", errors))
+
+    def _no_gpu(self, reason: str) -> Missing:
+        what = f"{_NEEDS_GPU} ({reason})"
+        return Missing(missing_message(self.library.name, what, self.choices.command, _INSTALL_DRIVER))
+
+    def _refusal(self, what: str, errors: list[str]) -> str:
+        told = "\n".join(f"  {error}" for error in errors) or "  (it gave no reason)"
+        return f"{self.onnx_path}: {self.library.name} {self.library.version} {what}:\n{told}"
+
+
+def _set_targets(trt: Any, config: Any, sms: tuple[str, ...]) -> None:
+    named = [sm for sm in sms if sm != "portable"]
+    config.num_compute_capabilities = len(named)
+    known = trt.ComputeCapability.__members__
+    for index, sm in enumerate(named):
+        if f"SM{sm}" not in known:
+            raise BadInput(f"--sm {sm}: this TensorRT-RTX knows only {', '.join(known)}; install a newer one")
+        config.set_compute_capability(known[f"SM{sm}"], index)
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(path)
