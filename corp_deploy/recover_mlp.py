@@ -102,7 +102,11 @@ def bias(
 def gram(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
 ) -> MlpRecovery:
-    """x_P ~ B x_K with B = G_PK (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL)."""
+    """x_P ~ B x_K with B = G_PK (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL).
+
+    GRAIL maps the kept channels through the same ridge, which shrinks them too; here they stay as they are, so that no
+    ridge can lose to dropping. Without ridge the two are one.
+    """
     old_O = _bias_or_zero(bias_O, weight_OF)
     pruned_P = _pruned(kept_K, mean_F.numel())
     cross_OK = weight_OF[:, pruned_P] @ second_FF[pruned_P[:, None], kept_K]

@@ -1,0 +1,130 @@
+"""Merging the channels of an MLP instead of dropping some (GRAIL's folding).
+
+Rows of the first layer are clustered by k-means, each cluster becomes its mean row, and the second layer is recovered
+on the folded basis from the Gram of the dense activations. The activation of a mean row is taken to be the mean of the
+cluster's activations, as in the paper; errors here are on that basis, so the model's own can be larger.
+
+Legend: F channels, I inputs of the first layer, O outputs of the second, K clusters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .recover_mlp import MlpRecovery
+from .ridge import solve_ridge
+
+_ROUNDS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folding:
+    """The first layer with one row per cluster, and the second recovered for it.
+
+    cluster_F: the cluster of each channel, numbered by its lowest channel.
+    """
+
+    cluster_F: Tensor
+    weight_KI: Tensor
+    bias_K: Tensor
+    recovery: MlpRecovery
+
+
+def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
+    """k-means++: each next centre drawn with odds of its squared distance to the nearest so far; no two coincide."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = [int(torch.randint(distance_FF.shape[0], (1,), generator=generator))]
+    nearest_F = distance_FF[picks[0]].clone()
+    while len(picks) < width:
+        nearest_F[picks] = 0.0
+        if float(nearest_F.sum()) > 0.0:
+            pick = int(torch.multinomial(nearest_F, 1, generator=generator))
+        else:  # as many distinct rows as centres: any row not yet taken
+            pick = next(i for i in range(distance_FF.shape[0]) if i not in picks)
+        picks.append(pick)
+        nearest_F = torch.minimum(nearest_F, distance_FF[pick])
+    return torch.tensor(picks)
+
+
+def _numbered(cluster_F: Tensor) -> Tensor:
+    """Clusters renumbered by their lowest channel, so that the numbering says nothing about the seeding."""
+    names: dict[int, int] = {}
+    return torch.tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])
+
+
+def _mean_map(cluster_F: Tensor, width: int) -> Tensor:
+    """[K, F] with rows that average a cluster's channels."""
+    member_KF = torch.nn.functional.one_hot(cluster_F, width).T.to(torch.float64)
+    return member_KF / member_KF.sum(dim=1, keepdim=True)
+
+
+def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
+    """k-means of the rows, every column scaled to unit variance: [F] of cluster numbers, no cluster empty.
+
+    Deterministic for a seed. A cluster that loses its last member takes the row farthest from its own centre.
+    """
+    assert 0 < width <= rows_FI.shape[0], (width, rows_FI.shape)
+    deviation_I = rows_FI.std(dim=0, correction=0)
+    scaled_FI = (rows_FI - rows_FI.mean(dim=0)) / torch.where(deviation_I > 0.0, deviation_I, 1.0)
+    square_F = scaled_FI.square().sum(dim=1)
+    distance_FF = (square_F[:, None] + square_F - 2.0 * scaled_FI @ scaled_FI.T).clamp_min(0.0)
+    centre_KI = scaled_FI[_seeds(distance_FF, width, seed)]
+    cluster_F = torch.full((rows_FI.shape[0],), -1)
+    for _ in range(_ROUNDS):
+        distance_FK = square_F[:, None] + centre_KI.square().sum(dim=1) - 2.0 * scaled_FI @ centre_KI.T
+        own_F, new_F = distance_FK.min(dim=1)
+        size_K = new_F.bincount(minlength=width)
+        for empty in (size_K == 0).nonzero().squeeze(1).tolist():
+            far = int(torch.where(size_K[new_F] > 1, own_F, -torch.inf).argmax())
+            size_K[new_F[far]] -= 1
+            size_K[empty] += 1
+            new_F[far], own_F[far] = empty, 0.0
+        if torch.equal(new_F, cluster_F):
+            break
+        cluster_F = new_F
+        centre_KI = _mean_map(cluster_F, width) @ scaled_FI
+    return _numbered(cluster_F)
+
+
+def fold(
+    weight_FI: Tensor,
+    first_bias_F: Tensor | None,
+    second_FF: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor | None,
+    width: int,
+    *,
+    ridge_rel: float,
+    seed: int = 0,
+) -> Folding:
+    """Merge F channels into `width` and recover the second layer on the merged ones, uncentred, its bias untouched.
+
+    With M the averages of clusters and G = E[x x']: plain folding gives each average the sum of its members' columns,
+    W M+; the recovery is a ridge toward that, W M+ + (W - W M+ M) G M' (M G M' + ridge I)^-1, so that it cannot lose
+    to it. (GRAIL's own ridge is toward zero; without ridge both are W G M' (M G M')^-1.)
+    """
+    cluster_F = cluster_rows(weight_FI, width, seed=seed)
+    map_KF = _mean_map(cluster_F, width)
+    sums_OK = weight_OF @ (map_KF > 0.0).to(torch.float64).T
+    spread_FK = second_FF @ map_KF.T
+    plain_OF = weight_OF - sums_OK @ map_KF
+    solved = solve_ridge(plain_OF @ spread_FK, map_KF @ spread_FK, ridge_rel=ridge_rel)
+    new_OK = sums_OK + solved.solution_OK
+    left_OF = weight_OF - new_OK @ map_KF
+    residual, plain = (max(float(((d_OF @ second_FF) * d_OF).sum()), 0.0) for d_OF in (left_OF, plain_OF))
+    first_K = weight_FI.new_zeros(width) if first_bias_F is None else map_KF @ first_bias_F
+    return Folding(
+        cluster_F=cluster_F,
+        weight_KI=map_KF @ weight_FI,
+        bias_K=first_K,
+        recovery=MlpRecovery(
+            weight_OK=new_OK,
+            bias_O=weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O.clone(),
+            residual=residual,
+            residual_uncompensated=plain,
+            r2=1.0 - residual / plain if plain > 0.0 else 1.0,
+            condition=solved.condition,
+            ridge=solved.ridge,
+        ),
+    )
