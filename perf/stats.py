@@ -101,7 +101,7 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
 
 
 def ratio_of_medians(
-    numerator_RC: Floats, denominator_RC: Floats, *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+    numerator_RC: Floats, denominator_RC: Floats, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
 ) -> Interval:
     """How many times larger the numerator's calls are: median over rounds of the ratio of the two medians in a round.
 
@@ -117,7 +117,7 @@ def ratio_of_medians(
     return _bootstrapped(value, np.median(drawn_DR, axis=1), confidence)
 
 
-def median_interval(samples_RC: Floats, *, confidence: float = 0.95, draws: int = 2000, seed: int = 0) -> Interval:
+def median_interval(samples_RC: Floats, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
     """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
     value = float(np.median(samples_RC))
     if len(samples_RC) < MIN_ROUNDS:
@@ -126,8 +126,19 @@ def median_interval(samples_RC: Floats, *, confidence: float = 0.95, draws: int 
     return _bootstrapped(value, np.asarray(drawn), confidence)
 
 
+def percentile_interval(
+    samples_RC: Floats, percent: float, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+) -> Interval:
+    """A percentile of all samples with the bootstrap interval over whole rounds."""
+    value = percentile(samples_RC.ravel(), percent)
+    if len(samples_RC) < MIN_ROUNDS:
+        return Interval(value=value, low=0.0, high=math.inf)
+    drawn = [percentile(samples_RC[row].ravel(), percent) for row in _draws(len(samples_RC), draws, seed)]
+    return _bootstrapped(value, np.asarray(drawn), confidence)
+
+
 def rate_interval(
-    work_R: Floats, seconds_R: Floats, *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+    work_R: Floats, seconds_R: Floats, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
 ) -> Interval:
     """Work done per second of wall time, total over total, with the bootstrap interval over rounds."""
     value = float(work_R.sum() / seconds_R.sum())

@@ -1,0 +1,119 @@
+"""The grammar of a gate rule: what must not be so.
+
+    rule    = [subject "."] ["end_to_end."] metric ["@" place] compare bound
+    metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
+            | size_bytes | params | macs | fused_attention
+            | a measure of the parity record: relative_error, top1_agreement, ...         at a link: @half, or the whole
+    compare = < <= > >=
+    bound   = number | name | name * number | name + number | name - number
+    name    = "baseline" (the same figure in the older record) | a subject (the same figure of that subject)
+
+Without a subject the candidate is meant; `dense.p50@b1 > baseline * 1.03` asks about the dense model.
+"""
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import BadInput
+
+COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes")
+COUNTED = ("size_bytes", "params", "macs", "fused_attention")
+BASELINE = "baseline"
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RULE = re.compile(
+    r"^\s*(?P<prefix>(?:[\w-]+\.)*)(?P<metric>[a-z]\w*)(?:@(?P<place>[\w .-]*\w))?"
+    r"\s*(?P<compare><=|>=|<|>)(?P<bound>.+)$"
+)
+_BOUND = re.compile(
+    rf"^\s*(?:(?P<number>{_NUMBER})|(?P<name>[A-Za-z][\w-]*)\s*(?:(?P<sign>[-+*])\s*(?P<by>{_NUMBER}))?)\s*$"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A rule, read. The bound is `scale` times the named figure plus `offset`, or `offset` alone without a name."""
+
+    text: str
+    subject: str | None
+    measure: str
+    metric: str
+    batch: int | None
+    link: str | None
+    compare: str
+    name: str | None
+    scale: float
+    offset: float
+
+    def breaks(self, value: float, bound: float) -> bool:
+        """Whether a value known exactly is what the rule forbids."""
+        return COMPARE[self.compare](value, bound)
+
+    @property
+    def wants_baseline(self) -> bool:
+        return self.name == BASELINE
+
+
+def rule_from_text(text: str) -> Rule:
+    """Read one rule; raises BadInput that says what a rule looks like."""
+    match = _RULE.match(text)
+    bound = None if match is None else _BOUND.match(match["bound"])
+    if match is None or bound is None:
+        wrong = "it has no comparison" if match is None else f"{match['bound'].strip()!r} is no bound"
+        raise BadInput(
+            f"rule {text!r}: {wrong}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
+            f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
+        )
+    subject, measure = _prefixes(text, match["prefix"])
+    batch, link = _place(text, match["metric"], match["place"])
+    if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
+        raise BadInput(f"rule {text!r}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
+    scale, offset = _bound(bound)
+    return Rule(
+        text=text.strip(),
+        subject=subject,
+        measure=measure,
+        metric=match["metric"],
+        batch=batch,
+        link=link,
+        compare=match["compare"],
+        name=bound["name"],
+        scale=scale,
+        offset=offset,
+    )
+
+
+def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
+    words = [word for word in prefix.split(".") if word]
+    measures = [word for word in words if word in ("compute", "end_to_end")]
+    subjects = [word for word in words if word not in measures]
+    if len(subjects) > 1 or len(measures) > 1:
+        raise BadInput(f"rule {text!r}: one subject and one of compute or end_to_end may stand before the metric")
+    return subjects[0] if subjects else None, measures[0] if measures else "compute"
+
+
+def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str | None]:
+    if metric in TIMED:
+        match = re.fullmatch(r"b([1-9]\d*)", place or "")
+        if match is None:
+            raise BadInput(f"rule {text!r}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
+        return int(match[1]), None
+    if metric in COUNTED and place is not None:
+        raise BadInput(f"rule {text!r}: {metric} is the same at every batch size and link; drop @{place}")
+    return None, place
+
+
+def _bound(match: re.Match[str]) -> tuple[float, float]:
+    if match["number"] is not None:
+        return 0.0, float(match["number"])
+    by = 0.0 if match["by"] is None else float(match["by"])
+    if match["sign"] == "*":
+        return by, 0.0
+    return 1.0, -by if match["sign"] == "-" else by

@@ -1,0 +1,353 @@
+"""Rules and verdicts on records built by hand, so that every interval is known."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from perf.compare import compare, markdown_from_comparison, ratio_of_independent
+from perf.errors import BadInput
+from perf.evidence import Evidence
+from perf.gate import EXIT_CODES, Gate, Judged, judge
+from perf.rule import rule_from_text
+from perf.runs import Bench, Block, Described, Row, Trial
+from perf.stats import Interval
+from perf.summary import summarise
+from perf.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+
+Times = Mapping[str, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"]
+
+
+def noisy(ms: float, spread: float = 0.01, rounds: int = 20, calls: int = 20, seed: int = 0) -> Any:
+    return ms * np.random.default_rng(seed).lognormal(sigma=spread, size=(rounds, calls))
+
+
+def row_of(batch: int, times: Times, *, cpu_wait: float = 0.0) -> Row:
+    blocks = [
+        Block(
+            round=index,
+            subject=name,
+            at_s=0.0,
+            calls=len(round_ms),
+            wall_ms=float(np.sum(round_ms)),
+            compute_ms=tuple(float(ms) for ms in round_ms),
+            cpu_wait=cpu_wait,
+        )
+        for name, rounds_ms in times.items()
+        for index, round_ms in enumerate(rounds_ms)
+    ]
+    return Row(
+        batch=batch,
+        trials={name: Trial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times},
+        calls_per_block=20,
+        settle_calls=1,
+        stop="narrow",
+        blocks=tuple(blocks),
+        noise_blocks=(),
+    )
+
+
+def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, reduced_bytes: int = 600) -> Bench:
+    describe = {"backend": "onnxruntime", "precision": "fp32", "model": "m.onnx"}
+    dense = Described(name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12)
+    reduced = Described(name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8)
+    return Bench(
+        created="2026-01-01T00:00:00+00:00",
+        command=(),
+        environment={"gpu": gpu, "load_average": 0.1},
+        settings={"streams": 1, "flush_l2": False},
+        subjects=(dense, reduced),
+        rows=rows,
+        warnings=(),
+    )
+
+
+def plain(
+    dense_ms: float = 10.0, reduced_ms: float = 8.0, spread: float = 0.01, rounds: int = 20, **more: Any
+) -> Bench:
+    times = {"dense": noisy(dense_ms, spread, rounds, seed=1), "reduced": noisy(reduced_ms, spread, rounds, seed=2)}
+    return bench_of(row_of(8, times), **more)
+
+
+PARITY = {
+    "kind": "parity",
+    "version": 1,
+    "links": [
+        {"name": "half", "kind": "half", "measures": {"relative_error": 1e-3, "top1_agreement": 1.0, "images": 100}},
+        {
+            "name": "shipped",
+            "kind": "whole",
+            "measures": {
+                "relative_error": 0.03,
+                "top1_agreement": 0.992,
+                "top1_agreement_low": 0.986,
+                "top1_agreement_high": 0.996,
+                "images": 1000,
+                "kl_mean": None,
+            },
+        },
+    ],
+}
+
+
+def one(text: str, now: Bench | None = None, baseline: Bench | None = None, parity: Any = PARITY) -> Judged:
+    evidence = Evidence(bench=plain() if now is None else now, parity=parity)
+    before = None if baseline is None else Evidence(bench=baseline)
+    return judge([rule_from_text(text)], evidence, before).rules[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("speedup@b8 < 1.2", "PASS"),
+        ("speedup@b8 < 1.3", "FAIL"),
+        ("p50@b8 > 9", "PASS"),
+        ("p50@b8 > 7", "FAIL"),
+        ("dense.p50@b8 > 9", "FAIL"),
+        ("dense.end_to_end.p50@b8 > 11", "PASS"),
+        ("p50@b8 > dense * 0.9", "PASS"),
+        ("p50@b8 > dense - 3", "FAIL"),
+        ("p90@b8 > 9", "PASS"),
+        ("throughput@b8 < 100", "PASS"),  # 8 images in 8 ms are 1000 a second
+        ("throughput@b8 < 1100", "FAIL"),
+        ("throughput@b8 < dense", "PASS"),
+        ("peak_memory_bytes@b8 > 2000", "PASS"),
+        ("size_bytes > 500", "FAIL"),
+        ("size_bytes > dense*0.7", "PASS"),
+        ("macs >= 5", "FAIL"),
+        ("macs > 5", "PASS"),
+        ("fused_attention < dense", "FAIL"),
+        ("fused_attention < 8", "PASS"),
+        ("relative_error > 0.05", "PASS"),
+        ("relative_error@half > 1e-4", "FAIL"),
+        ("top1_agreement < 0.985", "PASS"),
+        ("top1_agreement < 0.999", "FAIL"),
+        ("top1_agreement < 0.99", "INCONCLUSIVE"),
+        ("top1_agreement@half < 0.99", "PASS"),
+        ("kl_mean > 1", "FAIL"),
+    ],
+)
+def test_verdicts_on_known_figures(text: str, verdict: str) -> None:
+    assert one(text).verdict == verdict, one(text)
+
+
+def test_a_bound_inside_the_interval_is_inconclusive_and_says_how_many_more_blocks() -> None:
+    """Width shrinks with the root of the rounds: recompute what is told from the interval itself."""
+    judged = one("speedup@b8 < 1.255", plain(spread=0.1))
+    assert judged.verdict == "INCONCLUSIVE"
+    assert judged.value is not None
+    assert judged.low is not None
+    assert judged.high is not None
+    gap = judged.value - 1.255
+    width = judged.value - judged.low if gap > 0 else judged.high - judged.value
+    blocks = 4 * int(np.ceil(20 * ((width / gap) ** 2 - 1)))
+    assert f"about {blocks} more blocks would decide" in judged.message
+
+
+def test_agreement_asks_for_more_images() -> None:
+    """0.992 lies 0.002 above the bound and reaches 0.006 down: 9 times the 1000 images, 8000 more."""
+    assert "about 8000 more images would decide" in one("top1_agreement < 0.99").message
+
+
+def test_a_figure_on_the_bound_is_not_promised_a_decision() -> None:
+    judged = one("speedup@b8 < 1.0", bench_of(row_of(8, {name: noisy(5.0, seed=3) for name in ("dense", "reduced")})))
+    assert judged.verdict == "PASS"  # both alike to the last digit: the interval is a point, and not below 1
+    wide = plain(10.0, 10.0, spread=0.2)
+    value = one("speedup@b8 < 1.0", wide).value
+    assert value is not None
+    assert "many more would not decide" in one(f"speedup@b8 < {value:.15f}", wide).message
+
+
+def test_too_few_samples_or_rounds_decide_nothing() -> None:
+    assert one("p99@b8 > 9", plain(rounds=40)).verdict == "PASS"
+    few = one("p99@b8 > 1", plain(rounds=10))
+    assert (few.verdict, few.value) == ("INCONCLUSIVE", None)
+    assert "p99 needs 662 samples, there are 200" in few.message
+    assert "only 4 rounds were kept" in one("speedup@b8 < 1.2", plain(rounds=4)).message
+
+
+def test_a_busy_machine_decides_nothing() -> None:
+    times = {"dense": noisy(10.0, seed=1), "reduced": noisy(8.0, seed=2)}
+    judged = one("speedup@b8 < 1.2", bench_of(row_of(8, times, cpu_wait=0.4)))
+    assert judged.verdict == "INCONCLUSIVE"
+    assert "other programs had the CPU" in judged.message
+
+
+def with_trial(bench: Bench, name: str, trial: Trial) -> Bench:
+    row = bench.rows[0]
+    blocks = tuple(block for block in row.blocks if block.subject != name)
+    return replace(bench, rows=(replace(row, trials={**row.trials, name: trial}, blocks=blocks),))
+
+
+def test_a_candidate_that_ran_out_of_memory_fails_and_a_reference_that_did_decides_nothing() -> None:
+    oom = Trial(status="oom", message="CUDA out of memory")
+    failed = one("speedup@b8 < 1.2", with_trial(plain(), "reduced", oom))
+    assert failed.verdict == "FAIL"
+    assert "reduced ran out of memory at batch 8: CUDA out of memory" in failed.message
+    undecided = one("speedup@b8 < 1.2", with_trial(plain(), "dense", oom))
+    assert undecided.verdict == "INCONCLUSIVE"
+    assert one("p50@b8 > 9", with_trial(plain(), "dense", oom)).verdict == "PASS"
+
+
+def test_baseline_rules() -> None:
+    before = plain()
+    assert one("p50@b8 > baseline * 1.03", plain(), before).verdict == "PASS"
+    assert one("p50@b8 > baseline * 1.03", plain(reduced_ms=8.8), before).verdict == "FAIL"
+    assert one("size_bytes > baseline", plain(reduced_bytes=601), before).verdict == "FAIL"
+    assert one("size_bytes > baseline + 1", plain(reduced_bytes=601), before).verdict == "PASS"
+
+
+def test_records_of_different_machines_are_not_comparable_in_time_but_in_size() -> None:
+    before = plain(gpu="Another Card")
+    judged = one("p50@b8 > baseline * 1.03", plain(), before)
+    assert judged.verdict == "NOT-COMPARABLE"
+    assert judged.keys == ("gpu: 'Another Card' then, 'A Card' now",)
+    assert one("size_bytes > baseline", plain(), before).verdict == "PASS"
+
+
+def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
+    before = plain(dense_sha="sha256:1")
+    slower_machine = plain(dense_ms=10.8, reduced_ms=8.64, dense_sha="sha256:1")
+    judged = one("p50@b8 > baseline * 1.03", slower_machine, before)
+    assert judged.verdict == "INCONCLUSIVE"
+    assert "the machine itself moved" in judged.message
+    assert "+8." in judged.message
+    slower_model = plain(reduced_ms=8.64, dense_sha="sha256:1")
+    assert one("p50@b8 > baseline * 1.03", slower_model, before).verdict == "FAIL"
+    another_dense = plain(dense_ms=10.8, reduced_ms=8.64, dense_sha="sha256:2")
+    assert one("p50@b8 > baseline * 1.03", another_dense, before).verdict == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p50@b1 > 3", "not measured at batch 1, only at 8"),
+        ("teacher.p50@b8 > 3", "has no subject 'teacher', it has dense and reduced"),
+        ("p50@b8 > teacher", "has no subject 'teacher'"),
+        ("params > 3", "does not tell params of reduced"),
+        ("speed@b8 > 3", "no parity link 'b8'"),
+        ("speed > 3", "no figure is called 'speed'"),
+        ("relative_error@fp8 > 1", "no parity link 'fp8'; it has half, shipped"),
+        ("relative_error > dense", "parity is between two models"),
+        ("p50@b8 > baseline", "no baseline to compare with"),
+    ],
+)
+def test_a_rule_about_something_the_records_lack_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        one(text)
+
+
+def test_records_that_are_not_given_are_missed() -> None:
+    with pytest.raises(BadInput, match="has no parity record"):
+        one("relative_error > 1", parity=None)
+    with pytest.raises(BadInput, match="needs a bench record"):
+        judge([rule_from_text("p50@b8 > 1")], Evidence(parity=PARITY))
+    with pytest.raises(BadInput, match="at least one rule"):
+        judge([], Evidence())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p50@b8", "no comparison"),
+        ("p50@b8 = 3", "no comparison"),
+        ("p50@b8 > fast enough", "'fast enough' is no bound"),
+        ("p50@b8 > 1.2.3", "no bound"),
+        ("p50 > 3", "write p50@b8"),
+        ("p50@8 > 3", "write p50@b8"),
+        ("p50@b0 > 3", "write p50@b8"),
+        ("size_bytes@b8 > 3", "drop @b8"),
+        ("end_to_end.size_bytes > 3", "end_to_end goes with"),
+        ("dense.reduced.p50@b8 > 3", "one subject"),
+        ("", "no comparison"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        rule_from_text(text)
+
+
+def test_rules_are_read_with_or_without_spaces() -> None:
+    tight, loose = rule_from_text("p50@b1>baseline*1.03"), rule_from_text("  p50@b1  >  baseline * 1.03 ")
+    assert replace(tight, text="") == replace(loose, text="")
+    assert (loose.metric, loose.batch, loose.name, loose.scale, loose.offset) == ("p50", 1, "baseline", 1.03, 0.0)
+    assert rule_from_text("p50@b1 > baseline - .5").offset == -0.5
+    assert rule_from_text("relative_error > 5e-2").offset == 0.05
+
+
+def gate() -> Gate:
+    rules = ["speedup@b8 < 1.2", "size_bytes > 500", "top1_agreement < 0.99"]
+    return judge([rule_from_text(text) for text in rules], Evidence(bench=plain(), parity=PARITY))
+
+
+def test_the_gravest_verdict_is_the_gates() -> None:
+    assert (gate().verdict, gate().exit_code) == ("FAIL", 1)
+    assert EXIT_CODES == {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
+    assert Gate(rules=gate().rules[2:]).exit_code == 3
+    assert Gate(rules=gate().rules[:1]).exit_code == 0
+
+
+def test_junit_counts_and_escapes() -> None:
+    suite = ElementTree.fromstring(junit_from_gate(gate()))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "1")
+    cases = list(suite)
+    assert [case.get("name") for case in cases] == ["speedup@b8 < 1.2", "size_bytes > 500", "top1_agreement < 0.99"]
+    assert cases[1].find("failure") is not None
+    error = cases[2].find("error")
+    assert error is not None
+    assert error.get("type") == "INCONCLUSIVE"
+
+
+def test_markdown_and_json(tmp_path: Path) -> None:
+    text = markdown_from_gate(gate())
+    assert text.startswith("**Gate: FAIL**\n")
+    assert "| FAIL | `size_bytes > 500` | 600 | 600, bound 500 |" in text
+    save_gate(gate(), tmp_path / "gate.json")
+    document = json.loads((tmp_path / "gate.json").read_text())
+    assert (document["kind"], document["verdict"], document["exit_code"]) == ("gate", "FAIL", 1)
+    assert document["rules"][1]["value"] == 600
+
+
+def test_tracked_figures_are_split_by_what_is_better() -> None:
+    smaller = json.loads(tracked_from_summary(summarise(plain()), "smaller"))
+    bigger = json.loads(tracked_from_summary(summarise(plain()), "bigger"))
+    assert {figure["unit"] for figure in smaller} == {"ms", "bytes"}
+    assert {figure["unit"] for figure in bigger} == {"images/s", "times"}
+    p50 = next(figure for figure in smaller if figure["name"] == "reduced p50 at batch 8")
+    assert p50["value"] == pytest.approx(8.0, rel=0.01)
+    assert "to" in p50["range"]
+
+
+def test_comparing_puts_differences_first_and_says_what_is_not_significant() -> None:
+    before, after = plain(), plain(reduced_ms=8.8, gpu="Another Card")
+    compared = compare(before, after)
+    assert not compared.comparable
+    assert [(row.subject, row.change) for row in compared.rows] == [("dense", "not significant"), ("reduced", "slower")]
+    text = markdown_from_comparison(compared)
+    assert text.index("gpu (decisive) | A Card | Another Card") < text.index("| batch | subject")
+    same = compare(before, before)
+    assert same.comparable
+    assert same.differences == ()
+    assert markdown_from_comparison(same).startswith("Environment: no difference.")
+
+
+def test_a_batch_measured_once_only_is_shown_as_such() -> None:
+    before = plain()
+    after = replace(before, rows=(replace(before.rows[0], batch=16),))
+    text = markdown_from_comparison(compare(before, after))
+    assert re.search(r"\| 8 \| dense \| [\d.]+ \| not measured \| - \| unknown \|", text)
+    assert re.search(r"\| 16 \| dense \| not measured \| [\d.]+ \| - \| unknown \|", text)
+
+
+def test_quotients_of_figures_measured_apart() -> None:
+    """10 % and 10 % uncertain: 14 % together."""
+    ratio = ratio_of_independent(Interval(value=10, low=9, high=11), Interval(value=5, low=4.5, high=5.5))
+    assert ratio.value == 2
+    assert ratio.high == pytest.approx(2 * (1 + 0.1 * 2**0.5))
+    assert ratio.low == pytest.approx(2 * (1 - 0.1 * 2**0.5))
