@@ -1,0 +1,239 @@
+"""The engine runner on a double of TensorRT: what is asked of it, in what order, and what is refused.
+
+No GPU runs here: torch.cuda's part (Staging, captured) is replaced by host memory.
+"""
+
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perf import engine_runner
+from perf.device import DeviceBound
+from perf.engine_runner import EngineRunner, EngineSession
+from perf.errors import BadInput, Missing
+
+IMAGES = np.arange(2 * 3 * 2 * 2, dtype=np.float32).reshape(2, 3, 2, 2)
+
+
+@dataclass
+class FakeContext:
+    """Writes the sum of each image into a logit, through the addresses it was given."""
+
+    memory: dict[int, Any]
+    addresses: dict[str, int] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+    streams: list[int] = field(default_factory=list)
+    config: Any = None
+    enqueues: bool = True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shape = shape
+        return name == "images"
+
+    def get_tensor_shape(self, name: str) -> tuple[int, int]:
+        assert name == "logits"
+        return (self.shape[0], 1)
+
+    def set_tensor_address(self, name: str, pointer: int) -> bool:
+        self.addresses[name] = pointer
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.streams.append(stream)
+        source, sink = self.memory[self.addresses["images"]], self.memory[self.addresses["logits"]]
+        sink[:] = source.reshape(len(source), -1).sum(axis=1, keepdims=True)
+        return self.enqueues
+
+
+@dataclass
+class FakeEngine:
+    memory: dict[int, Any]
+    contexts: list[FakeContext] = field(default_factory=list)
+    dtype: str = "float32"
+    tensors: tuple[str, ...] = ("images", "logits")
+    out_of_memory: bool = False
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.tensors)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.tensors[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "input" if name == "images" else "output"
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return self.dtype
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return [(1, 3, 2, 2), (2, 3, 2, 2), (4, 3, 2, 2)]
+
+    def create_runtime_config(self) -> Any:
+        return SimpleNamespace(dynamic_shapes_kernel_specialization_strategy="lazy")
+
+    def create_execution_context(self, config: Any = None) -> FakeContext | None:
+        if self.out_of_memory:
+            return None
+        self.contexts.append(FakeContext(self.memory, config=config))
+        return self.contexts[-1]
+
+
+class FakeLogger:
+    Severity = SimpleNamespace(ERROR="error", INTERNAL_ERROR="internal", WARNING="warning")
+
+
+def fake_trt(engine: FakeEngine | None, name: str = "tensorrt") -> Any:
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+
+        def deserialize_cuda_engine(self, plan: bytes) -> FakeEngine | None:
+            self.logger.log("warning", "slow")
+            self.logger.log("error", "version tag does not match")
+            return engine
+
+    return SimpleNamespace(
+        __name__=name,
+        __version__="11.4",
+        ILogger=FakeLogger,
+        Runtime=Runtime,
+        TensorIOMode=SimpleNamespace(INPUT="input"),
+        float32="float32",
+        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+    )
+
+
+class Address(np.ndarray[Any, Any]):
+    """Host memory that has an address as a tensor does."""
+
+    def data_ptr(self) -> int:
+        return id(self)
+
+
+class HostStaging:
+    """Staging in host memory."""
+
+    def __init__(self, memory: dict[int, Any], images: Any, shape: tuple[int, ...]) -> None:
+        self.host_in = images
+        self.device_in = np.zeros_like(images).view(Address)
+        self.device_out = np.zeros(shape, np.float32).view(Address)
+        self.host_out = SimpleNamespace(numpy=lambda: self.device_out)
+        memory[id(self.device_in)], memory[id(self.device_out)] = self.device_in, self.device_out
+
+    def bound(self, launch: Any, *, flush_l2: bool) -> DeviceBound:
+        ticks = count()
+        mark = lambda: SimpleNamespace(elapsed_time=lambda later: 1.0, at=next(ticks))  # noqa: E731
+        return DeviceBound(
+            copy_in=lambda: np.copyto(self.device_in, self.host_in),
+            launch=launch,
+            copy_out=lambda: None,
+            mark=mark,
+            wait=lambda: None,
+        )
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """A machine with a GPU, as far as the runner can tell, and TensorRT on it."""
+    memory: dict[int, Any] = {}
+    engine = FakeEngine(memory)
+    stream = SimpleNamespace(cuda_stream=77)
+    hold = lambda stream, images, shape: HostStaging(memory, images, tuple(shape))  # noqa: E731
+    monkeypatch.setattr(engine_runner, "_tensorrt", lambda backend: fake_trt(engine, backend))
+    monkeypatch.setattr(engine_runner, "require_cuda", lambda: None)
+    monkeypatch.setattr(engine_runner, "open_stream", lambda: stream)
+    monkeypatch.setattr(engine_runner, "Staging", SimpleNamespace(hold=hold))
+    return engine
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "m.plan"
+    path.write_bytes(b"plan")
+    return path
+
+
+def test_it_runs_on_its_own_stream_with_fixed_addresses(engine: FakeEngine, plan: Path) -> None:
+    with EngineRunner(plan, precision="fp16", cuda_graph=False) as runner:
+        np.testing.assert_allclose(runner(IMAGES), IMAGES.reshape(2, -1).sum(axis=1, keepdims=True))
+        bound = runner.bind(IMAGES)
+        bound.laps(3, lambda: 0)
+        told = runner.describe()
+    called, timed = engine.contexts
+    assert called is not timed
+    assert timed.streams == [77, 77, 77]
+    assert (told["backend"], told["precision"], told["device"]) == ("tensorrt", "fp16", "cuda")
+
+
+def test_a_graph_is_captured_once_and_replayed(engine: FakeEngine, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = count()
+    monkeypatch.setattr(engine_runner, "captured", lambda stream, launch: lambda: next(replays))
+    with EngineRunner(plan) as runner:
+        runner.bind(IMAGES).laps(4, lambda: 0)
+    assert next(replays) == 4
+    assert engine.contexts[0].streams == []
+
+
+def test_rtx_kernels_are_specialised_before_the_first_call(engine: FakeEngine, plan: Path) -> None:
+    with EngineRunner(plan, backend="tensorrt_rtx", cuda_graph=False) as runner:
+        runner(IMAGES)
+    assert engine.contexts[0].config.dynamic_shapes_kernel_specialization_strategy == "eager"
+    with EngineRunner(plan, backend="tensorrt", cuda_graph=False) as runner:
+        runner(IMAGES)
+    assert engine.contexts[1].config is None
+
+
+def test_a_batch_outside_the_profile_is_refused(engine: FakeEngine, plan: Path) -> None:
+    with (
+        EngineRunner(plan, cuda_graph=False) as runner,
+        pytest.raises(BadInput, match=r"to \[4, 3, 2, 2\], got \[6, 3"),
+    ):
+        runner(np.repeat(IMAGES, 3, axis=0))
+
+
+def test_a_plan_that_does_not_load_says_what_tensorrt_said(plan: Path) -> None:
+    with pytest.raises(BadInput, match=r"\(b\) for another GPU.*said: version tag does not match"):
+        EngineSession.load(fake_trt(None), plan, eager_kernels=False)
+
+
+def test_half_borders_and_more_tensors_are_refused(plan: Path) -> None:
+    with pytest.raises(BadInput, match="images: float16"):
+        EngineSession.load(fake_trt(FakeEngine({}, dtype="float16")), plan, eager_kernels=False)
+    with pytest.raises(BadInput, match="features"):
+        EngineSession.load(
+            fake_trt(FakeEngine({}, tensors=("images", "logits", "features"))), plan, eager_kernels=False
+        )
+
+
+def test_no_memory_for_a_context_is_running_out_of_memory(plan: Path) -> None:
+    session = EngineSession.load(fake_trt(FakeEngine({}, out_of_memory=True)), plan, eager_kernels=False)
+    with pytest.raises(MemoryError):
+        session.context((2, 3, 2, 2))
+
+
+def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> None:
+    with EngineRunner(plan, cuda_graph=False) as runner:
+        bound = runner.bind(IMAGES)
+        engine.contexts[0].enqueues = False
+        with pytest.raises(RuntimeError, match="could not be enqueued"):
+            bound.laps(1, lambda: 0)
+
+
+def test_without_the_package_a_gpu_or_a_plan_it_says_what_is_missing(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadInput, match="no such plan"):
+        EngineRunner(tmp_path / "none.plan").__enter__()
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    with pytest.raises(Missing, match="extra `gpu`"):
+        EngineRunner(plan).__enter__()
+    monkeypatch.setattr(engine_runner, "_tensorrt", lambda backend: fake_trt(None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(Missing, match="a GPU was asked for"):
+        EngineRunner(plan).__enter__()
