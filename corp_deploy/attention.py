@@ -15,11 +15,11 @@ Geometry = Literal["square", "padded", "ragged"]
 class HeadAttention(nn.Module):
     """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale.
 
-    `qkv` is one linear layer with rows q (heads * qk), k (heads * qk), v (heads * v), as in timm, so a dense layer is the case qk = v.
-    The scale is the dense model's, never derived from the reduced width. With geometry `padded` the narrower of (q, k) and v is
-    zero-padded to the wider inside the graph, which leaves the result unchanged and lets engines keep their fused attention kernel.
-    `fused` selects torch's scaled_dot_product_attention; without it the same product is spelled MatMul-Softmax-MatMul, which is
-    the form to export.
+    `qkv` is one linear layer with rows q (heads * qk), k (heads * qk), v (heads * v), as in timm, so a dense layer is
+    the case qk = v. The scale is the dense model's, never derived from the reduced width. With geometry `padded` the
+    narrower of (q, k) and v is zero-padded to the wider inside the graph, which leaves the result unchanged and lets
+    engines keep their fused attention kernel. `fused` selects torch's scaled_dot_product_attention; without it the
+    same product is spelled MatMul-Softmax-MatMul, which is the form to export.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class HeadAttention(nn.Module):
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input."""
         widths = (self.heads * self.qk, self.heads * self.qk, self.heads * self.v)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_BNC).split(widths, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_BNC).split(widths, dim=-1)
+        )
         return self.q_norm(q), self.k_norm(k), v
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -72,5 +74,6 @@ class HeadAttention(nn.Module):
         if self.fused:
             return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)
-        # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are nothing.
+        # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are
+        # nothing.
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

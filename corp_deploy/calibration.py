@@ -24,7 +24,10 @@ def calibrate(
     attention_system: bool = False,
     done: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of every site of the model, with the lineage that ties them to it. Raises BadInput where there is no site."""
+    """The moments of every site of the model, with the lineage that ties them to it.
+
+    Raises BadInput where there is no site.
+    """
     sites = vit.calibration_sites(checkpoint.model)
     if not sites:
         reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.parts(checkpoint.model).refused)

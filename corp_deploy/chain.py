@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from calib.images import Images
@@ -25,6 +26,7 @@ from .errors import BadInput
 from .graphs import facts_of_onnx
 
 Logits = NDArray[np.float32]
+Run = Callable[[NDArray[np.float32]], Logits]
 DENSE = "dense torch fp32"
 HALF_PRECISIONS = ("fp16", "mixed")
 
@@ -63,7 +65,11 @@ def candidate_from_path(path: Path) -> Candidate:
     if path.is_dir():
         checkpoint = load_checkpoint(path)
         return Candidate(
-            label=f"{path.name} torch fp32", name=path.name, half=False, torch=True, open=lambda: ModuleRunner(checkpoint.model)
+            label=f"{path.name} torch fp32",
+            name=path.name,
+            half=False,
+            torch=True,
+            open=lambda: ModuleRunner(checkpoint.model),
         )
     if path.suffix != ".onnx":
         raise BadInput(f"{path}: expected a model directory written by corp-deploy or an .onnx file")
@@ -78,18 +84,20 @@ def candidate_from_path(path: Path) -> Candidate:
     )
 
 
-def _logits(runner: Runner, images: NDArray[np.float32], batch: int) -> Logits:
-    """Logits of all images at one batch size; the last batch is filled up by repeating images, so every run has that size."""
+def _logits(run: Run, images: NDArray[np.float32], batch: int) -> Logits:
+    """Logits of all images at one batch size; the last batch is filled up by repeating images, so every run has that
+    size.
+    """
     rows = []
     for start in range(0, len(images), batch):
         part = images[start : start + batch]
         filled = part if len(part) == batch else np.resize(part, (batch, *part.shape[1:]))
-        rows.append(runner(filled)[: len(part)])
+        rows.append(run(filled)[: len(part)])
     return np.concatenate(rows)
 
 
 @contextmanager
-def _opened(candidate: Candidate, images: NDArray[np.float32]) -> Iterator[Callable[[NDArray[np.float32]], Logits]]:
+def _opened(candidate: Candidate, images: NDArray[np.float32]) -> Iterator[Run]:
     """The candidate as a function of any number of images; a static graph is fed in its own batch size."""
     with candidate.open() as runner:
         yield runner if candidate.batch is None else lambda given: _logits(runner, given, candidate.batch or 1)
@@ -97,12 +105,18 @@ def _opened(candidate: Candidate, images: NDArray[np.float32]) -> Iterator[Calla
 
 def _half_noise(dense: Checkpoint, images: NDArray[np.float32], reference: Logits, batch: int) -> Measures:
     """The dense model's own FP16-against-FP32 error on these images, with the same safe LayerNorm and softmax."""
-    with ModuleRunner(typed_copy(vit.exportable(dense.model), "fp16")) as runner:
-        return measures(reference, _logits(runner, images, batch))
+    half = typed_copy(vit.exportable(dense.model), "fp16")
+
+    def run(given: NDArray[np.float32]) -> Logits:
+        with torch.inference_mode():
+            logits: Logits = half(torch.from_numpy(given)).numpy()
+        return logits
+
+    return measures(reference, _logits(run, images, batch))
 
 
 def _structure(
-    candidate: Candidate, run: Callable[[NDArray[np.float32]], Logits], images: NDArray[np.float32], by_batch: dict[int, Logits], bound: float
+    candidate: Candidate, run: Run, images: NDArray[np.float32], by_batch: dict[int, Logits], bound: float
 ) -> list[structure.Finding]:
     slots = candidate.batch or max(by_batch)
     found = [
@@ -129,9 +143,10 @@ def prove(
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
-    A torch candidate is held against the dense model and the user's limits; an ONNX FP32 graph against the torch model it came
-    from and a float32 bound; an FP16 graph against the FP32 step before it and a multiple of the dense model's own FP16 error.
-    `done` is told how many candidates are finished. Raises BadInput for images or labels that don't fit.
+    A torch candidate is held against the dense model and the user's limits; an ONNX FP32 graph against the torch model
+    it came from and a float32 bound; an FP16 graph against the FP32 step before it and a multiple of the dense model's
+    own FP16 error. `done` is told how many candidates are finished. Raises BadInput for images or labels that don't
+    fit.
     """
     pixels = _all_images(images, max(batches))
     depth = len(vit.parts(dense.model).mlps) or 1
@@ -147,7 +162,9 @@ def prove(
             sizes = [candidate.batch] if candidate.batch else sorted(set(batches))
             by_batch = {size: _logits(run, pixels, size) for size in sizes}
             bounds = _tolerance(candidate, previous[1], noise, limits, depth)
-            findings += _structure(candidate, run, pixels, by_batch, _slot_bound(candidate, noise, limits, depth, dense_logits))
+            findings += _structure(
+                candidate, run, pixels, by_batch, _slot_bound(candidate, noise, limits, depth, dense_logits)
+            )
         reference = (DENSE, dense_logits) if candidate.torch else previous
         links.append(
             link(
@@ -174,7 +191,9 @@ def prove(
             images=ImageSet(count=images.count, digest=images.digest),
             links=tuple(links),
             structure=tuple(findings),
-            accuracy=tuple(labelled.accuracy(name, rows, labels) for name, rows in outputs.items()) if labels is not None else (),
+            accuracy=tuple(labelled.accuracy(name, rows, labels) for name, rows in outputs.items())
+            if labels is not None
+            else (),
             comparisons=_comparisons(outputs, labels),
         ),
         figures=figures(dense_logits, {name: rows for name, rows in outputs.items() if name != DENSE}),

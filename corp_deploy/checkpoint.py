@@ -1,6 +1,7 @@
 """A model as a directory: model.safetensors and config.json. Holds no pruning code and reads no pickle.
 
-config.json names the timm architecture, the widths of every site that differs from it, the preprocessing, and the lineage.
+config.json names the timm architecture, the widths of every site that differs from it, the preprocessing, and the
+lineage.
 """
 
 from collections.abc import Mapping
@@ -58,7 +59,10 @@ def _first(names: list[str]) -> str:
 
 
 def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, where: Path) -> None:
-    """Set every weight of a model this project made. Raises BadInput naming what is missing, unexpected or misshapen."""
+    """Set every weight of a model this project made.
+
+    Raises BadInput naming what is missing, unexpected or misshapen.
+    """
     expected = model.state_dict()
     missing = sorted(expected.keys() - state.keys())
     unexpected = sorted(state.keys() - expected.keys())
@@ -73,10 +77,14 @@ def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, where: 
         if names
     ]
     if faults:
-        raise BadInput(f"{where}: these weights don't fit the model; {'; '.join(faults)}; check --model and --model-kwargs")
+        raise BadInput(
+            f"{where}: these weights don't fit the model; {'; '.join(faults)}; check --model and --model-kwargs"
+        )
     broken = [name for name in expected if not torch.isfinite(state[name]).all()]
     if broken:
-        raise BadInput(f"{where}: NaN or Inf in {_first(broken)}; the checkpoint is damaged or was saved during a diverged training")
+        raise BadInput(
+            f"{where}: NaN or Inf in {_first(broken)}; the checkpoint is damaged, or its training diverged"
+        )
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     model.requires_grad_(False)
 
@@ -87,18 +95,23 @@ def _state_from_pickle(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise BadInput(
             f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({str(error).splitlines()[0][:200]}); "
-            "(a) the file is damaged, or (b) it holds pickled code, which is never run here: save its state_dict as .safetensors"
+            "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its state_dict as .safetensors"
         ) from None
     for key in ("state_dict", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(loaded).__name__} with other content")
+        raise BadInput(
+            f"{path}: expected a state_dict (names to tensors), got {type(loaded).__name__} with other content"
+        )
     return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """Weights from .safetensors, or .pth / .pt read with weights_only. Raises BadInput for a missing or damaged file."""
+    """Weights from .safetensors, or .pth / .pt read with weights_only.
+
+    Raises BadInput for a missing or damaged file.
+    """
     if not path.is_file():
         raise BadInput(f"{path}: no such file, expected weights (.safetensors, .pth or .pt)")
     if path.suffix in (".pth", ".pt"):
@@ -108,7 +121,9 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path}: can't be read as safetensors ({error}); the file is truncated or of another kind") from None
+        raise BadInput(
+            f"{path}: can't be read as safetensors ({error}); the file is truncated or of another kind"
+        ) from None
 
 
 def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -117,7 +132,13 @@ def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
         part.name: {"hidden": part.hidden, "output_bias": part.fc2.bias is not None} for part in found.mlps
     }
     for part in found.attentions:
-        widths[part.name] = {"heads": part.heads, "qk": part.qk, "v": part.v, "scale": part.scale, "geometry": part.geometry}
+        widths[part.name] = {
+            "heads": part.heads,
+            "qk": part.qk,
+            "v": part.v,
+            "scale": part.scale,
+            "geometry": part.geometry,
+        }
     return widths
 
 
@@ -173,7 +194,9 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         with torch.device("meta"):
             model = _resized(dense_from_architecture(architecture), config["sites"])
     except KeyError as error:
-        raise BadInput(f"{directory / CONFIG}: no entry {error}; the file was edited or cut off, write the model again") from None
+        raise BadInput(
+            f"{directory / CONFIG}: no entry {error}; the file was edited or cut off, write the model again"
+        ) from None
     load_weights(model, read_state(weights), where=weights)
     return Checkpoint(model=model.eval(), architecture=architecture, lineage=config["lineage"])
 
@@ -186,12 +209,16 @@ def load_dense(model: str, *, weights: Path | None, kwargs: Mapping[str, Any]) -
     directory = Path(model)
     if directory.is_dir():
         if weights is not None or kwargs:
-            raise BadInput(f"--model {model} is a directory with its own weights and arguments; drop --weights and --model-kwargs")
+            raise BadInput(
+                f"--model {model} is a directory with its own weights and arguments; drop --weights and --model-kwargs"
+            )
         return load_checkpoint(directory)
     architecture = Architecture(name=model, kwargs=kwargs)
     built = dense_from_architecture(architecture)
     if weights is None:
-        raise BadInput(f"--model {model} is a timm name and needs --weights (.safetensors, .pth or .pt) of the trained model")
+        raise BadInput(
+            f"--model {model} is a timm name and needs --weights (.safetensors, .pth or .pt) of the trained model"
+        )
     load_weights(built, read_state(weights), where=weights)
     return Checkpoint(model=built, architecture=architecture, lineage={})
 

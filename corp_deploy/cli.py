@@ -32,7 +32,7 @@ class Failure(click.ClickException):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
 
 def _failure_from_os(error: OSError) -> Failure:
@@ -57,7 +57,9 @@ class Commands(click.Group):
         except perf.errors.NotComparable as error:
             raise Failure(str(error), EXIT_NOT_COMPARABLE) from error
         except (KeyboardInterrupt, click.Abort) as error:
-            raise Failure("interrupted; finished files are whole, nothing half-written is left", EXIT_INTERRUPTED) from error
+            raise Failure(
+                "interrupted; finished files are whole, nothing half-written is left", EXIT_INTERRUPTED
+            ) from error
         except OSError as error:
             raise _failure_from_os(error) from error
         except Exception as error:

@@ -69,6 +69,6 @@ def output_options(command: Callable[P, R]) -> Callable[P, R]:
     @click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show.")
     @wraps(command)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> R:
-        return command(*args, out=Output(json=as_json, quiet=quiet), **kwargs)
+        return command(*args, out=Output(json=as_json, quiet=quiet), **kwargs)  # type: ignore[arg-type]
 
     return wrapped  # type: ignore[return-value]

@@ -1,7 +1,8 @@
 """Parameters and MACs of a vision transformer by formula. PURE.
 
-One multiply-add counts once: the patch embedding, every linear layer, Q K' and A V. Biases, normalisations, softmax and activations
-are not counted. A zero-padded head counts its padded width in Q K' and A V, because that is what the engine multiplies.
+One multiply-add counts once: the patch embedding, every linear layer, Q K' and A V. Biases, normalisations, softmax
+and activations are not counted. A zero-padded head counts its padded width in Q K' and A V, because that is what the
+engine multiplies.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """Widths of one block: q/k and v per head, MLP hidden; `padded` when q/k and v are brought to one width inside the graph."""
+    """Widths of one block: q/k and v per head, MLP hidden; `padded` when q/k and v are brought to one width inside the
+    graph.
+    """
 
     heads: int
     qk: int
@@ -24,7 +27,9 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitShape:
-    """A model's sizes: embedding width, patches, inputs per patch (channels * height * width), tokens, classes and its blocks."""
+    """A model's sizes: embedding width, patches, inputs per patch (channels * height * width), tokens, classes and its
+    blocks.
+    """
 
     dim: int
     patches: int

@@ -20,6 +20,8 @@ from .files import replacing
 from .inputs import model_digest
 
 PREFIX = "corp_deploy."
+# Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
+CARRIED = ("dense", "moments", "images", "preprocessing", "preset")
 
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
@@ -36,9 +38,17 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
         "depth": len(found.mlps),
         "widths": widths,
         "preprocessing": vit.input_spec(checkpoint.model).as_json(),
-        "lineage": dict(checkpoint.lineage),
+        "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED},
     }
-    return {PREFIX + key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in facts.items()}
+    return {
+        PREFIX + key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for key, value in facts.items()
+    }
+
+
+def path_for_precision(path: Path, precision: str) -> Path:
+    """NAME.onnx for fp32, NAME.fp16.onnx for fp16, so that both stand side by side."""
+    return path if precision == "fp32" else path.with_suffix(f".{precision}{path.suffix}")
 
 
 def export_checkpoint(
@@ -90,7 +100,9 @@ def facts_of_onnx(path: Path) -> GraphFacts:
     inputs = [value for value in proto.graph.input if value.name not in initializers]
     dims = list(inputs[0].type.tensor_type.shape.dim) if len(inputs) == 1 else []
     if len(dims) != 4:
-        raise BadInput(f"{path}: expected one input [batch,3,H,W], got {[value.name for value in inputs]}; it is no image model")
+        raise BadInput(
+            f"{path}: expected one input [batch,3,H,W], got {[value.name for value in inputs]}; it is no image model"
+        )
     return GraphFacts(
         precision=carried.get("export.precision") or onnx_precision(path),
         batch=dims[0].dim_value or None,

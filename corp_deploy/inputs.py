@@ -2,15 +2,19 @@
 
 import hashlib
 import json
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import Images, open_images
 
 from . import vit
 from .checkpoint import Checkpoint
+from .errors import BadInput
 from .files import sha256_of_text
 
 
@@ -46,3 +50,22 @@ def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str
         "preprocessing": preprocessing_digest(checkpoint.model),
         "images": images.digest,
     }
+
+
+def labels_from_path(path: Path, images: Images) -> NDArray[np.int64]:
+    """Class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for anything else."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        labels = loaded if isinstance(loaded, np.ndarray) else loaded["labels"]
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected labels (.npy, or key labels of .npz)") from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise BadInput(f"{path}: no labels in it ({error}); expected .npy, or key labels of .npz") from None
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
+    chosen = np.asarray(images.rows.chosen)
+    if chosen.max() >= len(labels):
+        raise BadInput(
+            f"{path}: {len(labels)} labels for images up to number {chosen.max() + 1}; give one label an image"
+        )
+    return np.asarray(labels[chosen], dtype=np.int64)

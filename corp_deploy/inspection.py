@@ -16,13 +16,28 @@ def _rows(model: nn.Module, found: vit.Parts, tokens: int) -> list[dict[str, Any
     rows: dict[str, dict[str, Any]] = {}
     for mlp in found.mlps:
         count = mlp_macs(tokens=tokens, dim=mlp.fc1.in_features, hidden=mlp.hidden)
-        rows[mlp.name] = {"width": f"hidden {mlp.hidden}", "parameters": _parameters(mlp.fc1, mlp.fc2), "macs": count, "reason": ""}
+        rows[mlp.name] = {
+            "width": f"hidden {mlp.hidden}",
+            "parameters": _parameters(mlp.fc1, mlp.fc2),
+            "macs": count,
+            "reason": "",
+        }
     for part in found.attentions:
         count = attention_macs(
-            tokens=tokens, dim=part.qkv.in_features, heads=part.heads, qk=part.qk, v=part.v, padded=part.geometry == "padded"
+            tokens=tokens,
+            dim=part.qkv.in_features,
+            heads=part.heads,
+            qk=part.qk,
+            v=part.v,
+            padded=part.geometry == "padded",
         )
         width = f"{part.heads} heads, qk {part.qk}, v {part.v}, {part.geometry}"
-        rows[part.name] = {"width": width, "parameters": _parameters(part.module), "macs": count, "reason": part.keeps_qk}
+        rows[part.name] = {
+            "width": width,
+            "parameters": _parameters(part.module),
+            "macs": count,
+            "reason": part.keeps_qk,
+        }
     for refusal in found.refused:
         module = model.get_submodule(refusal.name)
         rows[refusal.name] = {"width": "-", "parameters": _parameters(module), "macs": 0, "reason": refusal.reason}

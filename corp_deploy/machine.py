@@ -11,7 +11,18 @@ from typing import Any
 
 from . import __version__
 
-PACKAGES = ("torch", "timm", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "polygraphy")
+PACKAGES = (
+    "torch",
+    "timm",
+    "numpy",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx",
+    "polygraphy",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +55,12 @@ def _providers() -> Finding:
     try:
         import onnxruntime
     except ImportError:
-        return Finding(what="ONNX Runtime providers", found="", disables="verify and bench of ONNX files", remedy="pip install 'corp-deploy[cpu]'")
+        return Finding(
+            what="ONNX Runtime providers",
+            found="",
+            disables="verify and bench of ONNX files",
+            remedy="pip install 'corp-deploy[cpu]'",
+        )
     return Finding(what="ONNX Runtime providers", found=", ".join(onnxruntime.get_available_providers()))
 
 
@@ -53,20 +69,32 @@ def _gpu() -> Finding:
 
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        return Finding(what="GPU", found=f"{torch.cuda.get_device_name()}, SM {major}{minor}, CUDA {torch.version.cuda}")
+        return Finding(
+            what="GPU", found=f"{torch.cuda.get_device_name()}, SM {major}{minor}, CUDA {torch.version.cuda}"
+        )
     return Finding(
-        what="GPU", found="", disables="measuring on a GPU; building a full TensorRT engine", remedy="run those steps on a machine with one"
+        what="GPU",
+        found="",
+        disables="measuring on a GPU; building a full TensorRT engine",
+        remedy="run those steps on a machine with one",
     )
 
 
 def _driver() -> Finding:
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Finding(what="NVIDIA driver", found="", disables="whatever needs a GPU", remedy="install the driver of the GPU")
+        return Finding(
+            what="NVIDIA driver", found="", disables="whatever needs a GPU", remedy="install the driver of the GPU"
+        )
     query = [command, "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
-        return Finding(what="NVIDIA driver", found="", disables="whatever needs a GPU", remedy=done.stdout.strip() or done.stderr.strip())
+        return Finding(
+            what="NVIDIA driver",
+            found="",
+            disables="whatever needs a GPU",
+            remedy=done.stdout.strip() or done.stderr.strip(),
+        )
     return Finding(what="NVIDIA driver", found=f"{done.stdout.strip()} (driver, SM clock, highest, power limit)")
 
 
@@ -85,10 +113,15 @@ def findings() -> list[Finding]:
     return [
         Finding(what="corp-deploy", found=__version__),
         Finding(what="python", found=found["python"]),
-        *(Finding(what=name, found=found[name]) for name in ("torch", "timm", "numpy", "onnx", "onnxscript", "polygraphy")),
+        *(
+            Finding(what=name, found=found[name])
+            for name in ("torch", "timm", "numpy", "onnx", "onnxscript", "polygraphy")
+        ),
         _providers(),
         _package(found, "tensorrt", disables="engines for data-centre GPUs", extra="gpu"),
-        _package(found, "tensorrt-rtx", disables="engines for RTX GPUs, and the fusion audit without a GPU", extra="rtx"),
+        _package(
+            found, "tensorrt-rtx", disables="engines for RTX GPUs, and the fusion audit without a GPU", extra="rtx"
+        ),
         _gpu(),
         _driver(),
         _memory(),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from calib.moments import AttentionMoments, MlpMoments, Moments
 
 from . import recover_mlp, vit
-from .attention import HeadAttention
 from .choices import Choices, aligned_width
 from .errors import BadInput
 from .inputs import model_digest
@@ -26,8 +25,9 @@ from .select import combined, energy, kept_from_scores, magnitude
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """What happened at one site. Errors are mean squares per token (MLP output) or per token pair's share of the logits (Q/K),
-    on the calibration images; `energy` is the dense signal in the same unit, so error / energy is the share lost."""
+    """What happened at one site. Errors are mean squares per token (MLP output) or per token pair's share of the
+    logits (Q/K), on the calibration images; `energy` is the dense signal in the same unit, so error / energy is the
+    share lost."""
 
     site: str
     part: str
@@ -53,7 +53,11 @@ class Reduction:
 
     def as_json(self) -> dict[str, Any]:
         """Choices, sites and notes as plain JSON values."""
-        return {"choices": asdict(self.choices), "sites": [asdict(site) for site in self.sites], "notes": list(self.notes)}
+        return {
+            "choices": asdict(self.choices),
+            "sites": [asdict(site) for site in self.sites],
+            "notes": list(self.notes),
+        }
 
 
 def _select(choices: Choices, moments: MlpMoments, weight_OF: Tensor, width: int) -> Tensor:
@@ -176,7 +180,8 @@ def reduce(
 ) -> Reduction:
     """A new model with the widths the choices ask for and the loss repaired in closed form.
 
-    `done` is told how many sites are finished. Raises BadInput for moments of another model or without what the choices need.
+    `done` is told how many sites are finished. Raises BadInput for moments of another model or without what the
+    choices need.
     """
     _require_same_model(model, moments)
     told = done or (lambda _: None)

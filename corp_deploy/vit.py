@@ -1,6 +1,7 @@
 """timm's VisionTransformer family seen as sites. The only file that spells timm's attribute names.
 
-A block is supported when it is the plain pre-norm block (fc1 / act / fc2 and one fused qkv); anything else is refused with its reason.
+A block is supported when it is the plain pre-norm block (fc1 / act / fc2 and one fused qkv); anything else is refused
+with its reason.
 """
 
 import copy
@@ -118,6 +119,13 @@ def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
     )
 
 
+def _mlp_part(name: str, mlp: nn.Module) -> MlpPart:
+    fc1, fc2 = mlp.fc1, mlp.fc2
+    assert isinstance(fc1, nn.Linear), (name, fc1)
+    assert isinstance(fc2, nn.Linear), (name, fc2)
+    return MlpPart(name=name, fc1=fc1, fc2=fc2)
+
+
 def _require_vit(model: nn.Module) -> VisionTransformer:
     if not isinstance(model, VisionTransformer):
         raise BadInput(
@@ -138,7 +146,9 @@ def parts(model: nn.Module) -> Parts:
     for index, block in enumerate(_require_vit(model).blocks):
         name = f"blocks.{index}"
         if type(block) is not TimmBlock:
-            refused.append(Refusal(name=name, reason=f"block is {type(block).__name__}, expected the plain pre-norm Block"))
+            refused.append(
+                Refusal(name=name, reason=f"block is {type(block).__name__}, expected the plain pre-norm Block")
+            )
             continue
         if reason := _attention_refusal(block.attn):
             refused.append(Refusal(name=f"{name}.attn", reason=reason))
@@ -147,7 +157,7 @@ def parts(model: nn.Module) -> Parts:
         if reason := _mlp_refusal(block.mlp):
             refused.append(Refusal(name=f"{name}.mlp", reason=reason))
         else:
-            mlps.append(MlpPart(name=f"{name}.mlp", fc1=block.mlp.fc1, fc2=block.mlp.fc2))
+            mlps.append(_mlp_part(f"{name}.mlp", block.mlp))
     return Parts(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
 
 
@@ -155,8 +165,8 @@ def _head_slice(part: AttentionPart, start: int) -> Callable[[Tensor], Tensor]:
     """Take rows start .. start + heads * qk of the qkv output as [B,H,N,qk]."""
 
     def take(qkv_BNX: Tensor) -> Tensor:
-        rows = qkv_BNX[..., start : start + part.heads * part.qk]
-        return rows.unflatten(-1, (part.heads, part.qk)).transpose(1, 2)
+        rows_BNR = qkv_BNX[..., start : start + part.heads * part.qk]
+        return rows_BNR.reshape(*rows_BNR.shape[:2], part.heads, part.qk).transpose(1, 2)
 
     return take
 
@@ -187,7 +197,8 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in float32.
+    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
+    float32.
 
     `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
     """
@@ -195,7 +206,7 @@ def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Modu
     copied = replaced(model, plain)
     for module in copied.modules():
         if isinstance(module, TimmAttention):
-            module.fused_attn = False
+            module.fused_attn = False  # type: ignore[misc]  # final for TorchScript only
     return copied.eval().requires_grad_(False)
 
 
@@ -240,7 +251,10 @@ def tokens(model: nn.Module) -> int:
 
 
 def shape(model: nn.Module) -> VitShape:
-    """The numbers that parameters and MACs follow from. Raises BadInput for a model with a block that is not understood."""
+    """The numbers that parameters and MACs follow from.
+
+    Raises BadInput for a model with a block that is not understood.
+    """
     vit = _require_vit(model)
     found = parts(model)
     if found.refused:

@@ -8,7 +8,9 @@ from corp_deploy.attention import HeadAttention
 from corp_deploy.cost import attention_macs, macs
 
 
-def hand_macs(dim: int, depth: int, *, tokens: int = 197, patches: int = 196, patch: int = 16, classes: int = 1000) -> int:
+def hand_macs(
+    dim: int, depth: int, *, tokens: int = 197, patches: int = 196, patch: int = 16, classes: int = 1000
+) -> int:
     """Patch embedding, then per block q, k, v, Q K', A V, proj, fc1, fc2; then the head on one token."""
     per_block = 3 * tokens * dim * dim + 2 * tokens * tokens * dim + tokens * dim * dim + 2 * tokens * dim * (4 * dim)
     return patches * (3 * patch * patch) * dim + depth * per_block + dim * classes
@@ -16,14 +18,20 @@ def hand_macs(dim: int, depth: int, *, tokens: int = 197, patches: int = 196, pa
 
 def hand_parameters(dim: int, depth: int, *, tokens: int = 197, patch: int = 16, classes: int = 1000) -> int:
     norms = 2 * 2 * dim
-    per_block = norms + (3 * dim * dim + 3 * dim) + (dim * dim + dim) + (4 * dim * dim + 4 * dim) + (4 * dim * dim + dim)
+    per_block = (
+        norms + (3 * dim * dim + 3 * dim) + (dim * dim + dim) + (4 * dim * dim + 4 * dim) + (4 * dim * dim + dim)
+    )
     embedding = 3 * patch * patch * dim + dim + dim + tokens * dim
     return embedding + depth * per_block + 2 * dim + dim * classes + classes
 
 
 @pytest.mark.parametrize(
     ("name", "dim", "gmacs"),
-    [("deit_tiny_patch16_224", 192, 1.25), ("deit_small_patch16_224", 384, 4.60), ("deit_base_patch16_224", 768, 17.56)],
+    [
+        ("deit_tiny_patch16_224", 192, 1.25),
+        ("deit_small_patch16_224", 384, 4.60),
+        ("deit_base_patch16_224", 768, 17.56),
+    ],
 )
 def test_deit_equals_the_hand_written_formula(name: str, dim: int, gmacs: float) -> None:
     model = timm.create_model(name, pretrained=False)
@@ -40,7 +48,9 @@ def test_padded_heads_count_what_the_engine_multiplies() -> None:
 
 
 def test_reduced_model_counts_its_own_widths() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5
+    )
     dense = vit.shape(model)
     part = vit.parts(model).attentions[1]
     reduced = vit.replaced(model, {part.name: vit.empty_attention(part, qk=4, v=8, geometry="ragged")})

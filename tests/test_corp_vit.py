@@ -42,7 +42,9 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
         from timm.models.vision_transformer import ResPostBlock
 
         kwargs = {"block_fn": ResPostBlock, "init_values": 1e-5}
-    small = {} if name in ("resnet18", "vit_relpos_small_patch16_224") else {"depth": 1, "embed_dim": 48, "num_heads": 3}
+    small = (
+        {} if name in ("resnet18", "vit_relpos_small_patch16_224") else {"depth": 1, "embed_dim": 48, "num_heads": 3}
+    )
     model = tiny.timm_model(name, **small, **kwargs)
     try:
         said = "; ".join(refusal.reason for refusal in vit.parts(model).refused)
@@ -92,7 +94,9 @@ def test_padding_changes_nothing(qk: int, v: int) -> None:
 
 def test_the_scale_is_the_one_given_not_one_of_the_width() -> None:
     torch.manual_seed(0)
-    attention = HeadAttention(dim=8, heads=1, qk=4, v=8, scale=8**-0.5, geometry="ragged", qkv_bias=True, proj_bias=True)
+    attention = HeadAttention(
+        dim=8, heads=1, qk=4, v=8, scale=8**-0.5, geometry="ragged", qkv_bias=True, proj_bias=True
+    )
     x = torch.randn(1, 5, 8)
     q, k, v = attention.qkv(x).split([4, 4, 8], dim=-1)
     expected = attention.proj(torch.softmax(q @ k.mT / 8**0.5, dim=-1) @ v)

@@ -1,5 +1,7 @@
 """A tiny trained-looking ViT and images for the tests of corp_deploy."""
 
+from typing import Any
+
 import numpy as np
 import timm
 import torch
@@ -41,7 +43,7 @@ def images(count: int, seed: int = 0, size: int = 32) -> NDArray[np.float32]:
     return torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear").numpy()
 
 
-def timm_model(name: str, **kwargs: object) -> nn.Module:
+def timm_model(name: str, **kwargs: Any) -> nn.Module:
     """A timm model with its initial weights, in eval mode."""
     model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
     return model.eval()

@@ -23,9 +23,13 @@ from .options import (
 @samples_option
 @seed_option
 @batch_size_option
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs."
+)
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that decode images.")
-@click.option("--attention-system", is_flag=True, help="Also take CORP's per-image system (eq. 15); --preset corp needs it.")
+@click.option(
+    "--attention-system", is_flag=True, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
+)
 @output_options
 def calibrate(
     model: ModelChoice,
@@ -41,12 +45,15 @@ def calibrate(
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
 
-    Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/ -o moments.safetensors
+    Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/ -o
+    moments.safetensors
     """
-    from ..calibration import calibrate as calibrate_model, summary_of_moments
+    from calib.store import save
+
+    from ..calibration import calibrate as calibrate_model
+    from ..calibration import summary_of_moments
     from ..files import replacing
     from ..inputs import images_for_model
-    from calib.store import save
 
     checkpoint = model.load()
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed, workers=workers)
@@ -57,4 +64,6 @@ def calibrate(
     with replacing(output) as temporary:
         save(moments, temporary)
     record = summary_of_moments(moments, output)
-    out.result(record, f"{output}: {len(moments.sites)} sites, {moments.images} images, {output.stat().st_size / 1e6:.1f} MB")
+    out.result(
+        record, f"{output}: {len(moments.sites)} sites, {moments.images} images, {output.stat().st_size / 1e6:.1f} MB"
+    )

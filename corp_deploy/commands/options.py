@@ -21,7 +21,7 @@ ANY_PATH = click.Path(path_type=Path)
 SPARSITY = click.FloatRange(0, 1, max_open=True)
 
 
-class JsonObject(click.ParamType):
+class JsonObject(click.ParamType[dict[str, Any]]):
     """A JSON object given on the command line."""
 
     name = "json"
@@ -32,13 +32,15 @@ class JsonObject(click.ParamType):
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError as error:
-            self.fail(f"{value!r} is not JSON ({error}); expected an object such as '{{\"img_size\": 384}}'", param, ctx)
+            self.fail(
+                f"{value!r} is not JSON ({error}); expected an object such as '{{\"img_size\": 384}}'", param, ctx
+            )
         if not isinstance(parsed, dict):
             self.fail(f"{value!r} is a JSON {type(parsed).__name__}, expected an object", param, ctx)
         return parsed
 
 
-class Integers(click.ParamType):
+class Integers(click.ParamType[tuple[int, ...]]):
     """Comma-separated whole numbers, each at least 1: 1,8,32."""
 
     name = "n,n,..."
@@ -51,11 +53,15 @@ class Integers(click.ParamType):
         except ValueError:
             numbers = ()
         if not numbers or min(numbers) < 1 or len(set(numbers)) != len(numbers):
-            self.fail(f"{value!r}: expected different whole numbers of at least 1, separated by commas, such as 1,8,32", param, ctx)
+            self.fail(
+                f"{value!r}: expected different whole numbers of at least 1, separated by commas, such as 1,8,32",
+                param,
+                ctx,
+            )
         return numbers
 
 
-class Words(click.ParamType):
+class Words(click.ParamType[tuple[str, ...]]):
     """Comma-separated words out of a fixed set."""
 
     name = "word,word,..."
@@ -89,12 +95,16 @@ def model_options(command: Callable[P, R]) -> Callable[P, R]:
     """Add --model, --weights and --model-kwargs and hand the command a `ModelChoice` as `model`."""
 
     @click.option("--model", required=True, help="A timm name (with --weights) or a directory written by corp-deploy.")
-    @click.option("--weights", type=FILE, help="Trained weights: .safetensors, or .pth / .pt read without running code.")
-    @click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments for timm.create_model, a JSON object.")
+    @click.option(
+        "--weights", type=FILE, help="Trained weights: .safetensors, or .pth / .pt read without running code."
+    )
+    @click.option(
+        "--model-kwargs", type=JsonObject(), default=None, help="Arguments for timm.create_model, a JSON object."
+    )
     @wraps(command)
     def wrapped(*args: Any, model: str, weights: Path | None, model_kwargs: dict[str, Any] | None, **kwargs: Any) -> R:
         choice = ModelChoice(model=model, weights=weights, kwargs=model_kwargs or {})
-        return command(*args, model=choice, **kwargs)
+        return command(*args, model=choice, **kwargs)  # type: ignore[arg-type]
 
     return wrapped  # type: ignore[return-value]
 
@@ -104,7 +114,9 @@ images_option = click.option("--images", type=ANY_PATH, required=True, help=IMAG
 samples_option = click.option(
     "--samples", type=click.IntRange(1), default=None, help="Use this many images, drawn by --seed; default: all."
 )
-seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the draw of --samples.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the draw of --samples."
+)
 batch_size_option = click.option(
     "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Images in one forward pass."
 )

@@ -1,4 +1,6 @@
-"""scikit-learn's 1,797 handwritten digits as model input: upsampled, three equal channels, normalised; a fixed held-out split."""
+"""scikit-learn's 1,797 handwritten digits as model input: upsampled, three equal channels, normalised; a fixed held-
+out split.
+"""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,83 @@
+"""corp-deploy bench."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import ANY_PATH, FILE, Integers
+
+
+@click.command()
+@click.argument("dense", type=ANY_PATH)
+@click.argument("reduced", type=ANY_PATH)
+@click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
+@click.option("--batch", type=Integers(), default="1,8,32", show_default=True, help="Batch sizes to measure.")
+@click.option(
+    "--backend",
+    type=click.Choice(["onnxruntime", "torch"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs them; a model directory is exported to FP32 first for onnxruntime.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1), default=None, help="CPU threads of both; default: the runtime's choice."
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="Seconds per batch size, at most.",
+)
+@click.option(
+    "--half-width",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Stop when the speed-up is known this well (share of its value, either side).",
+)
+@output_options
+def bench(
+    dense: Path,
+    reduced: Path,
+    output: Path,
+    batch: tuple[int, ...],
+    backend: str,
+    threads: int | None,
+    time_limit: float,
+    half_width: float,
+    out: Output,
+) -> None:
+    """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
+
+    Both are .onnx files or model directories.
+
+    Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
+    """
+    from perf.runs import save_bench
+    from perf.timing import Plan
+
+    from ..files import replacing
+    from ..side_by_side import measure
+    from ..speed_table import speed_record, speed_table
+
+    plan = Plan(time_limit_s=time_limit, half_width_rel=half_width)
+    with out.progress("measuring", 100, unit="%") as done:
+        measured = measure(
+            dense,
+            reduced,
+            batches=batch,
+            backend=backend,
+            plan=plan,
+            threads=threads,
+            command=["corp-deploy", *sys.argv[1:]],
+            progress=lambda share, _: done(int(100 * share)),
+        )
+        done(100)
+    with replacing(output) as temporary:
+        save_bench(measured, temporary)
+    for warning in measured.warnings:
+        out.warn(warning)
+    out.result(speed_record(measured), speed_table(measured))

@@ -1,0 +1,25 @@
+"""corp-deploy demo."""
+
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import DIRECTORY
+
+
+@click.command()
+@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for everything the demo makes.")
+@output_options
+def demo(output: Path, out: Output) -> None:
+    """Run the whole pipeline on the digits example, CPU only, in under three minutes.
+
+    Example: corp-deploy demo -o demo-out
+    """
+    from ..demo import STEPS, demo_record, demo_tables, run_demo
+
+    with out.progress("demo", len(STEPS), unit="steps") as step:
+        found = run_demo(output, said=out.note, step=step)
+    record = demo_record(found)
+    tables = demo_tables(record)
+    out.result(record, *tables, f"parity {record['verdict']}: {record['reason']}", f"report: {output / 'report.html'}")

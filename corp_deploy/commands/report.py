@@ -1,0 +1,29 @@
+"""corp-deploy report."""
+
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import DIRECTORY, FILE
+
+
+@click.command()
+@click.argument("directory", type=DIRECTORY)
+@click.option("--output", "-o", type=FILE, required=True, help="Report to write: .html, .md, .csv, or .xml for JUnit.")
+@output_options
+def report(directory: Path, output: Path, out: Output) -> None:
+    """Write the report of DIRECTORY from its bench.json, parity.json and reduced model.
+
+    Example: corp-deploy report release -o release/report.html
+    """
+    from perf.report import csv, html, junit, markdown
+
+    from ..files import write_text
+    from ..records import record_of_directory
+
+    writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
+    if output.suffix not in writers:
+        raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
+    write_text(output, writers[output.suffix](record_of_directory(directory)))
+    out.result({"report": str(output)}, f"{output}: written")
