@@ -18,7 +18,7 @@ from .rows import row_from_json
 
 Floats = NDArray[np.float64]
 # Far off is what noise doesn't explain (its expected distance times this) and what is large for the site as well.
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 3.0
 FAR_MEAN, FAR_COVARIANCE = 0.1, 0.25
 
 

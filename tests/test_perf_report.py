@@ -145,8 +145,8 @@ def test_words_of_the_user_are_escaped() -> None:
 def test_every_table_and_plot_is_there() -> None:
     page = html(record())
     for words in ("Dense beside reduced", "Latency by batch", "Throughput by batch",
-                  "Speed-up beside noise and promise", "Distribution of samples", "Error of each link", "Error of each site", "Structural tests",
-                  "Environment", "Lineage", "corp-deploy bench a b --batch 1,8"):  # fmt: skip
+                  "Speed-up beside noise and promise", "Distribution of samples", "Error of each link",
+                  "Error of each site", "Structural tests", "Environment", "Lineage", "corp-deploy bench a b --batch 1,8"):  # fmt: skip
         assert (words in page) == (words != "Structural tests"), words
     assert page.count("<svg") == 6
 

@@ -1,0 +1,74 @@
+"""An FP16 graph as a float32 graph that rounds wherever the types say float16.
+
+ONNX Runtime's CPU kernels compute FP16 graphs in float32 and carry the wide values on, so that nothing ever overflows
+there: a graph whose attention logits pass 65,504 looks right on a CPU and gives NaN in an engine. The rounded graph
+has the meaning of its types: sums inside an operator are wide, as tensor cores keep them, and every float16 result is
+rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
+
+from .errors import BadInput
+
+HALF, SINGLE = TensorProto.FLOAT16, TensorProto.FLOAT
+# These hand on values as they are, which are rounded already.
+MOVES = {"Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile",
+         "Transpose", "Unsqueeze"}  # fmt: skip
+
+
+def element_types(model: ModelProto) -> dict[str, int]:
+    """The element type of every value in the graph that has a name."""
+    graph = shape_inference.infer_shapes(model).graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return types | {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
+
+
+def rounded_graph(model: ModelProto) -> ModelProto:
+    """A new graph with the same names and a float32 border. Raises BadInput for a graph with a float16 border."""
+    types = element_types(model)
+    for value in (*model.graph.input, *model.graph.output):
+        if types[value.name] == HALF:
+            raise BadInput(f"{value.name}: this border is float16, expected float32; export the graph again")
+    single = ModelProto()
+    single.CopyFrom(model)
+    del single.graph.node[:], single.graph.initializer[:], single.graph.value_info[:]
+    single.graph.initializer.extend(_widened(tensor) for tensor in model.graph.initializer)
+    single.graph.node.extend(wide for node in model.graph.node for wide in _nodes(node, types))
+    return single
+
+
+def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
+    wide = NodeProto()
+    wide.CopyFrom(node)
+    for attribute in wide.attribute:
+        if attribute.type == AttributeProto.TENSOR:
+            attribute.t.CopyFrom(_widened(attribute.t))
+        if node.op_type == "Cast" and attribute.name == "to" and attribute.i == HALF:
+            attribute.i = SINGLE
+    halves = [] if node.op_type in MOVES else [name for name in node.output if types.get(name) == HALF]
+    for place, name in enumerate(wide.output):
+        if name in halves:
+            wide.output[place] = f"{name}/wide"
+    yield wide
+    for name in halves:
+        yield helper.make_node("Cast", [f"{name}/wide"], [f"{name}/half"], name=f"{name}/round", to=HALF)
+        yield helper.make_node("Cast", [f"{name}/half"], [name], name=f"{name}/widen", to=SINGLE)
+
+
+def _widened(tensor: TensorProto) -> TensorProto:
+    if tensor.data_type != HALF:
+        return tensor
+    values: Any = numpy_helper.to_array(tensor).astype("float32")
+    return numpy_helper.from_array(values, tensor.name)
+
+
+def round_file(source: Path, target: Path) -> None:
+    """Write the rounded form of the graph in `source`, for a runner that takes a file. Raises BadInput as above."""
+    onnx.save(rounded_graph(onnx.load(str(source))), str(target))

@@ -1,0 +1,176 @@
+"""The first block that is off beyond its own noise is named; cutting a graph gives the values that the graph has."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from perf import module_blocks, onnx_blocks
+from perf.errors import BadInput
+from perf.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
+from perf.rounding import rounded_graph
+
+Floats = NDArray[np.float64]
+ONES = np.ones((4, 3))
+
+
+def test_the_first_block_over_its_noise_is_named() -> None:
+    reference = {"a": ONES, "b": ONES, "c": ONES}
+    candidate = {"a": ONES * 1.003, "b": ONES * 1.01, "c": ONES * 1.5}
+    noise = {"a": 0.001, "b": 0.002, "c": 0.01}
+    found = locate(
+        "fp16", block_errors(reference, candidate, noise=noise), activations={"b": 123.0}, mend="keep {site}"
+    )
+    assert (found.site, found.command, found.largest_activation) == ("b", "keep b", 123.0)
+    assert found.value == pytest.approx(0.01)
+    assert "5 times its noise 0.002" in found.reason
+    assert "within float16's 65,504" in found.reason
+
+
+def test_error_that_grows_with_the_noise_names_nobody() -> None:
+    blocks = block_errors({"a": ONES, "b": ONES}, {"a": ONES * 1.001, "b": ONES * 1.01}, noise={"a": 0.001, "b": 0.005})
+    found = locate("fp16", blocks, activations={}, mend="keep {site}")
+    assert (found.site, found.command) == (None, "")
+    assert "b is nearest, 2 times" in found.reason
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_is_over_any_noise(bad: float) -> None:
+    spoilt = ONES.copy()
+    spoilt[1, 1] = bad
+    found = locate("fp16", block_errors({"a:0": ONES}, {"a:0": spoilt}), activations={"a": 7e4})
+    assert (found.site, found.measure, found.value) == ("a", "nonfinite", math.inf)
+    assert "over float16's 65,504" in found.reason
+
+
+def test_a_dense_model_that_breaks_in_half_widens_no_bound() -> None:
+    noise = noise_of({"a": ONES}, {"a": ONES * np.nan})
+    assert noise["a"] == math.inf
+    found = locate("fp16", block_errors({"a": ONES}, {"a": ONES * 2}, noise=noise), activations={})
+    assert found.site == "a"
+
+
+def test_sides_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(BadInput, match="share no block"):
+        block_errors({"a": ONES}, {"b": ONES})
+    with pytest.raises(BadInput, match=r"block a: got \(3, 3\), expected \(4, 3\)"):
+        block_errors({"a": ONES}, {"a": ONES[:3]})
+
+
+def located(site: str | None) -> Located:
+    return Located(link="l", site=site, measure="relative_error", value=1.0, noise=0.1, largest_activation=0.0,
+                   half_limit=65504.0, reason="", command="")  # fmt: skip
+
+
+def test_sites_are_kept_one_by_one_until_it_passes() -> None:
+    sick = ["blocks.1.attn", "blocks.4.attn"]
+
+    def attempt(kept: tuple[str, ...]) -> Located | None:
+        left = [site for site in sick if site not in kept]
+        return located(left[0]) if left else None
+
+    assert keep_until_found_nowhere(attempt) == (tuple(sick), None)
+
+
+def test_keeping_ends_when_it_does_not_help() -> None:
+    kept, left = keep_until_found_nowhere(lambda _: located("blocks.1.attn"))
+    assert kept == ("blocks.1.attn",)
+    assert left is not None
+    assert keep_until_found_nowhere(lambda _: located(None))[0] == ()
+    kept, left = keep_until_found_nowhere(lambda kept: located(f"blocks.{len(kept)}.mlp"), most=3)
+    assert len(kept) == 3
+    assert left is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        ("blocks.3.attn.qkv/MatMul_1", "blocks.3.attn"),
+        ("blocks.3.attn/MatMul", "blocks.3.attn"),
+        ("blocks.3/Add_1", "blocks.3"),
+        ("patch_embed.proj/Conv", "patch_embed"),
+        ("head/Gemm", "head"),
+        ("Concat", ""),
+    ],
+)
+def test_the_site_of_a_node(name: str, site: str) -> None:
+    assert onnx_blocks.site_of(name) == site
+
+
+def half_graph(weight: float, *, batch: str | int = "batch") -> ModelProto:
+    """images -> float16 -> times weight (blocks.0.mlp) -> plus itself (blocks.0) -> times 0.001 (head) -> logits."""
+    nodes = [
+        helper.make_node("Cast", ["images"], ["x"], name="Cast", to=TensorProto.FLOAT16),
+        helper.make_node("Mul", ["x", "w"], ["y"], name="blocks.0.mlp.fc1/Mul"),
+        helper.make_node("Identity", ["y"], ["y2"], name="blocks.0.mlp/Identity"),
+        helper.make_node("Add", ["y2", "y2"], ["z"], name="blocks.0/Add"),
+        helper.make_node("Mul", ["z", "s"], ["u"], name="head/Mul"),
+        helper.make_node("Cast", ["u"], ["logits"], name="head/Cast", to=TensorProto.FLOAT),
+    ]
+    constants = [numpy_helper.from_array(np.asarray(v, np.float16), n) for n, v in (("w", weight), ("s", 0.001))]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 2])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 2])],
+        constants,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+IMAGES = np.arange(10, dtype=np.float32).reshape(5, 2) + 1 / 3
+
+
+def test_cut_values_equal_float16_arithmetic() -> None:
+    found = onnx_blocks.block_outputs(half_graph(3.0), IMAGES, batch=2)
+    assert list(found) == ["blocks.0.mlp", "blocks.0", "head"]
+    y = IMAGES.astype(np.float16) * np.float16(3)
+    np.testing.assert_array_equal(found["blocks.0.mlp"], y.astype(np.float32))
+    np.testing.assert_array_equal(found["blocks.0"], (y + y).astype(np.float32))
+    np.testing.assert_array_equal(found["head"], ((y + y) * np.float16(0.001)).astype(np.float32))
+
+
+def test_float16_ends_where_it_ends() -> None:
+    found = onnx_blocks.block_outputs(half_graph(5000.0), IMAGES)
+    assert np.isfinite(found["blocks.0.mlp"]).all()
+    assert np.isinf(found["blocks.0"][IMAGES > 7]).all()
+
+
+def test_a_graph_of_fixed_batch_takes_any_number_of_images() -> None:
+    fixed = onnx_blocks.block_outputs(half_graph(3.0, batch=2), IMAGES)
+    free = onnx_blocks.block_outputs(half_graph(3.0), IMAGES)
+    assert fixed["head"].shape == (5, 2)
+    np.testing.assert_array_equal(fixed["head"], free["head"])
+
+
+def test_largest_activations_by_site() -> None:
+    model = half_graph(3.0)
+    by_value = onnx_blocks.largest_activations(model, IMAGES, batch=2)
+    top = float(np.float16(IMAGES.max()) * np.float16(3))
+    assert by_value["y"] == top
+    assert onnx_blocks.by_site(model, by_value)["blocks.0"] == 2 * top
+    assert onnx_blocks.half_values(model) == {"x", "y", "y2", "z", "u"}
+
+
+def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
+    model = half_graph(3.0)
+    for node in model.graph.node:
+        node.name = node.name.replace("/", "_")
+    with pytest.raises(BadInput, match="no node of this graph is named by its module"):
+        onnx_blocks.borders(model)
+    model = half_graph(3.0)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    with pytest.raises(BadInput, match="logits: this border is float16"):
+        rounded_graph(model)
+
+
+def test_torch_hooks_see_sites_and_leave_nothing_behind() -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.Linear(2, 2))
+    found = module_blocks.block_outputs(model, IMAGES, batch=2)
+    assert list(found) == ["0.0", "0.1", "0", "1"]
+    with torch.inference_mode():
+        np.testing.assert_allclose(found["1"], model(torch.from_numpy(IMAGES)).numpy(), rtol=1e-6)
+    assert not any(module._forward_hooks for module in model.modules())

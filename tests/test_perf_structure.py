@@ -1,0 +1,103 @@
+"""Each structural test against a sound function and one with exactly the defect that it is for."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from perf import structure
+from perf.structure import Finding
+
+Array = NDArray[np.float32]
+IMAGES = np.random.default_rng(0).standard_normal((8, 3, 4, 4)).astype(np.float32)
+MAP = np.random.default_rng(1).standard_normal((48, 5)).astype(np.float32)
+
+
+def sound(images: Array) -> Array:
+    out: Array = images.reshape(len(images), -1) @ MAP
+    return out
+
+
+def one_slot_off(images: Array) -> Array:
+    logits = sound(images)
+    logits[2::4] += 0.01
+    return logits
+
+
+def stale_slot(images: Array) -> Array:
+    """The last slot of a batch keeps its neighbour's answer: one image in every slot would not tell."""
+    logits = sound(images)
+    logits[-1] = logits[0]
+    return logits
+
+
+def depends_on_the_batch(images: Array) -> Array:
+    return sound(images - images.mean(axis=0) * np.float32(0.01))
+
+
+def nan_when_large(images: Array) -> Array:
+    return np.where(np.abs(images).max() > 5, np.float32(np.nan), sound(images))
+
+
+def in_batches(run: structure.Run, batch: int) -> Array:
+    return np.concatenate([run(IMAGES[start : start + batch]) for start in range(0, len(IMAGES), batch)])
+
+
+def test_batch_slot_names_the_slots() -> None:
+    found = structure.batch_slot("r", one_slot_off, IMAGES[:1], batch=8, bound=1e-5)
+    assert (found.status, found.test) == ("FAIL", "batch-slot")
+    assert "slots 2, 6 differ" in found.reason
+    assert found.value > found.bound
+    assert structure.batch_slot("r", sound, IMAGES[:1], batch=8, bound=1e-5).status == "PASS"
+
+
+def test_a_stale_slot_needs_the_permutation_test() -> None:
+    assert structure.batch_slot("r", stale_slot, IMAGES[:1], batch=8, bound=1e-5).status == "PASS"
+    assert structure.permutation("r", stale_slot, IMAGES, bound=1e-5).status == "FAIL"
+    assert structure.permutation("r", sound, IMAGES, bound=1e-5).status == "PASS"
+
+
+def test_batch_one_against_others() -> None:
+    def at(run: structure.Run) -> list[Finding]:
+        return structure.batch_sizes("r", {b: in_batches(run, b) for b in (1, 3, 8)}, bound=1e-5)
+
+    assert [f.status for f in at(sound)] == ["PASS", "PASS"]
+    broken = at(depends_on_the_batch)
+    assert [f.status for f in broken] == ["FAIL", "FAIL"]
+    assert "batch 3 against 1" in broken[0].reason
+    assert structure.batch_sizes("r", {4: sound(IMAGES)}, bound=1e-5) == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_outputs_that_are_not_finite(bad: float) -> None:
+    logits = sound(IMAGES)
+    logits[1, 2] = bad
+    finite, constant = structure.outputs("r", logits)
+    assert (finite.status, constant.status) == ("FAIL", "PASS")
+    assert "on 1 of 8 images" in finite.reason
+
+
+def test_outputs_that_are_constant() -> None:
+    assert [f.status for f in structure.outputs("r", np.tile(sound(IMAGES)[:1], (8, 1)))] == ["PASS", "FAIL"]
+    assert [f.status for f in structure.outputs("r", np.zeros((8, 5)))] == ["PASS", "FAIL"]
+    assert [f.status for f in structure.outputs("r", sound(IMAGES))] == ["PASS", "PASS"]
+    assert [f.test for f in structure.outputs("r", sound(IMAGES[:1]))] == ["finite"]
+
+
+def test_answers_taken_inside_the_timed_run() -> None:
+    verified = sound(IMAGES)
+    assert structure.timed_run("r", verified, verified, bound=1e-6).status == "PASS"
+    assert structure.timed_run("r", verified[::-1], verified, bound=1e-6).status == "FAIL"
+    assert structure.timed_run("r", verified * np.float32(np.nan), verified, bound=1e-6).value == np.inf
+
+
+def test_images_outside_the_calibrated_range_are_noted() -> None:
+    found = structure.calibrated_range("r", IMAGES, low=-1.0, high=1.0)
+    assert (found.status, found.value) == ("NOTED", 1.0)
+    assert structure.calibrated_range("r", IMAGES, low=-9.0, high=9.0).status == "PASS"
+
+
+def test_inputs_far_outside_still_give_finite_answers() -> None:
+    assert structure.extremes("r", sound, IMAGES).status == "PASS"
+    found = structure.extremes("r", nan_when_large, IMAGES)
+    assert found.status == "FAIL"
+    assert "8 of 8 images with all values times 4" in found.reason
