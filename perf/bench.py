@@ -21,8 +21,8 @@ from .timing import (
     Plan,
     WarmUp,
     calls_per_block,
-    measure_alone,
     measure_pair,
+    measure_rounds,
     settle_calls,
     warm_up,
 )
@@ -163,24 +163,20 @@ def _row(stations: dict[str, Station], images: Images, plan: Plan, clock: Clock,
     call_ms = min((one.call_ms for one in ready.values() if one.bound is not None), default=plan.block_ms)
     calls = calls_per_block(call_ms, plan.block_ms)
 
-    def measured(
-        *names: str, rounds: int | None, span: tuple[float, float], what: str
-    ) -> tuple[tuple[Block, ...], str]:
-        pair = {name: bounds[name] for name in names}
-        told = _rounds_told(say, span, what, clock, plan)
-        return measure_pair(pair, plan, calls=calls, clock=clock, watch=watch, rounds=rounds, on_round=told)
-
     noise: tuple[Block, ...] = ()
     if plan.noise_rounds and reference in bounds and again in bounds:
-        noise, _ = measured(reference, again, rounds=plan.noise_rounds, span=(0.1, 0.3), what="against itself")
-    alive = [name for name in (reference, candidate) if name in bounds]
+        pair = {reference: bounds[reference], again: bounds[again]}
+        told = _counted(say, plan.noise_rounds)
+        noise = measure_rounds(pair, plan.noise_rounds, calls=calls, clock=clock, watch=watch, on_round=told)
+    alive = {name: bounds[name] for name in (reference, candidate) if name in bounds}
+    blocks: tuple[Block, ...] = ()
+    stop = "nothing to measure"
     if len(alive) == 2:
-        blocks, stop = measured(*alive, rounds=None, span=(0.3, 1.0), what="side by side")
+        timed = _timed(say, clock, plan.time_limit_s)
+        blocks, stop = measure_pair(alive, plan, calls=calls, clock=clock, watch=watch, on_round=timed)
     elif alive:
-        blocks = measure_alone(bounds[alive[0]], alive[0], plan, calls=calls, clock=clock, watch=watch)
+        blocks = measure_rounds(alive, plan.min_rounds, calls=calls, clock=clock, watch=watch)
         stop = "one subject only"
-    else:
-        blocks, stop = (), "nothing to measure"
     return Row(
         batch=len(images),
         trials={name: ready[name].trial for name in (reference, candidate)},
@@ -234,14 +230,12 @@ def _within(progress: Progress | None, index: int, count: int, what: str) -> Pro
     return say
 
 
-def _rounds_told(
-    say: Progress, span: tuple[float, float], what: str, clock: Clock, plan: Plan
-) -> Callable[[int], None]:
-    """Progress by the clock, since how many rounds will do is not known beforehand."""
-    started, (begin, end) = clock(), span
+def _counted(say: Progress, rounds: int) -> Callable[[int], None]:
+    """Progress of the A/A run: from a tenth to three tenths of a row."""
+    return lambda done: say(0.1 + 0.2 * done / rounds, f"against itself, round {done}")
 
-    def told(done: int) -> None:
-        share = min((clock() - started) / 1e9 / plan.time_limit_s, 1.0)
-        say(begin + (end - begin) * share, f"{what}, round {done}")
 
-    return told
+def _timed(say: Progress, clock: Clock, limit_s: float) -> Callable[[int], None]:
+    """Progress of the comparison by the clock, since how many rounds will do is not known beforehand."""
+    started = clock()
+    return lambda done: say(0.3 + 0.7 * min((clock() - started) / 1e9 / limit_s, 1.0), f"side by side, round {done}")

@@ -18,6 +18,7 @@ from .timing import Bound
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+COMPILED_SHAPES = 1024  # past the limit torch.compile would refuse the whole model
 Precision = Literal["fp32", "fp16", "bf16"]
 
 
@@ -58,7 +59,7 @@ class ModuleRunner:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
         module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
-        self._ready = torch.compile(module, dynamic=False) if self.mode == "compiled" else module
+        self._ready = torch.compile(module, dynamic=False, fullgraph=True) if self.mode == "compiled" else module
         return self
 
     def __exit__(
@@ -70,13 +71,15 @@ class ModuleRunner:
 
     def __call__(self, images: Images) -> Logits:
         with torch.inference_mode():
-            logits = self._forward(torch.from_numpy(as_images(images)).to(self.device))
+            logits = self._first(torch.from_numpy(as_images(images)).to(self.device))
         return np.asarray(logits.cpu().numpy(), dtype=np.float32)
 
     def bind(self, images: Images) -> Bound:
         if self.device == "cuda":
             return self._bind_cuda(as_images(images))
         batch = torch.from_numpy(as_images(images))
+        with torch.inference_mode():
+            self._first(batch)
 
         def call() -> None:
             with torch.inference_mode():
@@ -104,6 +107,15 @@ class ModuleRunner:
             "model": self.label,
         }
 
+    def _first(self, images: torch.Tensor) -> torch.Tensor:
+        """The first call at a shape, which compiles for it; the shapes of all models count towards one limit."""
+        if self.mode != "compiled":
+            return self._forward(images)
+        from torch._dynamo import config
+
+        with config.patch(recompile_limit=COMPILED_SHAPES, accumulated_recompile_limit=COMPILED_SHAPES):
+            return self._forward(images)
+
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
         """Casting to the module's precision and back belongs to the call: borders are float32 everywhere."""
         logits: torch.Tensor = self._ready(images.to(DTYPES[self.precision]))
@@ -111,7 +123,7 @@ class ModuleRunner:
 
     def _bind_cuda(self, images: Images) -> Bound:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            shape = self._forward(torch.from_numpy(images).to("cuda")).shape
+            shape = self._first(torch.from_numpy(images).to("cuda")).shape
         staging = Staging.hold(self._stream, images, shape)
 
         def launch() -> None:

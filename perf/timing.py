@@ -6,9 +6,10 @@ returns nanoseconds, the state of the machine as a `Watch`; tests hand in fakes.
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean
 from typing import Protocol
 
@@ -126,47 +127,53 @@ def settle_calls(calls: int) -> int:
 
 
 def measure_pair(
-    bounds: dict[str, Bound],
+    bounds: Mapping[str, Bound],
     plan: Plan,
     *,
     calls: int,
     clock: Clock,
     watch: Watch = UNWATCHED,
-    rounds: int | None = None,
     on_round: Callable[[int], None] | None = None,
 ) -> tuple[tuple[Block, ...], str]:
-    """Measure two subjects in ABBA rounds (ABBA, BAAB, ...) and say why it stopped.
+    """Measure two subjects in ABBA rounds (ABBA, BAAB, ...) until the plan's question is answered; says why it stopped.
 
     Args:
         bounds: two warm subjects by name, the reference first.
         calls: timed calls in each block; a round has two blocks of each subject.
         watch: asked between blocks; a throttled block, or one that waited for a CPU, spoils its round.
-        rounds: measure exactly so many rounds; None is the plan's adaptive stop.
+        on_round: called with the rounds done.
     """
     reference, candidate = bounds
-    started, blocks, index = clock(), list[Block](), 0
+    started, blocks, stop = clock(), list[Block](), None
     with no_garbage_collection():
-        while True:
-            order = _abba(reference, candidate, index)
-            for name in order:
-                blocks.append(_block(bounds[name], name, index, calls, started, clock, watch))
-            index += 1
+        for index in count():
+            blocks += _round(bounds, index, calls, started, clock, watch)
             if on_round is not None:
-                on_round(index)
-            stop = _stop(blocks, reference, candidate, plan, index, rounds, (clock() - started) / 1e9)
+                on_round(index + 1)
+            stop = _stop(blocks, reference, candidate, plan, (clock() - started) / 1e9)
             if stop is not None:
-                return tuple(blocks), stop
+                break
+    assert stop is not None, "rounds are counted without end"
+    return tuple(blocks), stop
 
 
-def measure_alone(
-    bound: Bound, name: str, plan: Plan, *, calls: int, clock: Clock, watch: Watch = UNWATCHED
+def measure_rounds(
+    bounds: Mapping[str, Bound],
+    rounds: int,
+    *,
+    calls: int,
+    clock: Clock,
+    watch: Watch = UNWATCHED,
+    on_round: Callable[[int], None] | None = None,
 ) -> tuple[Block, ...]:
-    """Measure one subject when the other could not run: the plan's fewest rounds of two blocks each."""
-    started = clock()
+    """Measure any number of subjects for so many rounds, forth and back within each: 1 2 3 3 2 1, then 3 2 1 1 2 3."""
+    started, blocks = clock(), list[Block]()
     with no_garbage_collection():
-        return tuple(
-            _block(bound, name, index, calls, started, clock, watch) for index in range(plan.min_rounds) for _ in "AA"
-        )
+        for index in range(rounds):
+            blocks += _round(bounds, index, calls, started, clock, watch)
+            if on_round is not None:
+                on_round(index + 1)
+    return tuple(blocks)
 
 
 @contextmanager
@@ -182,11 +189,16 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _abba(reference: str, candidate: str, index: int) -> tuple[str, str, str, str]:
-    """Every other round begins with the other subject, so that neither profits from being second."""
-    if index % 2 == 0:
-        return reference, candidate, candidate, reference
-    return candidate, reference, reference, candidate
+def _round(
+    bounds: Mapping[str, Bound], index: int, calls: int, started: int, clock: Clock, watch: Watch
+) -> list[Block]:
+    return [_block(bounds[name], name, index, calls, started, clock, watch) for name in _order(tuple(bounds), index)]
+
+
+def _order(names: tuple[str, ...], index: int) -> tuple[str, ...]:
+    """Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness."""
+    back = names[::-1]
+    return names + back if index % 2 == 0 else back + names
 
 
 def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> Block:
@@ -214,18 +226,9 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     )
 
 
-def _stop(
-    blocks: Sequence[Block],
-    reference: str,
-    candidate: str,
-    plan: Plan,
-    done: int,
-    rounds: int | None,
-    elapsed_s: float,
-) -> str | None:
+def _stop(blocks: Sequence[Block], reference: str, candidate: str, plan: Plan, elapsed_s: float) -> str | None:
     """Why to stop now, or None. Width alone decides, never the verdict: stopping on a verdict would favour it."""
-    if rounds is not None:
-        return "round limit" if done >= rounds else None
+    done = len({block.round for block in blocks})
     if done >= plan.max_rounds:
         return "round limit"
     kept = len(quiet_rounds(blocks))

@@ -16,8 +16,8 @@ from perf.timing import (
     Laps,
     Plan,
     calls_per_block,
-    measure_alone,
     measure_pair,
+    measure_rounds,
     settle_calls,
     warm_up,
 )
@@ -109,10 +109,9 @@ def test_warm_up_that_never_turns_flat_says_so_at_its_limit() -> None:
 def test_rounds_are_abba_then_baab_with_a_settling_call_each() -> None:
     clock, log = FakeClock(), list[str]()
     bounds = {name: Replay(clock, cycle([10.0]), log, name) for name in ("a", "b")}
-    blocks, stop = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, rounds=2)
+    blocks = measure_rounds(bounds, 2, calls=5, clock=clock)
     assert [block.subject for block in blocks] == list("abba" + "baab")
     assert log == [word for name in "abba" + "baab" for word in (f"{name}1", f"{name}5")]
-    assert stop == "round limit"
 
 
 def test_long_calls_are_not_settled() -> None:
@@ -127,7 +126,7 @@ def test_a_block_lasts_about_its_time(call_ms: float, calls: int) -> None:
 def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
     clock = FakeClock()
     bounds = {"dense": steady(clock, 6.0), "reduced": steady(clock, 4.0)}
-    blocks, stop = measure_pair(dict(bounds), PLAN, calls=5, clock=clock)
+    blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=clock)
     assert stop == "narrow"
     assert len(blocks) == 4 * PLAN.min_rounds
     ratio = speedup(blocks, "dense", "reduced")
@@ -139,7 +138,7 @@ def test_a_noisy_machine_is_measured_longer_and_stops_at_the_time_limit() -> Non
     clock = FakeClock()
     bounds = {"a": Replay(clock, cycle([5.0, 9.0, 5.5, 7.0, 6.0])), "b": Replay(clock, cycle([6.0, 5.0, 8.0]))}
     plan = Plan(min_rounds=6, time_limit_s=2.0, half_width_rel=1e-6)
-    blocks, stop = measure_pair(dict(bounds), plan, calls=1, clock=clock)
+    blocks, stop = measure_pair(bounds, plan, calls=1, clock=clock)
     assert stop == "time limit"
     assert 2.0 <= clock.now_ns / 1e9 < 2.1
     assert len(blocks) > 4 * plan.min_rounds
@@ -149,7 +148,7 @@ def test_the_time_limit_waits_for_the_fewest_rounds_that_make_an_interval() -> N
     clock = FakeClock()
     bounds = {"a": steady(clock, 1000.0), "b": steady(clock, 900.0)}
     plan = Plan(min_rounds=10, time_limit_s=15.0)
-    blocks, stop = measure_pair(dict(bounds), plan, calls=1, clock=clock)
+    blocks, stop = measure_pair(bounds, plan, calls=1, clock=clock)
     assert (stop, len(blocks)) == ("time limit", 4 * 6)
 
 
@@ -161,7 +160,7 @@ def test_a_machine_that_slows_down_steadily_does_not_bias_the_ratio() -> None:
         return lambda now_ms: base_ms * (1 + 0.6 * now_ms / 8000)
 
     bounds = {"dense": ByTime(clock, slowing(5.0)), "same": ByTime(clock, slowing(5.0))}
-    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, rounds=40)
+    blocks = measure_rounds(bounds, 40, calls=5, clock=clock)
     ratio = speedup(blocks, "dense", "same")
     assert ratio is not None
     assert ratio.value == pytest.approx(1.0, abs=0.002)
@@ -175,7 +174,7 @@ def test_a_load_that_comes_and_goes_does_not_hide_a_five_percent_difference() ->
         return lambda now_ms: base_ms * (1.7 if int(now_ms / 730) % 3 == 0 else 1.0)
 
     bounds = {"dense": ByTime(clock, loaded(5.0)), "slower": ByTime(clock, loaded(5.25))}
-    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, rounds=40)
+    blocks = measure_rounds(bounds, 40, calls=5, clock=clock)
     ratio = speedup(blocks, "dense", "slower")
     assert ratio is not None
     assert ratio.value == pytest.approx(1 / 1.05, abs=0.002)
@@ -197,7 +196,7 @@ def test_throttled_blocks_are_dropped_with_their_round() -> None:
         )
 
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
-    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, watch=Watch(gpu=watch), rounds=7)
+    blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=Watch(gpu=watch))
     assert [block.dropped for block in blocks if block.dropped] == ["throttled: hw_thermal_slowdown"]
     assert whole_rounds(blocks) == [0, 2, 3, 4, 5, 6]
     assert samples(blocks, "a").shape == (6, 10)
@@ -221,7 +220,7 @@ def test_rounds_in_which_others_had_the_cpu_are_left_out() -> None:
     clock = FakeClock()
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
     watch = busy_watch(lambda block: block // 4 in (1, 3))
-    blocks, _ = measure_pair(dict(bounds), PLAN, calls=5, clock=clock, watch=watch, rounds=9)
+    blocks = measure_rounds(bounds, 9, calls=5, clock=clock, watch=watch)
     assert blocks[4].cpu_wait == pytest.approx(60 / 150)
     assert whole_rounds(blocks) == [0, 2, 4, 5, 6, 7, 8]
     assert not is_disturbed(blocks)
@@ -231,7 +230,7 @@ def test_a_machine_that_is_never_quiet_is_measured_to_twice_the_limit_and_called
     clock = FakeClock()
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
     plan = Plan(time_limit_s=2.0)
-    blocks, stop = measure_pair(dict(bounds), plan, calls=5, clock=clock, watch=busy_watch(lambda block: True))
+    blocks, stop = measure_pair(bounds, plan, calls=5, clock=clock, watch=busy_watch(lambda block: True))
     assert (stop, is_disturbed(blocks)) == ("time limit", True)
     assert clock.now_ns / 1e9 == pytest.approx(4.0, abs=0.3)
     assert len(whole_rounds(blocks)) == len(blocks) // 4  # all there is, said to be disturbed
@@ -248,10 +247,24 @@ def test_the_scheduler_account_sums_the_threads_that_live(tmp_path: Path) -> Non
     assert cpu_time()[0] > 0
 
 
-def test_one_subject_alone_gets_the_fewest_rounds() -> None:
+def test_the_round_limit_ends_a_measurement_that_never_narrows() -> None:
     clock = FakeClock()
-    blocks = measure_alone(steady(clock, 10.0), "dense", PLAN, calls=2, clock=clock)
-    assert samples(blocks, "dense").shape == (PLAN.min_rounds, 4)
+    bounds = {"a": Replay(clock, cycle([5.0, 9.0, 5.5, 7.0, 6.0])), "b": Replay(clock, cycle([6.0, 5.0, 8.0]))}
+    plan = Plan(min_rounds=6, max_rounds=9, half_width_rel=1e-6)
+    blocks, stop = measure_pair(bounds, plan, calls=1, clock=clock)
+    assert (stop, len(blocks)) == ("round limit", 4 * 9)
+
+
+def test_many_subjects_go_forth_and_back() -> None:
+    clock = FakeClock()
+    blocks = measure_rounds({name: steady(clock, 60.0) for name in "abc"}, 2, calls=1, clock=clock)
+    assert "".join(block.subject for block in blocks) == "abccba" + "cbaabc"
+
+
+def test_one_subject_alone_has_two_blocks_in_a_round() -> None:
+    clock = FakeClock()
+    blocks = measure_rounds({"dense": steady(clock, 10.0)}, 6, calls=2, clock=clock)
+    assert samples(blocks, "dense").shape == (6, 4)
 
 
 @pytest.mark.parametrize(
