@@ -1,0 +1,138 @@
+"""The latency table on runners whose latency is a known function of width and batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from perf.errors import BadInput
+from perf.latency_table import Grid, LatencyTable, cached_table, load_table, measure_table, predicted_ms, save_table
+from perf.memory import Gauge
+from perf.runners import Images, Logits
+from perf.runs import Flat
+from perf.timing import Bound, Clock, Laps, Plan
+
+PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
+MACHINE: Flat = {"cpu": "a cpu"}
+
+
+@dataclass
+class FakeClock:
+    now_ns: int = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@dataclass
+class FakeBlock:
+    """Takes 1 ms and 0.01 ms per width and image."""
+
+    clock: FakeClock
+    width: int
+    threads: int = 1
+    batch: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def __call__(self, images: Images) -> Logits:
+        return images.reshape(len(images), -1)
+
+    def bind(self, images: Images) -> Bound:
+        assert images.shape[1:] == (1, 5, 4)
+        return replace(self, batch=len(images))
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        ms = 1.0 + 0.01 * self.width * self.batch
+        self.clock.now_ns += round(calls * ms * 1e6)
+        return Laps(calls=calls, wall_ms=calls * ms, compute_ms=(ms,) * calls)
+
+    def gauge(self) -> Gauge | None:
+        return None
+
+    def describe(self) -> Flat:
+        return {"backend": "fake", "threads": self.threads}
+
+
+def grid(
+    clock: FakeClock, opened: Callable[[int], None] = lambda width: None, *, threads: int = 1, name: str = "mlp of 4"
+) -> Grid:
+    def open_width(width: int) -> FakeBlock:
+        opened(width)
+        return FakeBlock(clock, width, threads)
+
+    return Grid(name=name, open_width=open_width, input_shape=(1, 5, 4), widths=(64, 128, 256), batches=(1, 8))
+
+
+def table() -> LatencyTable:
+    clock = FakeClock()
+    return measure_table(grid(clock), PLAN, described=MACHINE, clock=clock)
+
+
+def test_grid_points_are_what_was_measured_and_between_them_it_is_linear() -> None:
+    measured = table()
+    for width in (64, 100, 128, 200, 256):
+        for batch in (1, 3, 8):
+            assert measured.latency_ms(width, batch) == pytest.approx(1.0 + 0.01 * width * batch)
+    assert len(measured.cells) == 6
+    assert all(len(cell.samples_ms) >= 6 * 2 for cell in measured.cells)
+
+
+@pytest.mark.parametrize(
+    ("width", "batch", "message"), [(32, 1, "width 32"), (300, 1, "64 to 256"), (64, 16, "batch 16")]
+)
+def test_nothing_is_extrapolated(width: int, batch: int, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        table().latency_ms(width, batch)
+
+
+def test_a_model_is_predicted_by_what_its_blocks_save() -> None:
+    """Two blocks from 256 to 128 and 64 at batch 8: 10.24 and 15.36 ms off."""
+    measured = table()
+    assert predicted_ms(100.0, [(measured, 256, 128), (measured, 256, 64)], 8) == pytest.approx(100.0 - 10.24 - 15.36)
+    assert predicted_ms(100.0, [], 8) == 100.0
+
+
+def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
+    clock, opened = FakeClock(), list[int]()
+    first, cached = cached_table(grid(clock, opened.append), PLAN, tmp_path / "c", described=MACHINE, clock=clock)
+    assert not cached
+    assert opened == [64, 64, 128, 256]
+    again, cached = cached_table(grid(clock, opened.append), PLAN, tmp_path / "c", described=MACHINE, clock=clock)
+    assert cached
+    assert again == first
+    assert opened[4:] == [64]
+    others = [
+        (grid(clock), {"cpu": "another cpu"}),
+        (grid(clock, threads=2), MACHINE),
+        (grid(clock, name="mlp of 8"), MACHINE),
+        (replace(grid(clock), widths=(64, 128)), MACHINE),
+    ]
+    for other, machine in others:
+        assert not cached_table(other, PLAN, tmp_path / "c", described=machine, clock=clock)[1]
+    assert len(list((tmp_path / "c").iterdir())) == 5
+
+
+def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    save_table(table(), path)
+    assert load_table(path) == table()
+    path.write_text('{"kind": "latency-table", "version": 1, "cells": [{}]}')
+    with pytest.raises(BadInput, match="not a whole latency table"):
+        load_table(path)
+    with pytest.raises(BadInput, match="no grid"):
+        replace(table(), cells=table().cells[:-1])
+
+
+@pytest.mark.parametrize("widths", [(), (0, 8), (8, 8), (16, 8)])
+def test_a_grid_that_is_none_is_refused(widths: tuple[int, ...]) -> None:
+    with pytest.raises(BadInput, match="positive and rising"):
+        replace(grid(FakeClock()), widths=widths)
