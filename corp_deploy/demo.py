@@ -227,7 +227,7 @@ def demo_record(demo: Demo) -> dict[str, Any]:
                 }
                 for name, side in row.sides.items()
             },
-            "speedup": None if row.speedup is None else [row.speedup.value, row.speedup.low, row.speedup.high],
+            "speedup": None if row.speedup is None else row.speedup.value,
         }
         for row in summarise(demo.bench).rows
     ]

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from perf.runs import Bench
 from perf.stats import Interval
-from perf.summary import Side, summarise
+from perf.summary import Side, finite, summarise
 
 
 def _interval(value: Interval | None, digits: int = 2) -> str:
@@ -44,8 +44,9 @@ def speed_table(bench: Bench) -> Table:
     return table
 
 
-def _figures(value: Interval | None) -> list[float] | None:
-    return None if value is None else [value.value, value.low, value.high]
+def _figures(value: Interval | None) -> list[float | None] | None:
+    """Value, low, high; an open end (too few rounds) is null."""
+    return None if value is None else [value.value, finite(value.low), finite(value.high)]
 
 
 def speed_record(bench: Bench) -> dict[str, Any]:

@@ -1,0 +1,314 @@
+"""The commands as a user meets them: help without torch, exit codes, one message a mistake, nothing half-written."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+from safetensors.torch import save_file
+
+import corp_deploy
+from corp_deploy.checkpoint import load_checkpoint, save
+from corp_deploy.cli import main
+from corp_deploy.files import replacing
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = sorted(main.commands)
+KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def refused(result: Result, *said: str, code: int = 2) -> None:
+    """One message on stderr, no traceback, the given exit code."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    for words in said:
+        assert words in result.stderr, result.stderr
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model directory, its weights alone, images and moments, made by the commands themselves."""
+    root = tmp_path_factory.mktemp("home")
+    checkpoint = tiny.checkpoint()
+    save(checkpoint, root / "dense")
+    save_file(checkpoint.model.state_dict(), root / "weights.safetensors")
+    np.save(root / "images.npy", tiny.images(12))
+    done = run(
+        "calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "moments.safetensors"
+    )
+    assert done.exit_code == 0, done.output
+    return root
+
+
+def calibrate(home: Path, output: Path, **changes: object) -> Result:
+    options = {"model": home / "dense", "images": home / "images.npy", "output": output} | changes
+    return run("calibrate", *(word for name, value in options.items() for word in (f"--{name}", value)))
+
+
+def reduce(home: Path, output: Path, *extra: object, **changes: object) -> Result:
+    options = {"model": home / "dense", "moments": home / "moments.safetensors", "output": output} | changes
+    return run("reduce", *(word for name, value in options.items() for word in (f"--{name}", value)), *extra)
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help_needs_no_torch_and_has_an_example(command: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'timm', 'onnx', 'onnxruntime', 'numpy'): sys.modules[name] = None\n"
+        "from corp_deploy.cli import main\n"
+        "main()\n"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert time.perf_counter() - started < 20
+    assert "Usage:" in done.stdout
+    assert not command or "Example: corp-deploy" in done.stdout
+
+
+def test_importing_the_package_imports_neither_torch_nor_timm() -> None:
+    program = "import sys, corp_deploy; assert not {'torch', 'timm', 'onnx'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
+    named = ["--model", tiny.ARCHITECTURE.name, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS]
+    moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
+    assert run("calibrate", *named, "--images", home / "images.npy", "-o", moments, "--attention-system").exit_code == 0
+    done = run(
+        "reduce",
+        *named,
+        "--moments",
+        moments,
+        "--mlp",
+        0.5,
+        "--attn",
+        0.5,
+        "--preset",
+        "corp",
+        "--align",
+        "head=8",
+        "-o",
+        reduced,
+    )
+    assert done.exit_code == 0, done.output
+    assert "got" in done.stdout
+    assert run("export", "--model", reduced, "-o", reduced / "model.onnx", "--precision", "fp32,fp16").exit_code == 0
+    proof = run(
+        "verify", home / "dense", reduced, reduced / "model.onnx", reduced / "model.fp16.onnx",
+        "--images", home / "images.npy", "-o", tmp_path / "parity.json", "--batch", "1,3", "--json",
+    )  # fmt: skip
+    assert proof.exit_code == 0, proof.output
+    record = json.loads(proof.stdout)
+    assert [link["kind"] for link in record["links"]] == ["reduced", "exact", "half", "whole"]
+    assert record["links"][1]["status"] == "PASS"
+    assert (tmp_path / "parity.npz").is_file()
+    speed = run(
+        "bench",
+        home / "dense",
+        reduced / "model.onnx",
+        "--batch",
+        "1,2",
+        "--time-limit",
+        0.5,
+        "-o",
+        tmp_path / "bench.json",
+        "--json",
+    )
+    assert speed.exit_code == 0, speed.output
+    assert [row["batch"] for row in json.loads(speed.stdout)["rows"]] == [1, 2]
+    for suffix in (".html", ".md", ".csv", ".xml"):
+        assert run("report", tmp_path, "-o", tmp_path / f"report{suffix}").exit_code == 0
+    assert "blocks.1.attn" in (tmp_path / "report.html").read_text()
+    loaded = corp_deploy.load(reduced)
+    assert loaded(torch.from_numpy(tiny.images(2))).shape == (2, 7)
+
+
+def test_a_failing_link_exits_with_1_and_leaves_its_record(home: Path, tmp_path: Path) -> None:
+    assert reduce(home, tmp_path / "reduced", "--mlp", 0.9, "--preset", "none", "--align", "mlp=8").exit_code == 0
+    done = run(
+        "verify",
+        home / "dense",
+        tmp_path / "reduced",
+        "--images",
+        home / "images.npy",
+        "--max-error",
+        1e-4,
+        "-o",
+        tmp_path / "p.json",
+    )
+    assert done.exit_code == 1
+    assert json.loads((tmp_path / "p.json").read_text())["verdict"] == "FAIL"
+
+
+def test_a_folder_of_images_goes_through_timms_transform(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    (folder / "inner").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name in ("b.png", "inner/a.jpg", "c.webp"):
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(folder / name)
+    done = calibrate(home, tmp_path / "m.safetensors", images=folder)
+    assert done.exit_code == 0, done.output
+    assert "3 images" in done.stdout
+
+
+def test_inspect_tells_sites_and_cost(home: Path) -> None:
+    record = json.loads(run("inspect", "--model", home / "dense", "--json").stdout)
+    assert [row["site"] for row in record["sites"]] == [
+        f"blocks.{i}.{part}" for i in (0, 1) for part in ("attn", "mlp")
+    ]
+    assert record["parameters"] == sum(p.numel() for p in load_checkpoint(home / "dense").model.parameters())
+
+
+def test_doctor_names_what_is_absent() -> None:
+    findings = json.loads(run("doctor", "--json").stdout)["findings"]
+    assert {"torch", "timm", "ONNX Runtime providers", "tensorrt", "tensorrt-rtx", "GPU"} <= {
+        row["what"] for row in findings
+    }
+    assert all(row["disables"] for row in findings if not row["found"])
+
+
+@pytest.mark.parametrize("sparsity", ["1", "-0.1", "1.5", "half"])
+def test_sparsity_outside_its_range(home: Path, tmp_path: Path, sparsity: str) -> None:
+    refused(reduce(home, tmp_path / "r", "--mlp", sparsity), "--mlp")
+    assert not (tmp_path / "r").exists()
+
+
+def test_nothing_to_remove_and_unknown_words(home: Path, tmp_path: Path) -> None:
+    refused(reduce(home, tmp_path / "r"), "nothing to remove")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp=64,head=16")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--preset", "magic"), "magic")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--ridge", 0), "--ridge")
+    refused(run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--precision", "int8"), "int8")
+    refused(run("bench", home / "dense", home / "dense", "--batch", "0,1", "-o", tmp_path / "b.json"), "--batch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _images(tmp_path: Path, kind: str) -> Path:
+    path = tmp_path / kind
+    if kind == "empty":
+        path.mkdir()
+    elif kind == "texts":
+        path.mkdir()
+        (path / "a.txt").write_text("x")
+        (path / "a.png").write_text("this is no image")
+    elif kind == "shape.npy":
+        np.save(path, np.zeros((2, 3, 8, 8), np.float32))
+    elif kind == "nan.npy":
+        images = tiny.images(2)
+        images[1, 0, 0, 0] = np.nan
+        np.save(path, images)
+    elif kind == "bytes.npy":
+        np.save(path, np.zeros((2, 3, 32, 32), np.uint8))
+    elif kind == "key.npz":
+        np.savez(path, pictures=tiny.images(1))
+    elif kind == "cut.npy":
+        np.save(path, tiny.images(2))
+        path.write_bytes(path.read_bytes()[:-10])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("absent", "no such file"),
+        ("empty", "no images"),
+        ("texts", "not a readable image"),
+        ("shape.npy", "32,32"),
+        ("nan.npy", "NaN"),
+        ("bytes.npy", "uint8"),
+        ("key.npz", "no key 'images'"),
+        ("cut.npy", "not a whole .npy"),
+    ],
+)
+def test_images_that_will_not_do(home: Path, tmp_path: Path, kind: str, said: str) -> None:
+    refused(calibrate(home, tmp_path / "m.safetensors", images=_images(tmp_path, kind)), said)
+    assert not (tmp_path / "m.safetensors").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
+    whole = (home / "moments.safetensors").read_bytes()
+    cut, foreign, absent = (tmp_path / f"{name}.safetensors" for name in ("cut", "foreign", "absent"))
+    cut.write_bytes(whole[: len(whole) // 2])
+    save_file({"x": torch.zeros(1)}, foreign)
+    save(tiny.checkpoint(seed=3), tmp_path / "other")
+    for path in (cut, foreign, absent):
+        refused(reduce(home, tmp_path / "r", "--mlp", 0.5, moments=path), path.name)
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, model=tmp_path / "other"), "another model")
+    refused(reduce(home, tmp_path / "r", "--attn", 0.5, "--preset", "corp"), "--attention-system")
+    assert not (tmp_path / "r").exists()
+
+
+def test_weights_that_will_not_do(home: Path, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"model": tiny.ARCHITECTURE.name}
+    target = tmp_path / "m.safetensors"
+    refused(calibrate(home, target, **named), "needs --weights")
+    refused(calibrate(home, target, **named, weights=tmp_path / "none.pth"), "no such file")
+    refused(calibrate(home, target, **named, weights=home / "weights.safetensors"), "don't fit the model")
+    refused(
+        calibrate(home, target, **{"model": "vit_of_nobody"}, weights=home / "weights.safetensors"), "vit_of_nobody"
+    )
+    refused(run("inspect", "--model", home / "dense", "--model-kwargs", "{"), "not JSON")
+    assert not target.exists()
+
+
+def test_graphs_and_reports_that_will_not_do(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.onnx").write_bytes(b"not a graph at all")
+    proof = ["--images", home / "images.npy", "-o", tmp_path / "p.json"]
+    refused(run("verify", home / "dense", tmp_path / "x.onnx", *proof), "x.onnx")
+    refused(run("verify", home / "dense", home / "images.npy", *proof), "model directory")
+    refused(run("bench", home / "dense", tmp_path / "x.onnx", "-o", tmp_path / "b.json"), "x.onnx")
+    refused(run("report", tmp_path, "-o", tmp_path / "r.html"), "neither bench.json nor parity.json")
+    refused(run("report", tmp_path, "-o", tmp_path / "r.pdf"), ".html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.onnx"]
+
+
+def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr("corp_deploy.inspection.inspection_of_model", broken)
+    result = run("inspect", "--model", home / "dense")
+    assert result.exit_code == 70
+    assert "bug in corp-deploy" in result.stderr
+
+
+def test_an_interruption_exits_with_130_and_leaves_no_file(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("calib.store.save", interrupted)
+    result = calibrate(home, tmp_path / "m.safetensors")
+    assert result.exit_code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    target.write_text("old")
+
+    def fail_half_way() -> None:
+        with replacing(target) as temporary:
+            temporary.write_text("new, but")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way()
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
