@@ -43,7 +43,6 @@ def onnx_from_model(
         typed = typed_copy(model, precision, keep_fp32)
         sample = torch.zeros(batch or 2, *image_shape)
         _refuse_large(typed)
-        _probe(typed, sample)
         proto = _trace(typed, sample, opset=opset, dynamic=batch is None)
     _refuse_other_shape(proto, opset, batch)
     graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
@@ -86,16 +85,16 @@ def _refuse_large(model: nn.Module) -> None:
         raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
 
 
-def _probe(model: nn.Module, sample: torch.Tensor) -> None:
-    """One forward pass, so that a wrong shape is told in the model's own words and not in the tracer's."""
+def _refusal(model: nn.Module, sample: torch.Tensor, error: Exception) -> str:
+    """Why tracing failed: the model's own words when it can't run the sample at all, else the tracer's."""
     try:
-        logits = model(sample)
-    except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as error:
-        raise BadInput(f"the model refuses images of shape {list(sample.shape)}: {_first_line(error)}") from error
-    if not isinstance(logits, torch.Tensor):
-        raise BadInput(f"the model must return one tensor of logits, got {type(logits).__name__}")
-    if logits.ndim != 2 or logits.shape[0] != sample.shape[0]:
-        raise BadInput(f"logits must be [batch, classes] = [{sample.shape[0]}, ...], got {list(logits.shape)}")
+        model(sample)
+    except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as own:
+        return f"the model refuses images of shape {list(sample.shape)}: {_first_line(own)}"
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return f"torch can't trace this model into a graph: {_first_line(cause)}"
 
 
 def _trace(model: nn.Module, sample: torch.Tensor, *, opset: int, dynamic: bool) -> onnx.ModelProto:
@@ -113,7 +112,7 @@ def _trace(model: nn.Module, sample: torch.Tensor, *, opset: int, dynamic: bool)
                 dynamic_shapes=({0: "batch"},) if dynamic else None,
             )
         except torch.onnx.OnnxExporterError as error:
-            raise BadInput(f"torch can't trace this model into a graph: {_cause(error)}") from error
+            raise BadInput(_refusal(model, sample, error)) from error
     assert program is not None
     return program.model_proto
 
@@ -142,9 +141,3 @@ def _describe(
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-
-
-def _cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return _first_line(error)

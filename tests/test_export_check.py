@@ -215,14 +215,16 @@ def test_half_share_counts_elements(fp32: ModelProto, fp16: ModelProto) -> None:
 
 
 def test_two_of_four_is_counted_along_the_summed_axis(fp32: ModelProto) -> None:
-    proto = copied(fp32)
-    assert nodes_not_2_4(proto) == [weight.node for weight in matmul_weights(proto)]
-    for tensor in proto.graph.initializer:
-        values = numpy_helper.to_array(tensor).copy()
-        if len(tensor.dims) == 2:
-            summed_last = tensor.name == "head.weight"  # Gemm reads it transposed, every other matrix is [in, out]
-            rows = values if summed_last else values.T
-            rows[:, 0::4] = 0
-            rows[:, 3::4] = 0
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    assert nodes_not_2_4(proto) == ["patch/Conv"]  # three input channels make no group of four
+    linear = [weight.node for weight in matmul_weights(fp32) if weight.node.endswith("MatMul")]
+    assert nodes_not_2_4(fp32) == linear
+    assert len(linear) == 4
+    for along, left in ((0, []), (1, linear)):  # MatMul reads [in, out] and sums over in
+        proto = copied(fp32)
+        for tensor in proto.graph.initializer:
+            if tensor.name.endswith("MatMul.1"):
+                values = numpy_helper.to_array(tensor).copy()
+                groups = np.moveaxis(values, along, -1)
+                groups[:, 0::4] = 0
+                groups[:, 3::4] = 0
+                tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+        assert nodes_not_2_4(proto) == left

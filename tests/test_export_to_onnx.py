@@ -201,6 +201,11 @@ class Tokens(nn.Module):
         return images.flatten(2)
 
 
+class Pair(nn.Module):
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return images.mean((2, 3)), images.amax((2, 3))
+
+
 def with_weight(value: float) -> Vit:
     model = Vit()
     model.head.weight.data[0, 0] = value
@@ -228,8 +233,8 @@ def with_weight(value: float) -> Vit:
         (with_weight(1e6), {"precision": "fp16"}, "head.weight: the largest weight is 1e\\+06.*keep_fp32 'head'"),
         (Branching(), {}, "can't trace"),
         (OneSize(), {}, "can't trace|came out fixed"),
-        (Tokens(), {}, "logits must be \\[batch, classes\\]"),
-        (nn.Identity(), {}, "logits must be"),
+        (Tokens(), {}, "logits must have rank 2"),
+        (Pair(), {}, "expected one output named 'logits', found"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(model: nn.Module, options: dict[str, object], says: str) -> None:

@@ -1,0 +1,276 @@
+"""Real TensorRT-RTX engines, built without a GPU: what fuses, what is recorded, what is refused."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import timm
+import torch
+from torch import nn
+
+from export.audit import audit_fusion, audit_to_json
+from export.choices import RTX_TARGETS, BatchProfile, BuildChoices
+from export.engine import Engine, build_engine, write_engine
+from export.errors import BadInput, Missing
+from export.libraries import open_library, version_numbers
+from export.record import record_from_json, record_path, sha256_of
+from export.to_onnx import onnx_from_model, save
+from tests.export_vit import Vit
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+
+BATCHES = (BatchProfile(smallest=1, tuned=8, largest=64),)
+SMALL_SITES = ("blocks.0.attn", "blocks.1.attn", "blocks.2.attn")
+
+
+def timm_model(name: str, depth: int) -> nn.Module:
+    """timm's own model with random weights, its attention written as MatMul-Softmax-MatMul."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(name, depth=depth).eval()
+    for module in model.modules():
+        if isinstance(module, timm.layers.Attention):
+            module.fused_attn = False  # type: ignore[misc]  # marked final, yet the switch that timm offers
+    return model
+
+
+def deit_small(qk: int, v: int, padded: bool) -> Vit:
+    """Three blocks of DeiT-S with reduced heads and half the hidden width."""
+    shape = {"dim": 384, "heads": 6, "hidden": 768, "depth": 3, "size": 224, "patch": 16, "classes": 1000}
+    return Vit(**shape, qk=qk, v=v, padded=padded)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "deit-t": lambda: timm_model("deit_tiny_patch16_224", depth=12),
+    "deit-t padded": lambda: Vit(
+        dim=192, heads=3, qk=32, v=64, hidden=384, depth=12, size=224, patch=16, classes=1000, padded=True
+    ),
+    "dense": lambda: timm_model("deit_small_patch16_224", depth=3),
+    "square": lambda: deit_small(32, 32, padded=False),
+    "padded": lambda: deit_small(32, 64, padded=True),
+    "ragged": lambda: deit_small(32, 64, padded=False),
+    "tiny": lambda: Vit(),
+}
+
+
+class Graphs:
+    """Exports and builds each graph once for the whole file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engines: dict[Path, Engine] = {}
+
+    def path(self, kind: str, precision: str = "fp16", keep: str = "", batch: int | None = None) -> Path:
+        path = self.folder / f"{kind}-{precision}-{keep}-{batch}.onnx"
+        if not path.exists():
+            size, kept = 32 if kind == "tiny" else 224, [keep] if keep else []
+            proto = onnx_from_model(
+                MODELS[kind](),
+                image_shape=(3, size, size),
+                precision=precision,
+                keep_fp32=kept,
+                batch=batch,
+                metadata={},
+            )
+            save(proto, path)
+        return path
+
+    def engine(self, kind: str, precision: str = "fp16", keep: str = "") -> Engine:
+        path = self.path(kind, precision, keep)
+        if path not in self.engines:
+            self.engines[path] = build(path)
+        return self.engines[path]
+
+
+def build(path: Path, **options: object) -> Engine:
+    choices = BuildChoices(**{"backend": "tensorrt-rtx", "profiles": BATCHES, "sms": ("86",), **options})  # type: ignore[arg-type]
+    return build_engine(path, choices)
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
+    return Graphs(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("dense", 3), ("square", 3), ("padded", 3), ("ragged", 0)])
+def test_equal_and_padded_heads_stay_fused_ragged_ones_do_not(graphs: Graphs, kind: str, fused: int) -> None:
+    record = graphs.engine(kind).record
+    assert record.attention_sites == SMALL_SITES
+    assert record.fused_attention_sites == SMALL_SITES[:fused]
+    assert (record.precision, record.half_weight_share, record.half_kernel_share) == ("fp16", 1.0, 1.0)
+    assert record.kernels is not None
+    assert (record.kernels > graphs.engine("dense").record.kernels) == (kind == "ragged")  # type: ignore[operator]
+
+
+def test_all_twelve_blocks_of_deit_tiny_stay_fused_dense_and_padded(graphs: Graphs) -> None:
+    dense, padded = graphs.engine("deit-t").record, graphs.engine("deit-t padded").record
+    assert (dense.fused_attention, padded.fused_attention) == (12, 12)
+    assert padded.plan_bytes < dense.plan_bytes
+    assert padded.kernels is not None
+    assert dense.kernels is not None
+    assert padded.kernels <= dense.kernels
+
+
+def test_two_builds_of_one_graph_give_the_same_plan(graphs: Graphs) -> None:
+    again = build(graphs.path("padded"))
+    assert again.plan == graphs.engine("padded").plan
+    assert again.record.plan_sha256 == sha256_of(again.plan)
+
+
+def test_mixed_loses_the_fused_kernel_only_where_attention_is_kept(graphs: Graphs) -> None:
+    mlp = graphs.engine("tiny", "mixed", "blocks.1.mlp").record
+    attention = graphs.engine("tiny", "mixed", "blocks.1.attn").record
+    assert mlp.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert attention.fused_attention_sites == ("blocks.0.attn",)
+    assert (mlp.precision, attention.precision) == ("mixed", "mixed")
+    assert 0.5 < mlp.half_weight_share < 1.0
+    assert mlp.half_kernel_share is not None
+    assert 0.5 < mlp.half_kernel_share < 1.0
+
+
+def test_static_batch_needs_no_profile_and_refuses_another(graphs: Graphs) -> None:
+    path = graphs.path("tiny", "fp16", "", 4)
+    record = build(path, profiles=()).record
+    assert (record.fused_attention, record.profiles, record.inputs[0].shape) == (2, (), (4, 3, 32, 32))
+    assert build(path, profiles=(BatchProfile.from_text("4"),)).record.plan_sha256 == record.plan_sha256
+    with pytest.raises(BadInput, match="fixed at 4, asked for 1:8:64"):
+        build(path)
+    with pytest.raises(BadInput, match="batch is dynamic; name at least one profile"):
+        build(graphs.path("tiny"), profiles=())
+
+
+def test_several_profiles_are_all_fused(graphs: Graphs) -> None:
+    engine = build(graphs.path("tiny"), profiles=(BatchProfile.from_text("1"), *BATCHES))
+    assert engine.record.profiles == ("1:1:1", "1:8:64")
+    assert engine.record.fused_attention == 2
+    assert engine.fusion is not None
+    assert sum(kernel.is_fused_attention for kernel in engine.fusion.kernels) == 4
+
+
+@pytest.mark.parametrize(
+    "sms", [*((sm,) for sm in RTX_TARGETS), (), ("86", "120")], ids=lambda sms: "+".join(sms) or "none"
+)
+def test_every_target_builds(graphs: Graphs, sms: tuple[str, ...]) -> None:
+    record = build(graphs.path("tiny"), sms=sms, workspace_bytes=1 << 30).record
+    assert record.targets == (sms or ("portable",))
+    assert record.fused_attention == 2
+    assert record.options["workspace_bytes"] == 1 << 30
+
+
+def test_the_record_says_what_was_built_and_reads_back(graphs: Graphs, tmp_path: Path) -> None:
+    path = graphs.path("tiny")
+    engine = build(path, command="build tiny.onnx")
+    write_engine(engine, tmp_path / "tiny.plan")
+    text = record_path(tmp_path / "tiny.plan").read_text()
+    record = record_from_json(text)
+    assert record == engine.record
+    assert record.onnx_sha256 == sha256_of(path.read_bytes())
+    assert record.plan_sha256 == sha256_of((tmp_path / "tiny.plan").read_bytes())
+    assert (record.backend, record.command, record.gpu) == ("tensorrt-rtx", "build tiny.onnx", None)
+    assert version_numbers(record.library_version) >= (1, 2)
+    assert record.inputs[0].shape == ("batch", 3, 32, 32)
+    assert record.build_seconds > 0.0
+    content = json.loads(text)
+    assert content["fused_attention"] == 2
+    for broken in ("{", "[]", json.dumps({**content, "version": 2}), json.dumps({**content, "onnx_sha256": "0"})):
+        with pytest.raises(BadInput, match="record"):
+            record_from_json(broken)
+
+
+def test_audit_names_the_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
+    dense = graphs.path("dense")
+    (failed,) = audit_fusion(dense, graphs.path("ragged"), batch=BATCHES[0])
+    assert (failed.lost, failed.passed) == (SMALL_SITES, False)
+    passed = audit_fusion(dense, graphs.path("padded"), sms=("80", "portable"), batch=BATCHES[0])
+    assert [(audit.target, audit.lost, audit.passed) for audit in passed] == [("80", (), True), ("portable", (), True)]
+    (static,) = audit_fusion(graphs.path("tiny"), graphs.path("tiny", "fp16", "", 4))
+    assert (static.dense.fusion.fused_attention, static.reduced.fusion.fused_attention) == (2, 2)
+    content = json.loads(audit_to_json([failed], dense="dense.onnx", reduced="ragged.onnx"))
+    assert (content["version"], content["kind"]) == (1, "fusion-audit")
+    assert content["targets"][0]["lost"] == list(SMALL_SITES)
+    assert content["targets"][0]["dense"]["fused_attention"] == 3
+
+
+def test_parser_errors_name_the_site(graphs: Graphs, tmp_path: Path) -> None:
+    proto = onnx.load(graphs.path("tiny"))
+    names = [node.name for node in proto.graph.node]
+    at = names.index("blocks.1.mlp.act/Gelu")
+    proto.graph.node[at].op_type = "Bernoulli"  # a standard operator that no parser takes
+    del proto.graph.node[at].attribute[:]
+    onnx.save(proto, tmp_path / "odd.onnx")
+    with pytest.raises(BadInput, match=r"does not take this graph:\n  blocks\.1\.mlp\.act/Gelu \(Bernoulli\): ."):
+        build(tmp_path / "odd.onnx")
+
+
+def test_builder_errors_name_the_site(graphs: Graphs) -> None:
+    with pytest.raises(BadInput, match=r"could not build this graph:\n  .*blocks\.0\.attn\.qkv.*Turing"):
+        build(graphs.path("tiny", "fp32"), sms=("75",))
+
+
+def test_files_that_will_not_do_are_refused_before_the_builder(graphs: Graphs, tmp_path: Path) -> None:
+    whole = graphs.path("tiny").read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "foreign.onnx").write_bytes(b"not an ONNX file at all\n")
+    old = onnx.load_model_from_string(whole)
+    old.opset_import[0].version = 13
+    onnx.save(old, tmp_path / "old.onnx")
+    for name, says in (("cut", "cut short"), ("foreign", "not an ONNX"), ("old", "opset 13"), ("absent", "read")):
+        with pytest.raises(BadInput, match=says):
+            build(tmp_path / f"{name}.onnx")
+    with pytest.raises(BadInput, match="called fp16 but none of its"):
+        build(graphs.path("tiny", "fp32"), precision="fp16")
+
+
+def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
+    steps: list[tuple[str, int, int]] = []
+    choices = BuildChoices(backend="tensorrt-rtx", profiles=BATCHES, sms=("86",))
+    build_engine(graphs.path("tiny"), choices, progress=lambda *step: steps.append(step))
+    assert "Building engine" in {phase for phase, _, _ in steps}
+    assert all(1 <= done <= total for _, done, total in steps)
+
+    def press_ctrl_c(phase: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(graphs.path("tiny"), choices, progress=press_ctrl_c)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"timing_cache": Path("t.cache")}, "timing cache: TensorRT-RTX picks kernels on the target"),
+        ({"optimization_level": 3}, "same plan at every level"),
+        ({"version_compatible": True}, "rebuild for each version"),
+        ({"sparse": True}, "same plan with and without"),
+        ({"sms": ("90",)}, "'90' is no target"),
+        ({"sms": ("86", "86")}, "each target once"),
+        ({"sms": ("86", "portable")}, "portable alone"),
+        ({"workspace_bytes": 0}, "at least 1 byte"),
+        ({"backend": "tensorrt", "sms": ("86",)}, "builds for the GPU it runs on"),
+        ({"backend": "tensorrt", "sms": (), "optimization_level": 6}, "between 0 and 5"),
+        ({"backend": "tvm"}, "'tvm' is unknown"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        BuildChoices(**{"backend": "tensorrt-rtx", **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "1:2", "8:4:16", "0:1:2", "a:b:c", "1:8:64:2", "-1"])
+def test_odd_batches_are_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="batch"):
+        BatchProfile.from_text(text)
+
+
+def test_a_missing_library_is_told_with_install_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
+    with pytest.raises(Missing) as missing:
+        open_library("tensorrt-rtx", command="build m.onnx --backend tensorrt-rtx")
+    text = str(missing.value)
+    assert "pip install --upgrade tensorrt-rtx" in text
+    assert "or run on a machine that has it: build m.onnx --backend tensorrt-rtx" in text

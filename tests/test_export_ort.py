@@ -1,0 +1,63 @@
+"""The ONNX Runtime artefact says what the graph says and is recorded like an engine."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from export.engine import write_engine
+from export.errors import BadInput, Missing
+from export.ort_artifact import build_ort_artifact
+from export.record import record_from_json, record_path, sha256_of
+from export.to_onnx import onnx_from_model, save
+from tests.export_vit import Vit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    for precision in ("fp32", "fp16"):
+        proto = onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision=precision, metadata={})
+        save(proto, folder / f"{precision}.onnx")
+    return folder
+
+
+def test_the_artefact_gives_the_graphs_logits_and_is_smaller_in_nodes(folder: Path, tmp_path: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    source = folder / "fp32.onnx"
+    engine = build_ort_artifact(source, command="build fp32.onnx", progress=lambda *step: steps.append(step))
+    write_engine(engine, tmp_path / "model.ort.onnx")
+    images = np.random.default_rng(0).standard_normal((3, 3, 32, 32)).astype(np.float32)
+    logits = [
+        ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"images": images})[0]
+        for path in (source, tmp_path / "model.ort.onnx")
+    ]
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    record = record_from_json(record_path(tmp_path / "model.ort.onnx").read_text())
+    assert record == engine.record
+    assert (record.backend, record.targets, record.precision) == ("onnxruntime", ("cpu",), "fp32")
+    assert (record.onnx_sha256, record.command) == (sha256_of(source.read_bytes()), "build fp32.onnx")
+    assert record.kernels == len(onnx.load(tmp_path / "model.ort.onnx").graph.node)
+    assert record.kernels < len(onnx.load(source).graph.node)
+    assert (record.attention_sites, record.fused_attention) == (("blocks.0.attn",), 0)
+    assert steps == [("optimising", 1, 1)]
+
+
+def test_half_graphs_for_the_cpu_are_refused_and_cuda_is_missing(folder: Path) -> None:
+    with pytest.raises(BadInput, match="CPU kernels compute in float32 and this graph is fp16"):
+        build_ort_artifact(folder / "fp16.onnx")
+    with pytest.raises(BadInput, match="'tpu' is unknown"):
+        build_ort_artifact(folder / "fp32.onnx", device="tpu")
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        with pytest.raises(Missing, match=r"pip install onnxruntime-gpu(.|\n)*build x --device cuda"):
+            build_ort_artifact(folder / "fp16.onnx", device="cuda", command="build x --device cuda")
+
+
+def test_files_that_will_not_do_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.onnx").write_bytes((folder / "fp32.onnx").read_bytes()[:-5000])
+    with pytest.raises(BadInput, match="cut short"):
+        build_ort_artifact(tmp_path / "cut.onnx")
+    with pytest.raises(BadInput, match="called fp16 but none"):
+        build_ort_artifact(folder / "fp32.onnx", precision="fp16")

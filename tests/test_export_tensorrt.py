@@ -1,0 +1,366 @@
+"""The path of full TensorRT, run on a stand-in whose names are those that TensorRT 11.4's bindings export.
+
+No GPU is at hand, so this proves what is asked of the library and what is made of its answers, not that it answers so.
+"""
+
+import enum
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from export.choices import BatchProfile, BuildChoices
+from export.engine import Engine, build_engine
+from export.errors import BadInput, Missing
+from export.libraries import Library, open_library
+from export.to_onnx import onnx_from_model, save
+from tests.export_vit import Vit
+
+# Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.
+FLAGS_11_4 = [
+    *("DEBUG", "GPU_FALLBACK", "REFIT", "DISABLE_TIMING_CACHE", "EDITABLE_TIMING_CACHE", "TF32", "SPARSE_WEIGHTS"),
+    *("SAFETY_SCOPE", "DIRECT_IO", "VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME", "ERROR_ON_TIMING_CACHE_MISS"),
+    *("DISABLE_COMPILATION_CACHE", "STRIP_PLAN", "REFIT_IDENTICAL", "WEIGHT_STREAMING", "REFIT_INDIVIDUAL"),
+    *("STRICT_NANS", "MONITOR_MEMORY", "DISTRIBUTIVE_INDEPENDENCE"),
+]
+NETWORK_FLAGS_11_4 = ["STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS", "PREFER_JIT_PYTHON_PLUGINS"]
+NAMES_11_4 = {
+    "IBuilderConfig": {
+        *("add_optimization_profile", "builder_optimization_level", "profiling_verbosity", "set_memory_pool_limit"),
+        *("get_timing_cache", "set_timing_cache", "create_timing_cache"),
+    },
+    "OnnxParser": {"parse_from_file"},
+    "ICudaEngine": {"create_engine_inspector"},
+    "ITimingCache": {"serialize"},
+}
+
+Inspected = dict[str, Any]
+PROFILES = (BatchProfile(smallest=1, tuned=8, largest=64),)
+
+
+def inspector_10() -> Inspected:
+    """As TensorRT 10 writes it: Bindings, tensors with Format/Datatype, nodes joined by a control character."""
+    tensor = {"Name": "t", "Location": "Device", "Dimensions": [1], "Format/Datatype": "Row major linear FP16 format"}
+    onnx_nodes = "\x1f".join(f"[ONNX Layer: blocks.0.attn/{name}]" for name in ("MatMul", "Softmax", "MatMul_1"))
+    fused = {"Name": "_gemm_mha_v2_myl0_5", "LayerType": "kgen", "Inputs": [tensor], "Outputs": [tensor]}
+    plain = {"Name": "head", "LayerType": "gemm", "Inputs": [{**tensor, "Format/Datatype": "Float"}], "Outputs": []}
+    wait = {"Name": "w", "LayerType": "wait", "Inputs": [], "Outputs": []}
+    layers = [{**fused, "TacticName": "x", "Metadata": onnx_nodes}, {**plain, "TacticName": "sm80_gemm"}, wait]
+    return {"Layers": layers, "Bindings": ["images", "logits"]}
+
+
+def inspector_11() -> Inspected:
+    """As TensorRT 11 writes it: I/O Tensors, tensors with Datatype."""
+    content = inspector_10()
+    del content["Bindings"]
+    for layer in content["Layers"]:
+        for tensor in [*layer["Inputs"], *layer["Outputs"]]:
+            tensor["Datatype"] = "Half" if "FP16" in tensor.pop("Format/Datatype", "FP16") else "Float"
+    ports = [("images", "Input"), ("logits", "Output")]
+    return {**content, "I/O Tensors": [{"Name": name, "IOMode": mode, "DataType": "Float"} for name, mode in ports]}
+
+
+class TimingCache:
+    def __init__(self, stored: bytes) -> None:
+        self.content = stored
+
+    def serialize(self) -> bytes:
+        return self.content + b"+tactics"
+
+
+class Profile:
+    def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
+        self.asked = (name, shapes)
+
+
+class Config:
+    def __init__(self, world: "Tensorrt") -> None:
+        self.profiling_verbosity: Any = None
+        self.builder_optimization_level: Any = None
+        self.progress_monitor: Any = None
+        self._world = world
+        self._cache = TimingCache(b"")
+
+    def set_memory_pool_limit(self, pool: enum.IntEnum, size: int) -> None:
+        self._world.asked["workspace"] = (pool.name, size)
+
+    def set_flag(self, flag: enum.IntEnum) -> None:
+        self._world.asked.setdefault("flags", []).append(flag.name)
+
+    def add_optimization_profile(self, profile: Profile) -> None:
+        self._world.asked.setdefault("profiles", []).append(profile.asked)
+
+    def create_timing_cache(self, stored: bytes) -> TimingCache:
+        return TimingCache(stored)
+
+    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch
+        self._cache = cache
+        return cache.content != b"of another GPU"
+
+    def get_timing_cache(self) -> TimingCache:
+        return self._cache
+
+
+class Tensor:
+    name = "images"
+    shape = (-1, 3, 32, 32)
+
+
+class Network:
+    def get_input(self, index: int) -> Tensor:
+        assert index == 0
+        return Tensor()
+
+
+class ParserError:
+    def node_name(self) -> str:
+        return "blocks.0.attn/Softmax"
+
+    def node_operator(self) -> str:
+        return "Softmax"
+
+    def desc(self) -> str:
+        return "Assertion failed:\n no"
+
+
+class Inspector:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_engine_information(self, form: enum.IntEnum) -> str:
+        assert form.name == "JSON"
+        return self._text
+
+
+class CudaEngine:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def create_engine_inspector(self) -> Inspector:
+        return Inspector(self._text)
+
+
+class Tensorrt:
+    """Stands for `import tensorrt`; `says` is what the builder logs, `plan` what it returns."""
+
+    __version__ = "11.4.0.106"
+    BuilderFlag = enum.IntEnum("BuilderFlag", FLAGS_11_4, start=0)  # type: ignore[misc]
+    NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", NETWORK_FLAGS_11_4, start=1)  # type: ignore[misc]
+    ProfilingVerbosity = enum.IntEnum("ProfilingVerbosity", ["LAYER_NAMES_ONLY", "DETAILED", "NONE"], start=0)
+    MemoryPoolType = enum.IntEnum("MemoryPoolType", ["WORKSPACE"], start=0)
+    LayerInformationFormat = enum.IntEnum("LayerInformationFormat", ["ONELINE", "JSON"], start=0)
+
+    class ILogger:
+        def log(self, severity: Any, text: str) -> None:
+            raise NotImplementedError
+
+    class IProgressMonitor:
+        pass
+
+    def __init__(self, *, inspected: Inspected | None = None, plan: bytes | None = b"plan", says: str = "") -> None:
+        self.asked: dict[str, Any] = {}
+        self.plan, self.says, self.parses, self.has_gpu = plan, says, True, True
+        self.inspected = json.dumps(inspected or inspector_11())
+        self.Builder, self.OnnxParser, self.Runtime = self._builder(), self._parser(), self._runtime()
+
+    def _builder(world) -> type:  # the classes below need their own self
+        class Builder:
+            def __init__(self, logger: Any) -> None:
+                if not world.has_gpu:
+                    logger.log(1, "CUDA initialization failure with error: 35")
+                    raise TypeError("pybind11::init(): factory function returned nullptr")
+                self._logger = logger
+
+            def create_network(self, flags: int) -> Network:
+                world.asked["network flags"] = flags
+                return Network()
+
+            def create_builder_config(self) -> Config:
+                world.asked["config"] = Config(world)
+                return world.asked["config"]  # type: ignore[no-any-return]
+
+            def create_optimization_profile(self) -> Profile:
+                return Profile()
+
+            def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
+                config.progress_monitor.phase_start("Building engine", None, 2)
+                assert config.progress_monitor.step_complete("Building engine", 0)
+                config.progress_monitor.phase_finish("Building engine")
+                if world.says:
+                    self._logger.log(1, world.says)
+                return world.plan
+
+        return Builder
+
+    def _parser(world) -> type:
+        class OnnxParser:
+            num_errors = 1
+
+            def __init__(self, network: Network, logger: Any) -> None:
+                pass
+
+            def parse_from_file(self, path: str) -> bool:
+                world.asked["parsed"] = path
+                return world.parses
+
+            def get_error(self, index: int) -> ParserError:
+                return ParserError()
+
+        return OnnxParser
+
+    def _runtime(world) -> type:
+        class Runtime:
+            engine_host_code_allowed = False
+
+            def __init__(self, logger: Any) -> None:
+                pass
+
+            def deserialize_cuda_engine(self, plan: bytes) -> CudaEngine:
+                world.asked["host code"] = self.engine_host_code_allowed
+                return CudaEngine(world.inspected)
+
+        return Runtime
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph") / "tiny.onnx"
+    save(onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision="fp16", metadata={}), path)
+    return path
+
+
+def build(graph: Path, world: Tensorrt, **options: object) -> Engine:
+    choices = BuildChoices(**{"backend": "tensorrt", "profiles": PROFILES, **options})  # type: ignore[arg-type]
+    library = Library(name="tensorrt", version=world.__version__, module=world)
+    return build_engine(graph, choices, library=library)
+
+
+def public(thing: object) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
+    world = Tensorrt()
+    stand_ins: dict[str, object] = {
+        "IBuilderConfig": Config(world),
+        "OnnxParser": world.OnnxParser,
+        "Builder": world.Builder,
+        "Runtime": world.Runtime,
+        "ICudaEngine": CudaEngine,
+        "EngineInspector": Inspector,
+        "ITimingCache": TimingCache,
+        "IOptimizationProfile": Profile,
+        "INetworkDefinition": Network,
+        "ParserError": ParserError,
+        "ILogger": world.ILogger,
+    }
+    rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx, which has the same object model, is not installed")
+    own = {"content", "asked"}  # what the stand-ins remember
+    for name, stand_in in stand_ins.items():
+        unlisted = public(stand_in) - NAMES_11_4.get(name, set()) - own
+        assert unlisted <= public(vars(rtx)[name]), (name, unlisted)
+    for name in ("MemoryPoolType", "ProfilingVerbosity", "LayerInformationFormat"):
+        assert set(vars(Tensorrt)[name].__members__) <= set(vars(rtx)[name].__members__)
+
+
+def test_the_network_is_strongly_typed_and_no_precision_flag_is_set(graph: Path) -> None:
+    world = Tensorrt()
+    build(graph, world, workspace_bytes=1 << 30, optimization_level=4)
+    assert world.asked["network flags"] == 1 << world.NetworkDefinitionCreationFlag["STRONGLY_TYPED"]
+    assert "flags" not in world.asked
+    assert world.asked["profiles"] == [("images", ((1, 3, 32, 32), (8, 3, 32, 32), (64, 3, 32, 32)))]
+    assert world.asked["workspace"] == ("WORKSPACE", 1 << 30)
+    assert world.asked["config"].builder_optimization_level == 4
+    assert world.asked["config"].profiling_verbosity.name == "DETAILED"
+    assert world.asked["parsed"] == str(graph)
+    assert world.asked["host code"] is False
+
+
+@pytest.mark.parametrize("inspected", [inspector_10(), inspector_11()], ids=["10", "11"])
+def test_kernels_come_from_the_inspector_in_both_schemas(graph: Path, inspected: Inspected) -> None:
+    record = build(graph, Tensorrt(inspected=inspected), command="build tiny.onnx").record
+    assert (record.kernels, record.kernel_kinds) == (2, {"gemm": 1, "kgen": 1})
+    assert (record.attention_sites, record.fused_attention_sites) == (("blocks.0.attn",), ("blocks.0.attn",))
+    assert record.half_kernel_share == 0.5
+    assert (record.library_version, record.plan_bytes, record.command) == ("11.4.0.106", 4, "build tiny.onnx")
+
+
+def test_version_compatible_plans_allow_host_code(graph: Path) -> None:
+    world = Tensorrt()
+    record = build(graph, world, version_compatible=True).record
+    assert world.asked["flags"] == ["VERSION_COMPATIBLE"]
+    assert world.asked["host code"] is True
+    assert record.options["version_compatible"] is True
+
+
+def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "timing.cache"
+    first = build(graph, Tensorrt(), timing_cache=cache)
+    assert (first.record.options["timing_cache"], cache.read_bytes()) == ("new", b"+tactics")
+    second = build(graph, Tensorrt(), timing_cache=cache)
+    assert (second.record.options["timing_cache"], cache.read_bytes()) == ("reused", b"+tactics+tactics")
+    cache.write_bytes(b"of another GPU")
+    with pytest.raises(BadInput, match=r"not a timing cache of tensorrt 11\.4\.0\.106 on this GPU"):
+        build(graph, Tensorrt(), timing_cache=cache)
+    assert cache.read_bytes() == b"of another GPU"
+    assert [path.name for path in tmp_path.iterdir()] == ["timing.cache"]
+
+
+def test_sparse_is_set_for_weights_that_are_two_of_four_only(graph: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"4 matrices don't \(blocks.0.attn.qkv/MatMul, "):
+        build(graph, Tensorrt(), sparse=True)
+    proto = onnx.load(graph)
+    for tensor in proto.graph.initializer:
+        if tensor.name.endswith("MatMul.1"):
+            values = numpy_helper.to_array(tensor).copy()
+            values[0::4] = 0
+            values[1::4] = 0
+            tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), tensor.name))
+    onnx.save(proto, tmp_path / "sparse.onnx")
+    world = Tensorrt()
+    assert build(tmp_path / "sparse.onnx", world, sparse=True).record.options["sparse"] is True
+    assert world.asked["flags"] == ["SPARSE_WEIGHTS"]
+
+
+def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) -> None:
+    world = Tensorrt()
+    world.parses = False
+    with pytest.raises(BadInput, match=r"take this graph:\n  blocks.0.attn/Softmax \(Softmax\): Assertion failed: no$"):
+        build(graph, world)
+    failing = Tensorrt(plan=None, says="Could not find any implementation for node {blocks.0.mlp.fc1/MatMul}")
+    with pytest.raises(BadInput, match=r"could not build this graph:\n  blocks.0.mlp.fc1: Could not find any"):
+        build(graph, failing)
+
+
+def test_no_gpu_is_missing_not_a_crash(graph: Path) -> None:
+    world = Tensorrt()
+    world.has_gpu = False
+    with pytest.raises(Missing) as missing:
+        build(graph, world, command="build tiny.onnx --backend tensorrt")
+    for part in ("an NVIDIA GPU and its driver", "initialization failure", "machine that has it: build tiny.onnx"):
+        assert part in str(missing.value)
+    with pytest.raises(Missing, match="GPU and its driver"):
+        build(graph, Tensorrt(plan=None, says="cudaError 35: CUDA driver version is insufficient"))
+
+
+def test_an_engine_that_lists_names_only_is_refused(graph: Path) -> None:
+    with pytest.raises(BadInput, match="layer names only"):
+        build(graph, Tensorrt(inspected={"Layers": ["a", "b"]}))
+
+
+def test_old_and_absent_tensorrt_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Tensorrt()
+    monkeypatch.setattr(importlib, "import_module", lambda name: world)
+    assert open_library("tensorrt").module is world
+    monkeypatch.setattr(Tensorrt, "__version__", "10.11.0.33")
+    with pytest.raises(Missing, match=r"version 10\.12 or newer is needed, 10\.11\.0\.33 is installed"):
+        open_library("tensorrt")
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match="'tvm' is unknown"):
+        open_library("tvm")
