@@ -82,9 +82,7 @@ def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, where: 
         )
     broken = [name for name in expected if not torch.isfinite(state[name]).all()]
     if broken:
-        raise BadInput(
-            f"{where}: NaN or Inf in {_first(broken)}; the checkpoint is damaged, or its training diverged"
-        )
+        raise BadInput(f"{where}: NaN or Inf in {_first(broken)}; the checkpoint is damaged, or its training diverged")
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     model.requires_grad_(False)
 
@@ -94,8 +92,8 @@ def _state_from_pickle(path: Path) -> dict[str, torch.Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise BadInput(
-            f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({str(error).splitlines()[0][:200]}); "
-            "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its state_dict as .safetensors"
+            f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({str(error).splitlines()[0][:150]}); "
+            "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its weights as safetensors"
         ) from None
     for key in ("state_dict", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
@@ -138,12 +136,13 @@ def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
             "v": part.v,
             "scale": part.scale,
             "geometry": part.geometry,
+            "proj_bias": part.proj.bias is not None,
         }
     return widths
 
 
 def save(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write model.safetensors, then config.json that carries its digest; other files in the directory are left alone."""
+    """Write model.safetensors, then config.json that carries its digest; other files there are left alone."""
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.model.state_dict().items()}
     with replacing(directory / WEIGHTS) as temporary:
@@ -174,7 +173,9 @@ def _resized(model: nn.Module, sites: Mapping[str, Mapping[str, Any]]) -> nn.Mod
     for part in found.attentions:
         width = sites[part.name]
         if (width["qk"], width["v"], width["geometry"]) != (part.qk, part.v, part.geometry):
-            modules[part.name] = vit.empty_attention(part, qk=width["qk"], v=width["v"], geometry=width["geometry"])
+            modules[part.name] = vit.empty_attention(
+                part, qk=width["qk"], v=width["v"], geometry=width["geometry"], proj_bias=width["proj_bias"]
+            )
     return vit.replaced(model, modules)
 
 

@@ -1,15 +1,18 @@
-"""What to remove and how to repair it: sparsities, alignment, and the published presets. PURE.
+"""What to remove and how to repair it: methods, sparsities, alignment, and the published presets. PURE.
 
 A width is rounded to its alignment and the result is reported beside what was asked.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
-MlpSelection = Literal["energy", "magnitude", "combined", "obs"]
-MlpRecoveryName = Literal["none", "bias", "affine"]
-QkRecoveryName = Literal["select", "logit", "lowrank"]
-HeadGeometry = Literal["padded", "ragged"]
+MlpSelection = Literal["energy", "magnitude", "combined", "active", "variance", "wanda", "obs", "fold"]
+MlpRecoveryName = Literal["none", "bias", "gram", "affine"]
+QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
+ValueRecoveryName = Literal["keep", "lowrank"]
+HeadGeometry = Literal["square", "padded", "ragged"]
 
 MIN_WIDTH = 8
 DEFAULT_RIDGE_REL = 1e-4
@@ -17,11 +20,16 @@ DEFAULT_RIDGE_REL = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """One way to reduce a model. Sparsities are shares removed, in [0, 1); alignments are in channels or dimensions."""
+    """One way to reduce a model. Sparsities are shares removed, in [0, 1); alignments are in channels or dimensions.
+
+    With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
+    geometries leave values alone.
+    """
 
     mlp_selection: MlpSelection
     mlp_recovery: MlpRecoveryName
     qk_recovery: QkRecoveryName
+    value_recovery: ValueRecoveryName = "keep"
     mlp_sparsity: float = 0.0
     attention_sparsity: float = 0.0
     geometry: HeadGeometry = "padded"
@@ -34,35 +42,74 @@ class Choices:
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} sparsity {value}: expected a share removed in [0, 1)")
         if min(self.align_hidden, self.align_head) < 1:
-            raise ValueError(f"alignment must be at least 1, got hidden {self.align_hidden}, head {self.align_head}")
+            raise ValueError(f"alignment: got hidden {self.align_hidden}, head {self.align_head}, expected at least 1")
         if not self.ridge_rel > 0.0:
-            raise ValueError(f"ridge {self.ridge_rel}: expected a positive share of the mean diagonal")
+            raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
+        if self.geometry == "square" and self.reduces_attention and self.value_recovery == "keep":
+            raise ValueError(
+                "square heads need the values reduced too, but this preset keeps them; "
+                "expected preset best, or heads padded or ragged"
+            )
+
+    @property
+    def reduces_attention(self) -> bool:
+        """Whether any attention site changes at all."""
+        return self.attention_sparsity > 0.0 and self.qk_recovery != "keep"
+
+    @property
+    def needs_attention_system(self) -> bool:
+        """Whether CORP's per-image system (eq. 15) is used, which calibration takes only when asked."""
+        return self.qk_recovery == "logit" and self.reduces_attention
 
 
-PRESETS: dict[str, Choices] = {
-    "best": Choices(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank"),
-    "corp": Choices(mlp_selection="combined", mlp_recovery="affine", qk_recovery="logit"),
-    "none": Choices(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
-}
+PRESETS: Mapping[str, Choices] = MappingProxyType(
+    {
+        "best": Choices(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", value_recovery="lowrank"),
+        "corp": Choices(mlp_selection="combined", mlp_recovery="affine", qk_recovery="logit"),
+        "corp-v1": Choices(mlp_selection="energy", mlp_recovery="affine", qk_recovery="logit-v1"),
+        "grail": Choices(mlp_selection="wanda", mlp_recovery="gram", qk_recovery="keep"),
+        "grail-fold": Choices(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
+        "vbp": Choices(mlp_selection="variance", mlp_recovery="bias", qk_recovery="keep"),
+        "none": Choices(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
+    }
+)
 
 
-def choices_from_preset(preset: str, **changes: object) -> Choices:
+def choices_from_preset(preset: str, **changes: Any) -> Choices:
     """The preset with the given fields set; a field given as None keeps the preset's value."""
-    return replace(PRESETS[preset], **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+    return replace(PRESETS[preset], **{name: value for name, value in changes.items() if value is not None})
 
 
-def needs_attention_system(choices: Choices) -> bool:
-    """Whether the choices use CORP's per-image system (eq. 15), which calibration takes only when asked."""
-    return choices.qk_recovery == "logit" and choices.attention_sparsity > 0.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWidths:
+    """Kept widths per head."""
+
+    qk: int
+    v: int
 
 
-def aligned_width(dense: int, sparsity: float, align: int) -> int:
-    """The width kept: dense * (1 - sparsity) to the nearest multiple of `align`, at least 8, never above dense.
+Widths = Mapping[str, int | HeadWidths]
 
-    Nothing removed stays as it is. A site narrower than its alignment is aligned to 8 instead.
+
+def aligned_width(dense: int, share_kept: float, align: int) -> int:
+    """The width kept: dense * share to the nearest multiple of `align`, at least 8, never above dense.
+
+    A share of 1 keeps the width as it is. A site narrower than its alignment is aligned to 8 instead.
     """
-    if sparsity == 0.0:
+    if share_kept == 1.0:
         return dense
     step = align if dense >= align else MIN_WIDTH
-    nearest = int(dense * (1.0 - sparsity) / step + 0.5) * step
+    nearest = int(dense * share_kept / step + 0.5) * step
     return min(dense, max(nearest, step, MIN_WIDTH))
+
+
+def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
+    """Every width a site may have under an alignment, the dense one included, narrowest first."""
+    step = align if dense >= align else MIN_WIDTH
+    return (*(width for width in range(step, dense, step) if width >= MIN_WIDTH), dense)
+
+
+def head_widths(dense_qk: int, dense_v: int, choices: Choices) -> HeadWidths:
+    """The uniform widths of one attention site."""
+    width = aligned_width(dense_qk, 1.0 - choices.attention_sparsity, choices.align_head)
+    return HeadWidths(qk=width, v=min(width, dense_v) if choices.geometry == "square" else dense_v)

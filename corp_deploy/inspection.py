@@ -46,7 +46,7 @@ def _rows(model: nn.Module, found: vit.Parts, tokens: int) -> list[dict[str, Any
 
 
 def inspection_of_model(model: nn.Module) -> dict[str, Any]:
-    """Sites with widths, parameters and MACs (one image), totals, and the reason for each place that can't be reduced."""
+    """Sites with widths, parameters and MACs of one image, totals, and the reason where nothing can be reduced."""
     found = vit.parts(model)
     return {
         "architecture": type(model).__name__,

@@ -112,7 +112,7 @@ def lowrank(
     v_map_HRV, cut_HOR = _truncated(
         _head_blocks(covariance_CC, heads), _head_slices(weight_OC, heads), width, floor_rel
     )
-    map_KC: Tensor = torch.block_diag(*v_map_HRV)  # type: ignore[no-untyped-call]
+    map_KC: Tensor = torch.block_diag(*v_map_HRV) 
     cut_OK = cut_HOR.transpose(0, 1).flatten(1)
     spread_CK = covariance_CC @ map_KC.T
     solved = solve_ridge((weight_OC - cut_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)

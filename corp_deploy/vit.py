@@ -217,7 +217,9 @@ def _plain_attention(part: AttentionPart, geometry: Geometry | None) -> HeadAtte
     return plain
 
 
-def empty_attention(part: AttentionPart, *, qk: int, v: int, geometry: Geometry, fused: bool = True) -> HeadAttention:
+def empty_attention(
+    part: AttentionPart, *, qk: int, v: int, geometry: Geometry, proj_bias: bool | None = None, fused: bool = True
+) -> HeadAttention:
     """An attention module for this place with other head widths, its weights not yet set."""
     with torch.device(part.qkv.weight.device):
         module = HeadAttention(
@@ -228,7 +230,7 @@ def empty_attention(part: AttentionPart, *, qk: int, v: int, geometry: Geometry,
             scale=part.scale,
             geometry=geometry,
             qkv_bias=part.qkv.bias is not None,
-            proj_bias=part.proj.bias is not None,
+            proj_bias=part.proj.bias is not None if proj_bias is None else proj_bias,
             q_norm=copy.deepcopy(part.q_norm),
             k_norm=copy.deepcopy(part.k_norm),
             fused=fused,
@@ -236,7 +238,7 @@ def empty_attention(part: AttentionPart, *, qk: int, v: int, geometry: Geometry,
     return module.to(part.qkv.weight.dtype)
 
 
-def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool) -> dict[str, nn.Module]:
+def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool) -> dict[str, nn.Linear]:
     """fc1 and fc2 of this MLP at another hidden width, by module name, their weights not yet set."""
     device, dtype = part.fc1.weight.device, part.fc1.weight.dtype
     fc1 = nn.Linear(part.fc1.in_features, hidden, bias=part.fc1.bias is not None, device=device, dtype=dtype)

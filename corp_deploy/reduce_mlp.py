@@ -1,0 +1,105 @@
+"""From the moments and the choices to the two layers of one MLP. Takes tensors, knows no model.
+
+Legend: F channels, I inputs of the first layer, O outputs of the second, K kept.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from calib.moments import MlpMoments
+
+from . import recover_mlp, select
+from .choices import Choices
+from .fold_channels import fold
+from .obs import Elimination, obs
+from .recover_mlp import MlpRecovery
+from .swap import swap
+
+RECOVERIES: Mapping[str, Callable[..., MlpRecovery]] = {
+    "none": recover_mlp.none,
+    "bias": recover_mlp.bias,
+    "gram": recover_mlp.gram,
+    "affine": recover_mlp.affine,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpLayers:
+    """The dense layers of an MLP in float64: first [F,I] with bias or none, second [O,F] with bias or none."""
+
+    first_FI: Tensor
+    first_bias_F: Tensor | None
+    second_OF: Tensor
+    second_bias_O: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpAtSite:
+    """The new first layer and the recovered second one."""
+
+    first_KI: Tensor
+    first_bias_K: Tensor | None
+    recovery: MlpRecovery
+
+
+def elimination(moments: MlpMoments, layers: MlpLayers, choices: Choices) -> Elimination:
+    """The whole order of backward elimination at a site; one serves every width."""
+    return obs(moments.covariance_FF, layers.second_OF, ridge_rel=choices.ridge_rel)
+
+
+def kept_channels(
+    moments: MlpMoments, layers: MlpLayers, choices: Choices, width: int, known: Elimination | None = None
+) -> Tensor:
+    """The channels that the chosen selection keeps at one width, ascending. `known` spares a repeated elimination."""
+    second_F, weight_OF = moments.second_FF.diagonal(), layers.second_OF
+    match choices.mlp_selection:
+        case "obs":
+            kept_K = (known or elimination(moments, layers, choices)).kept(width)
+            if width == weight_OF.shape[1]:
+                return kept_K
+            return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=choices.ridge_rel).kept_K
+        case "energy":
+            score_F = select.energy(second_F)
+        case "magnitude":
+            score_F = select.magnitude(weight_OF)
+        case "combined":
+            score_F = select.combined(second_F, weight_OF)
+        case "active":
+            score_F = select.active(moments.active_share_F)
+        case "variance":
+            score_F = select.variance(moments.covariance_FF.diagonal())
+        case "wanda":
+            score_F = select.wanda(second_F, weight_OF)
+        case "fold":
+            raise AssertionError("folding keeps no channels, it merges them")
+    return select.kept_from_scores(score_F, width)
+
+
+def mlp_at_site(
+    moments: MlpMoments, layers: MlpLayers, choices: Choices, width: int, known: Elimination | None = None
+) -> MlpAtSite:
+    """Select and recover, or fold, at one width."""
+    if choices.mlp_selection == "fold":
+        folded = fold(
+            layers.first_FI,
+            layers.first_bias_F,
+            moments.second_FF,
+            layers.second_OF,
+            layers.second_bias_O,
+            width,
+            ridge_rel=choices.ridge_rel,
+        )
+        return MlpAtSite(first_KI=folded.weight_KI, first_bias_K=folded.bias_K, recovery=folded.recovery)
+    kept_K = kept_channels(moments, layers, choices, width, known)
+    recovery = RECOVERIES[choices.mlp_recovery](
+        moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=choices.ridge_rel
+    )
+    bias_K = None if layers.first_bias_F is None else layers.first_bias_F[kept_K]
+    return MlpAtSite(first_KI=layers.first_FI[kept_K], first_bias_K=bias_K, recovery=recovery)
+
+
+def output_energy(moments: MlpMoments, layers: MlpLayers) -> float:
+    """Variance of the dense output, the scale that errors are shares of: tr(W C W')."""
+    return float(((layers.second_OF @ moments.covariance_FF) * layers.second_OF).sum())
