@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .scales import Scale, linear, logarithmic, short
 
 WIDTH = 460
+HEAD, ROW_PX = 36, 38  # of figures with one row a batch, so that two of them line up
 PALETTE = """
 :root { --ink: #16202e; --muted: #5b6675; --line: #dfe4ea; --page: #fff; --dense: #8793a3; --reduced: #0f6fde;
-  --soft: #0f6fde26; --densesoft: #8793a333; --pass: #137a4b; --fail: #c0262d; --note: #9a6200 }
+  --soft: #0f6fde26; --densesoft: #8793a333; --pass: #137a4b; --fail: #c0262d; --note: #9a6200;
+  --passsoft: #137a4b1f }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e8edf3; --muted: #9aa7b6; --line: #2b3542; --page: #10161d; --dense: #8a98aa; --reduced: #5aa9ff;
-    --soft: #5aa9ff2b; --densesoft: #8a98aa38; --pass: #4cc38a; --fail: #ff7b7f; --note: #e3a94a }
+    --soft: #5aa9ff2b; --densesoft: #8a98aa38; --pass: #4cc38a;
+    --fail: #ff7b7f; --note: #e3a94a; --passsoft: #4cc38a24 }
 }
 """
 MARKS = """
@@ -32,14 +36,16 @@ svg.plot { display: block; width: 100%; height: auto;
 .plot .pass { stroke: var(--pass); fill: var(--pass) }
 .plot .fail { stroke: var(--fail); fill: var(--fail) }
 .plot .note { stroke: var(--note); fill: var(--note) }
-.plot text { fill: var(--muted); stroke: none }
+.plot text { fill: var(--muted); stroke: var(--page); stroke-width: 3px; paint-order: stroke; stroke-linejoin: round }
 .plot text.name { fill: var(--ink) }
+.plot text.note { fill: var(--note); stroke: var(--page) }
 .plot .path { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round }
 .plot .whisker { fill: none; stroke-width: 1.5 }
 .plot .open { fill: var(--page); stroke-width: 1.75 }
 .plot .bound { stroke: var(--ink); stroke-width: 2 }
-.plot .bar { stroke: none }
-.plot .band { fill: var(--densesoft); stroke: none }
+.plot .band { fill: var(--dense); fill-opacity: .38; stroke: none }
+.plot .room { fill: var(--passsoft); stroke: none }
+.plot .track { stroke: var(--line); stroke-width: 1 }
 .plot .area { stroke-width: 1.25 }
 .plot .area.dense { fill: var(--densesoft) }
 .plot .area.reduced { fill: var(--soft) }
@@ -84,16 +90,46 @@ def curve(series: Sequence[Series], *, title: str, unit: str, across: str, log: 
     return _figure(title, 280, body)
 
 
-def distribution(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, unit: str) -> str:
-    """Per label (a batch size) the samples of both subjects as densities on one axis each, with medians marked."""
-    left, right, row_px, head = 46, WIDTH - 14, 78, 30
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of both subjects at one batch size, in milliseconds, by name; the first name is the reference."""
+
+    label: str
+    by_name: Mapping[str, Sequence[float]]
+
+
+def distributions(rows: Sequence[Samples], *, title: str, across: str) -> str:
+    """One row a batch: densities of both subjects' times relative to the reference's median, with medians marked.
+
+    Relative times put all batches on one axis; the medians in milliseconds stand at the right. Times beyond the 99th
+    percentile of a row count at the border.
+    """
+    left, right = 58, WIDTH - 92
+    bottom = HEAD + len(rows) * ROW_PX
+    relative = [_relative(row) for row in rows]
+    edge = [float(np.quantile(times, 0.99)) for row in relative for times in row.values()]
+    least = [float(times.min()) for row in relative for times in row.values()]
+    x = linear([*edge, *least], start=left, end=right, zero=False)
+    names = list(dict.fromkeys(name for row in rows for name in row.by_name))
     tones = dict(zip(names, ("dense", "reduced"), strict=False))
-    body = [_legend(list(tones.items()))]
-    for place, (label, row) in enumerate(rows.items()):
-        base = head + (place + 1) * row_px - 20
-        body.append(_densities(label, row, tones, left=left, right=right, base=base, height=row_px - 26, unit=unit))
-    return _figure(title, head + len(rows) * row_px + 6, body)
+    body = [
+        _grid_x(x, HEAD, bottom, across),
+        _legend(list(tones.items())),
+        _text(WIDTH - 2, 13, "median, ms", anchor="end"),
+    ]
+    for place, (row, times) in enumerate(zip(rows, relative, strict=True)):
+        base = HEAD + (place + 1) * ROW_PX - 3
+        medians = " → ".join(f"{np.median(samples):#.3g}".rstrip(".") for samples in row.by_name.values())
+        body.append(
+            _text(2, base - 9, row.label, css="name") + _text(WIDTH - 2, base - 9, medians, anchor="end", css="name")
+        )
+        body += [_density(row, name, times[name], tones[name], x, base) for name in row.by_name]
+    return _figure(title, bottom + 42, body)
+
+
+def _relative(row: Samples) -> dict[str, NDArray[np.float64]]:
+    reference = float(np.median(next(iter(row.by_name.values()))))
+    return {name: np.asarray(times, dtype=np.float64) / reference for name, times in row.by_name.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +144,16 @@ class Gain:
 
 def gains(rows: Sequence[Gain], *, title: str, across: str) -> str:
     """One row a batch: the speed-up with its interval, the noise band around 1, the promised ratio as a dashed tick."""
-    left, right, row_px, head = 58, WIDTH - 50, 34, 36
-    bottom = head + len(rows) * row_px
+    left, right = 58, WIDTH - 50
+    bottom = HEAD + len(rows) * ROW_PX
     measured = [v for r in rows if r.ratio for v in (r.ratio.value, r.ratio.low, r.ratio.high)]
     around = [v for r in rows for v in (*(r.noise or ()), r.promised or 1.0)]
     x = linear([1.0, *measured, *around], start=left, end=right, zero=False)
-    body = [_grid_x(x, head, bottom, across), _legend([("dense again (A/A)", "dense"), ("reduced", "reduced")])]
-    body.append(f'<line class="bound" x1="{x.at(1):.1f}" x2="{x.at(1):.1f}" y1="{head}" y2="{bottom}"/>')
-    body += [_gain(row, x, head + (i + 0.5) * row_px) for i, row in enumerate(rows)]
+    promised = any(row.promised for row in rows)
+    body = [_grid_x(x, HEAD, bottom, across), _legend([("dense against itself", "band"), ("reduced", "reduced")])]
+    body += [_text(WIDTH - 2, 13, "┆ promised by MACs", anchor="end")] if promised else []
+    body.append(f'<line class="bound" x1="{x.at(1):.1f}" x2="{x.at(1):.1f}" y1="{HEAD}" y2="{bottom}"/>')
+    body += [_gain(row, x, HEAD + (i + 0.5) * ROW_PX) for i, row in enumerate(rows)]
     return _figure(title, bottom + 42, body)
 
 
@@ -158,25 +196,13 @@ class Bounded:
 
 
 def bounded(rows: Sequence[Bounded], *, title: str, across: str) -> str:
-    """One row a link on a logarithmic axis: a bar to the value, a tick at the bound, the colour of the status."""
-    row_px, left, right, head = 44, 16, WIDTH - 16, 12
-    bottom = head + len(rows) * row_px
+    """One row a link on a logarithmic axis: the room up to the bound, and a dot in the colour of the status."""
+    left, right, head = 8, WIDTH - 8, 6
+    bottom = head + len(rows) * 46
     values = [v for r in rows for v in (r.value, r.bound or r.value) if math.isfinite(v)]
     x = logarithmic([*values, 1e-8, 1e-1], start=left, end=right, least=1e-8)
     body = [_grid_x(x, head, bottom, across)]
-    for i, row in enumerate(rows):
-        y, tone = head + i * row_px + 30, {"PASS": "pass", "FAIL": "fail"}.get(row.status, "dense")
-        value = f"{row.value:.2g}" if math.isfinite(row.value) else "not finite"
-        end, allowed = x.at(max(row.value, 1e-8)), "no limit" if row.bound is None else f"{row.bound:.2g} allowed"
-        body.append(
-            f"<g><title>{escape(f'{row.label}: {value}, {allowed}')}</title>"
-            f"{_text(left, y - 10, row.label, css='name')}{_text(right, y - 10, f'{value} · {allowed}', anchor='end')}"
-            f'<rect class="bar {tone}" x="{left}" y="{y - 4}" width="{max(end - left, 2):.1f}" height="8" rx="2"/>'
-        )
-        if row.bound is not None:
-            tick = x.at(max(row.bound, 1e-8))
-            body.append(f'<line class="bound" x1="{tick:.1f}" x2="{tick:.1f}" y1="{y - 8}" y2="{y + 8}"/>')
-        body.append("</g>")
+    body += [_bounded(row, x, head + i * 46 + 32) for i, row in enumerate(rows)]
     return _figure(title, bottom + 42, body)
 
 
@@ -202,7 +228,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     parts, x = [], 2.0
     for name, tone in entries:
         parts.append(f'<circle class="{tone}" cx="{x + 5:.1f}" cy="9" r="4"/>{_text(x + 14, 13, name, css="name")}')
-        x += 32 + 6.6 * len(name)
+        x += 30 + 7.2 * len(name)
     return "".join(parts)
 
 
@@ -240,6 +266,26 @@ def _line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, u
     return "".join(marks)
 
 
+def _bounded(row: Bounded, x: Scale, y: float) -> str:
+    tone = {"PASS": "pass", "FAIL": "fail"}.get(row.status, "dense")
+    value = f"{row.value:.2g}" if math.isfinite(row.value) else "not finite"
+    allowed = "no limit" if row.bound is None else f"of {row.bound:.2g}"
+    label = row.label if len(row.label) <= 50 else f"{row.label[:49]}…"
+    room = ""
+    if row.bound is not None:
+        end = x.at(max(row.bound, 1e-8))
+        room = (
+            f'<rect class="room" x="{x.start}" y="{y - 6}" width="{end - x.start:.1f}" height="12" rx="2"/>'
+            f'<line class="bound" x1="{end:.1f}" x2="{end:.1f}" y1="{y - 8}" y2="{y + 8}"/>'
+        )
+    return (
+        f"<g><title>{escape(f'{row.label}: {value} {allowed}')}</title>{room}"
+        f'<line class="track" x1="{x.start}" x2="{x.end}" y1="{y}" y2="{y}"/>'
+        f"{_text(x.start, y - 13, label, css='name')}{_text(x.end, y - 13, f'{value} {allowed}', anchor='end')}"
+        f'<circle class="{tone}" cx="{x.at(max(row.value, 1e-8)):.1f}" cy="{y}" r="5"/></g>'
+    )
+
+
 def _gain(row: Gain, x: Scale, y: float) -> str:
     parts = [_text(2, y + 4, row.label, css="name")]
     if row.noise is not None:
@@ -263,57 +309,26 @@ def _gain(row: Gain, x: Scale, y: float) -> str:
         f"<g><title>{escape(tip)}</title>"
         f'<path class="whisker reduced" '
         f'd="M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"/>'
-        f'<circle class="reduced" cx="{mid:.1f}" cy="{y:.1f}" r="4.5"/></g>'
-        f"{_text(WIDTH - 2, y + 4, f'{row.ratio.value:.2f}x', anchor='end', css='name')}"
+        f'<circle class="reduced" cx="{mid:.1f}" cy="{y:.1f}" r="3.5"/></g>'
+        f"{_text(WIDTH - 2, y + 4, f'{row.ratio.value:.2f}×', anchor='end', css='name')}"
     )
     return "".join(parts)
 
 
-def _densities(
-    label: str,
-    row: Mapping[str, Sequence[float]],
-    tones: Mapping[str, str],
-    *,
-    left: float,
-    right: float,
-    base: float,
-    height: float,
-    unit: str,
-) -> str:
-    """Histograms on common bins; the far tail (above the 99th percentile of all) is put on the border."""
-    pooled = np.concatenate([np.asarray(samples, dtype=np.float64) for samples in row.values()])
-    low, high = float(pooled.min()), float(np.quantile(pooled, 0.99))
-    x = linear([low, max(high, low * 1.001)], start=left, end=right, zero=False)
-    edges = np.linspace(x.low, x.high, 61)
-    parts = [_text(2, base - height / 2, label, css="name")]
-    parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{base}" y2="{base}"/>')
-    parts += [_text(x.at(t), base + 15, short(t), anchor="middle") for t in x.ticks]
-    parts.append(_text(2, base + 15, unit))
-    for name, samples in row.items():
-        parts.append(_density(name, np.asarray(samples, dtype=np.float64), tones[name], x, edges, base, height, unit))
-    return "".join(parts)
-
-
-def _density(
-    name: str,
-    samples: np.ndarray[tuple[int], np.dtype[np.float64]],
-    tone: str,
-    x: Scale,
-    edges: np.ndarray[tuple[int], np.dtype[np.float64]],
-    base: float,
-    height: float,
-    unit: str,
-) -> str:
-    counts, _ = np.histogram(np.clip(samples, x.low, x.high), bins=edges)
+def _density(row: Samples, name: str, times: NDArray[np.float64], tone: str, x: Scale, base: float) -> str:
+    """A histogram of 80 bins, smoothed over five, as an area."""
+    edges = np.linspace(x.low, x.high, 81)
+    counts, _ = np.histogram(np.clip(times, x.low, x.high), bins=edges)
     smooth = np.convolve(np.pad(counts, 2), [1, 2, 3, 2, 1], mode="same")[2:-2]
-    tall = smooth / max(float(smooth.max()), 1.0) * height
+    tall = smooth / max(float(smooth.max()), 1.0) * (ROW_PX - 10)
     centres = (edges[:-1] + edges[1:]) / 2
     line = " ".join(f"L{x.at(float(c)):.1f} {base - h:.1f}" for c, h in zip(centres, tall, strict=True))
-    median = float(np.median(samples))
-    at = x.at(median)
-    tip = f"{name}: median {median:.4g} {unit}, {len(samples)} samples, up to {samples.max():.4g}"
+    at, samples = x.at(float(np.median(times))), row.by_name[name]
+    tip = (
+        f"{row.label}, {name}: median {np.median(samples):.4g} ms, {len(samples)} samples, up to {max(samples):.4g} ms"
+    )
     return (
         f"<g><title>{escape(tip)}</title>"
         f'<path class="area {tone}" d="M{x.start:.1f} {base}{line}L{x.end:.1f} {base}Z"/>'
-        f'<line class="whisker {tone}" x1="{at:.1f}" x2="{at:.1f}" y1="{base - height:.1f}" y2="{base}"/></g>'
+        f'<line class="whisker {tone}" x1="{at:.1f}" x2="{at:.1f}" y1="{base - ROW_PX + 10}" y2="{base}"/></g>'
     )

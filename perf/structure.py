@@ -72,7 +72,7 @@ def outputs(candidate: str, logits_NC: NDArray[np.floating]) -> list[Finding]:
     if len(sound_NC) > 1:
         share = _spread(sound_NC)
         status = "PASS" if share > 1e-3 else "FAIL"
-        reason = f"the logits vary over images by {share:.2g} of their size, at least 0.001 wanted"
+        reason = f"over the images the logits vary by {share:.2g} of their size, at least 0.001 wanted"
         found.append(
             Finding(candidate=candidate, test="constant", status=status, value=share, bound=1e-3, reason=reason)
         )

@@ -1,9 +1,9 @@
-"""The tables of a report as plain cells, made once and written as HTML, Markdown or CSV."""
+"""The tables of a report as plain cells, for HTML and Markdown. A line break parts a cell's small print."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .parity import Link
@@ -12,11 +12,12 @@ from .story import ModelLine, Story
 from .summary import Side, SummaryRow
 
 NOTHING = "–"
+MINUS = "−"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """`key` is a short name for files and anchors; the first column holds the row's name."""
+    """`key` is a short name for anchors; the first column holds the row's name."""
 
     key: str
     title: str
@@ -28,41 +29,43 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.key, self.columns, self.rows)
 
 
-def tables(story: Story) -> list[Table]:
-    """Every table that the story has rows for, in reading order."""
+def tables(story: Story) -> dict[str, Table]:
+    """Every table that the story has rows for, by key, in reading order."""
+    summary = story.summary
     made = [
         models(story),
         effects(story),
-        latency(story),
+        latency("latency", "Latency and throughput", summary.rows if summary else ()),
+        latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
         gate(story),
         links(story),
-        structure(story),
         located(story),
-        shift(story),
+        structure(story),
         accuracy(story),
+        shift(story),
         sites(story),
         pairs("environment", "Environment", story.environment),
         pairs("lineage", "Lineage", story.lineage),
     ]
-    return [table for table in made if table.rows]
+    return {table.key: table for table in made if table.rows}
 
 
 def models(story: Story) -> Table:
-    """One column a model, one row a property; a last column compares the first two models."""
+    """One column a model, one row a property; a last column compares two models."""
     lines = story.models
-    rows = [
+    rows = (
         ("Parameters", lambda m: m.params, count),
         ("Multiply-adds", lambda m: m.macs, count),
         ("File size", lambda m: m.size_bytes, size),
         ("Accuracy", lambda m: m.accuracy, percent),
-        ("Top-1 agreement with dense", lambda m: m.agreement, percent),
-    ]  # fmt: skip
-    known = [_property(name, get, show, lines) for name, get, show in rows]
+        ("Agreement with dense", lambda m: m.agreement, percent),
+    )  # fmt: skip
+    made = [_property(name, get, show, lines) for name, get, show in rows]
     return Table(
         key="models",
         title="Dense beside reduced",
         columns=("", *(m.name for m in lines), *(("Change",) if len(lines) == 2 else ())),
-        rows=tuple(row for row in known if any(cell != NOTHING for cell in row[1:])) if lines else (),
+        rows=tuple(row for row in made if any(cell != NOTHING for cell in row[1:])) if lines else (),
     )
 
 
@@ -77,13 +80,9 @@ def _property(
     if len(lines) != 2:
         return cells
     before, after = values
-    if before is None or after is None:
+    if not before or after is None or name.startswith("Agreement"):
         return (*cells, NOTHING)
-    points = name == "Accuracy"
-    return (
-        *cells,
-        f"{100 * (after - before):+.2f} points" if points else f"{after / before - 1:+.1%}" if before else NOTHING,
-    )
+    return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
 
 
 def effects(story: Story) -> Table:
@@ -91,49 +90,53 @@ def effects(story: Story) -> Table:
     return Table(
         key="effects",
         title="What the compensation changed",
-        columns=("Preset", "Relative logit error", "Agreement", "Accuracy"),
+        columns=("Preset", "Logit error", "Agreement", "Accuracy"),
         rows=tuple(
             (e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in story.effects
         ),
-        note="Same widths, same images; without compensation the channels are only cut.",
+        note="Same widths and images; with preset none the channels are only cut.",
     )
 
 
-def latency(story: Story) -> Table:
-    """One row for each measure, batch and subject, failed ones included."""
-    summary = story.summary
-    rows = [] if summary is None else [*summary.rows, *summary.end_to_end_rows]
-    lines = [_latency_line(row, side, first=i == 0) for row in rows for i, side in enumerate(row.sides.values())]
+def latency(key: str, title: str, rows: Iterable[SummaryRow]) -> Table:
+    """One row a batch, reference → candidate; what failed stays in the table."""
+    rows = tuple(rows)
+    measure = rows[0].measure.replace("_", " ") if rows else ""
+    needed = next((p.needed for row in rows for s in row.sides.values() if (p := s.p99_ms) and p.value is None), None)
+    note = (
+        f"Times of one call ({measure}), dense → reduced. Speed-up is the ratio of medians with its 95 % interval, A/A "
+    )
+    note += "the dense model against itself in the same run, and realised the time saved over the multiply-adds saved."
+    note += f" A p99 needs {needed} samples." if needed else ""
     return Table(
-        key="latency",
-        title="Latency and throughput",
-        columns=(
-            "Batch",
-            "Measure",
-            "Model",
-            "p50 ms",
-            "p90 ms",
-            "p99 ms",
-            "images/s",
-            "Speed-up",
-            "A/A noise",
-            "Of promised",
-        ),
-        rows=tuple(lines),
-        note="Speed-up is the ratio of medians with its 95 % interval; A/A is the dense model against itself on the "
-        "same machine in the same run. The promise is what the multiply-adds saved would give.",
+        key=key,
+        title=title,
+        columns=("Batch", "p50 ms", "p90 ms", "p99 ms", "Images/s", "Peak memory", "Speed-up", "A/A", "Realised"),
+        rows=tuple(_latency_cells(row) for row in rows),
+        note=note,
     )
 
 
-def _latency_line(row: SummaryRow, side: Side, *, first: bool) -> tuple[str, ...]:
-    head = (str(row.batch), row.measure.replace("_", " "), side.name)
-    if side.status != "ok":
-        return (*head, side.status, *([NOTHING] * 6))
-    times = (interval(side.p50_ms), tail(side.p90_ms), tail(side.p99_ms), interval(side.throughput, digits=4))
-    if first:
-        return (*head, *times, "", "", "")
-    share = NOTHING if row.realised_share is None else f"{row.realised_share:.0%}"
-    return (*head, *times, ratio(row.speedup), ratio(row.noise), share)
+def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
+    sides = tuple(row.sides.values())
+    failed = ", ".join(dict.fromkeys(side.message for side in sides if side.status != "ok" and side.message))
+    quality = "disturbed" if row.disturbed else failed
+    return (
+        f"{row.batch}\n{quality}" if quality else str(row.batch),
+        _both(sides, lambda side: middle(side.p50_ms) if side.status == "ok" else side.status),
+        _both(sides, lambda side: tail(side.p90_ms)),
+        _both(sides, lambda side: tail(side.p99_ms)),
+        _both(sides, lambda side: middle(side.throughput)),
+        _both(sides, lambda side: size(side.peak_memory_bytes)),
+        ratio(row.speedup),
+        ratio(row.noise),
+        NOTHING if row.realised_share is None else percent(row.realised_share, 0),
+    )
+
+
+def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
+    cells = [show(side) for side in sides]
+    return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
 
 
 def gate(story: Story) -> Table:
@@ -145,49 +148,74 @@ def gate(story: Story) -> Table:
 def links(story: Story) -> Table:
     """The parity chain, one row a link."""
     chain = story.parity.links if story.parity else ()
+    where = ""
+    if story.parity:
+        images = story.parity.images
+        what = "random inputs, as asked" if images.kind == "random" else "real images"
+        where = f"Errors of the logits on {images.count:,} {what}, at the worst batch size. "
     return Table(
         key="parity",
         title="Parity chain",
-        columns=("Link", "Status", "Relative error", "Allowed", "Max abs", "Cosine, least", "Top-1 agreement",
-                 "Top-5 overlap", "KL, mean", "Decisive flips", "Why"),
+        columns=("Link", "Status", "Relative error", "Max abs", "Top-1 agreement", "Decisive flips", "Top-5",
+                 "Cosine, least", "KL, mean"),
         rows=tuple(_link_cells(link) for link in chain),
-        note="Errors of the logits on real images, at the worst batch size. A decisive flip changes the answer on an "
-        "image whose margin exceeds the noise.",
+        note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
     )  # fmt: skip
 
 
 def _link_cells(link: Link) -> tuple[str, ...]:
-    m = link.measures
-    agreement = f"{percent(m.top1_agreement)} ({m.top1_agreement_low:.1%} to {m.top1_agreement_high:.1%})"
+    m, bound = link.measures, link.tolerance.max_relative_error
     return (
-        f"{link.reference} → {link.candidate}",
+        f"{link.name}\n{link.reference} → {link.candidate}",
         link.status,
-        error(m.relative_error),
-        error(link.tolerance.max_relative_error),
+        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{bound:.2g} allowed'}",
         error(m.max_abs),
-        f"{m.cosine_min:.6f}",
-        agreement,
+        f"{percent(m.top1_agreement)}\n{percent(m.top1_agreement_low, 1)} to {percent(m.top1_agreement_high, 1)}",
+        f"{m.decisive_flips}\nof {m.decisive_images:,}",
         percent(m.top5_overlap),
+        f"{m.cosine_min:.4f}",
         error(m.kl_mean),
-        f"{m.decisive_flips} of {m.decisive_images}",
-        link.reason,
     )
-
-
-def structure(story: Story) -> Table:
-    """Structural tests."""
-    found = story.parity.structure if story.parity else ()
-    rows = tuple((f"{f.test} of {f.candidate}", f.status, f.reason) for f in found)
-    return Table(key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=rows)
 
 
 def located(story: Story) -> Table:
     """Where failing links break."""
     rows = tuple(
-        (line.site or "no single site", line.link, line.reason, line.command)
+        (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
         for line in (story.parity.located if story.parity else ())
     )
     return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
+
+
+def structure(story: Story) -> Table:
+    """Structural tests."""
+    found = story.parity.structure if story.parity else ()
+    rows = tuple((f"{f.test}\n{f.candidate}", f.status, f.reason) for f in found)
+    return Table(key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=rows)
+
+
+def accuracy(story: Story) -> Table:
+    """Accuracy on labels, and McNemar's test where two models were compared."""
+    parity = story.parity
+    rows = [
+        (
+            a.model,
+            f"{percent(a.accuracy)}\n{percent(a.low, 1)} to {percent(a.high, 1)}",
+            f"{a.correct:,} of {a.images:,}",
+        )
+        for a in (parity.accuracy if parity else ())
+    ]
+    rows += [
+        (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
+        for c in (parity.comparisons if parity else ())
+    ]
+    return Table(
+        key="accuracy",
+        title="Accuracy on labels",
+        columns=("Model", "Accuracy", "Images"),
+        rows=tuple(rows),
+        note="95 % Wilson intervals; two models on the same images by McNemar's exact test.",
+    )
 
 
 def shift(story: Story) -> Table:
@@ -203,17 +231,6 @@ def shift(story: Story) -> Table:
         ),
         note=found.reason if found else "",
     )
-
-
-def accuracy(story: Story) -> Table:
-    """Accuracy on labels, and McNemar's test where two models were compared."""
-    parity = story.parity
-    rows = [(a.model, f"{percent(a.accuracy)} ({a.low:.1%} to {a.high:.1%})", f"{a.correct} of {a.images}")
-            for a in (parity.accuracy if parity else ())]  # fmt: skip
-    rows += [(f"{c.a} against {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
-             for c in (parity.comparisons if parity else ())]  # fmt: skip
-    return Table(key="accuracy", title="Accuracy on labels", columns=("Model", "Accuracy", "Images"), rows=tuple(rows),
-                 note="95 % Wilson intervals; two models on the same images by McNemar's exact test.")  # fmt: skip
 
 
 def sites(story: Story) -> Table:
@@ -234,13 +251,11 @@ def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:
 
 
 def count(value: float | None) -> str:
-    """5.72 M, 1.25 G."""
+    """22.1 M, 4.6 G."""
     if value is None:
         return NOTHING
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:g}"
+    unit, scale = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s), ("", 1.0))
+    return f"{value / scale:.3g} {unit}".rstrip()
 
 
 def size(value: float | None) -> str:
@@ -250,11 +265,25 @@ def size(value: float | None) -> str:
     return f"{value / 1e6:.3g} MB" if value >= 1e6 else f"{value / 1e3:.3g} kB"
 
 
-def percent(value: float | None) -> str:
-    """Two decimals, and never rounded up to 100 %."""
+def percent(value: float | None, decimals: int = 2) -> str:
+    """99.60 %; what is not all is never rounded up to 100 %."""
     if value is None:
         return NOTHING
-    return "100 %" if value == 1 else f"{min(value, 0.9999):.2%}".replace("%", " %")
+    if value == 1:
+        return "100 %"
+    step = 10.0 ** -(decimals + 2)
+    shown = 1 - step if 1 - step / 2 <= value < 1 else value
+    return f"{100 * shown:.{decimals}f} %".replace("-", MINUS)
+
+
+def signed_percent(value: float, decimals: int = 1) -> str:
+    """−41.1 %."""
+    return f"{100 * value:+.{decimals}f} %".replace("-", MINUS)
+
+
+def points(value: float) -> str:
+    """−0.73 points, of a difference of two shares."""
+    return f"{100 * value:+.2f} points".replace("-", MINUS)
 
 
 def error(value: float | None) -> str:
@@ -264,19 +293,27 @@ def error(value: float | None) -> str:
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
-def interval(value: Interval | None, digits: int = 3) -> str:
-    """The value; its interval is in the plot."""
-    return NOTHING if value is None else f"{value.value:.{digits}g}"
+def number(value: float | None) -> str:
+    """Three digits that count, and no exponent."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def middle(value: Interval | None) -> str:
+    """The value of an interval that a plot shows."""
+    return NOTHING if value is None else number(value.value)
 
 
 def tail(value: Percentile | None) -> str:
     """A percentile, or the dash where too few samples were taken."""
-    return NOTHING if value is None or value.value is None else f"{value.value:.3g}"
+    return NOTHING if value is None else number(value.value)
 
 
 def ratio(value: Interval | None) -> str:
-    """1.42 (1.40 to 1.44)."""
+    """1.42 over its interval."""
     if value is None:
         return NOTHING
-    bounds = f" ({value.low:.2f} to {value.high:.2f})" if math.isfinite(value.high) else " (too few rounds)"
-    return f"{value.value:.2f}{bounds}"
+    return f"{value.value:.2f}\n" + (
+        f"{value.low:.2f} to {value.high:.2f}" if math.isfinite(value.high) else "too few rounds"
+    )

@@ -88,10 +88,8 @@ def limits(
 ) -> Tolerance:
     """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
-    asked = [f"agreement at least {min_agreement:g}"] if min_agreement is not None else []
-    asked += [f"relative error at most {max_error:g}"] if max_error is not None else []
     return Tolerance(
-        rule="limits: " + ", ".join(asked) if asked else "no limit was set",
+        rule="no limit was set" if min_agreement is None and max_error is None else "the limit that was set",
         max_relative_error=max_error,
         min_agreement=min_agreement,
         margin_noise=tie,

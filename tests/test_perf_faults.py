@@ -21,6 +21,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from perf import module_blocks, onnx_blocks, structure, tolerance
+from perf.headroom import headroom
 from perf.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
 from perf.measures import measures
 from perf.parity import Link, link
@@ -95,7 +96,8 @@ class Graph:
         return self.half and not any(f"{path}.".startswith(f"{kept}.") for kept in self.keep)
 
     def op(self, path: str, kind: str, *inputs: str, **attributes: Any) -> str:
-        name = f"{path}/{kind}_{len(self.nodes)}"
+        taken = sum(node.name.startswith(f"{path}/{kind}_") for node in self.nodes)
+        name = f"{path}/{kind}_{taken}"
         self.nodes.append(helper.make_node(kind, list(inputs), [f"{name}:0"], name=name, **attributes))
         return f"{name}:0"
 
@@ -322,6 +324,11 @@ def test_attention_logits_over_float16(vit: TinyViT) -> None:
     assert (located.site, located.measure) == ("blocks.1.attn", "nonfinite")
     assert located.largest_activation > located.half_limit
     assert located.command == "export --precision mixed --keep-fp32 blocks.1.attn"
+    risk = headroom("onnx fp16", single, half, photographs())
+    assert risk.status == "FAIL"
+    assert "blocks.1.attn reaches 76,546 in float16" in risk.reason
+    kept = onnx_from_vit(watching, half=True, keep=("blocks.1.attn",))
+    assert headroom("onnx mixed", single, kept, photographs()).status == "PASS"
 
 
 def test_the_cpu_alone_would_not_have_seen_it(vit: TinyViT) -> None:

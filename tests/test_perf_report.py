@@ -4,6 +4,7 @@ import csv as comma_separated
 import io
 import json
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -14,44 +15,52 @@ import pytest
 from perf.errors import BadInput
 from perf.parity import ImageSet, Parity, link
 from perf.report import csv, html, junit, markdown, svgs
+from perf.runs import Bench, Block, Described, Row, Trial
+from perf.tables import count, number, percent, size
 from perf.tolerance import limits
 
 LATENCY_MS = {1: (8.0, 6.4), 8: (40.0, 25.0)}
 
 
-def blocks(names: tuple[str, str], ms: tuple[float, float]) -> list[dict[str, Any]]:
+def blocks(names: tuple[str, str], ms: tuple[float, float]) -> tuple[Block, ...]:
     """Eight rounds ABBA, constant times with a ripple of 1 %."""
     made = []
     for turn in range(8):
         for name in (*names, *names[::-1]):
-            times = [ms[names.index(name)] * (1 + 0.01 * ((turn + call) % 3 - 1)) for call in range(4)]
-            made.append({"round": turn, "subject": name, "at_s": 0.0, "calls": 4, "wall_ms": sum(times),
-                         "compute_ms": times, "end_to_end_ms": None, "enqueue_ms": None, "dropped": None,
-                         "gpu": None})  # fmt: skip
-    return made
+            times = tuple(ms[names.index(name)] * (1 + 0.01 * ((turn + call) % 3 - 1)) for call in range(4))
+            made.append(Block(round=turn, subject=name, at_s=0.0, calls=4, wall_ms=sum(times), compute_ms=times))
+    return tuple(made)
 
 
-def trial(status: str, message: str | None = None) -> dict[str, Any]:
-    return {"status": status, "message": message, "warm_up_samples_ms": [], "warm_up_flat": True,
-            "peak_memory_bytes": None, "peak_memory_method": None}  # fmt: skip
+def row(batch: int, ms: tuple[float, float]) -> Row:
+    trials = {name: Trial(status="ok", peak_memory_bytes=5_000_000) for name in ("dense", "reduced")}
+    measured, noise = blocks(("dense", "reduced"), ms), blocks(("dense", "dense again"), (ms[0], ms[0]))
+    return Row(batch=batch, trials=trials, calls_per_block=4, settle_calls=0, stop="narrow", blocks=measured,
+               noise_blocks=noise)  # fmt: skip
+
+
+def failed_row(batch: int) -> Row:
+    trials = {name: Trial(status="oom", message="out of memory") for name in ("dense", "reduced")}
+    return Row(batch=batch, trials=trials, calls_per_block=1, settle_calls=0, stop="nothing to measure", blocks=(),
+               noise_blocks=())  # fmt: skip
 
 
 def bench() -> dict[str, Any]:
-    rows = [
-        {"batch": batch, "trials": {"dense": trial("ok"), "reduced": trial("ok")}, "calls_per_block": 4,
-         "settle_calls": 0, "stop": "narrow", "blocks": blocks(("dense", "reduced"), ms),
-         "noise_blocks": blocks(("dense", "dense again"), (ms[0], ms[0]))}
-        for batch, ms in LATENCY_MS.items()
-    ]  # fmt: skip
-    failed = {name: trial("oom", "batch 64 does not fit") for name in ("dense", "reduced")}
-    rows.append({"batch": 64, "trials": failed, "calls_per_block": 1, "settle_calls": 0, "stop": "nothing to measure",
-                 "blocks": [], "noise_blocks": []})  # fmt: skip
-    subjects = [{"name": name, "describe": {"backend": "onnxruntime"}, "macs": macs, "params": None, "size_bytes": None,
-                 "sha256": None, "fused_attention": None}
-                for name, macs in (("dense", 200), ("reduced", 100))]  # fmt: skip
-    return {"kind": "bench", "version": 1, "created": "2026-01-01T00:00:00+00:00", "command": [],
-            "environment": {"cpu": "a <fast> one"}, "settings": {}, "subjects": subjects, "rows": rows,
-            "warnings": []}  # fmt: skip
+    describe = {"backend": "onnxruntime", "precision": "fp32"}
+    made = Bench(
+        created="2026-01-01T00:00:00+00:00",
+        command=(),
+        environment={"cpu": "a <fast> one"},
+        settings={},
+        subjects=(
+            Described(name="dense", describe=describe, macs=200),
+            Described(name="reduced", describe=describe, macs=100),
+        ),
+        rows=(*(row(batch, ms) for batch, ms in LATENCY_MS.items()), failed_row(64)),
+        warnings=("the clock <wandered>",),
+    )
+    document: dict[str, Any] = json.loads(json.dumps({"kind": "bench", "version": 1, **asdict(made)}))
+    return document
 
 
 def parity(*, broken: bool = False) -> Parity:
@@ -122,17 +131,20 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
 
 def test_the_headline_is_from_the_records() -> None:
     page = html(record())
-    assert "Reduced answers 1.60 times as fast as dense at batch 8" in page
-    assert "same on 100 % of 50 images" in page
-    assert '<span class="chip note">gate INCONCLUSIVE</span><span class="chip pass">parity PASS</span>' in page
+    assert "Reduced is 1.60 times as fast as dense at batch 8" in page
+    assert "a &lt;fast&gt; one · onnxruntime fp32 · 50 images · 2026-01-01" in page
+    assert "same on 100&nbsp;% of 50 images" in page
+    assert (
+        '<span class="chip full note">Gate INCONCLUSIVE</span><span class="chip full pass">Parity PASS</span>' in page
+    )
     assert "about 12 more blocks are needed" in page
 
 
 @pytest.mark.parametrize(("broken", "verdict"), [(False, "PASS"), (True, "FAIL")])
 def test_the_verdict_is_the_records_own(broken: bool, verdict: str) -> None:
     made = record(parity=parity(broken=broken).to_json(), gate=None)
-    assert f"parity {verdict}</span>" in html(made)
-    assert f"**parity {verdict}**" in markdown(made)
+    assert f"Parity {verdict}</span>" in html(made)
+    assert f"**Parity {verdict}**" in markdown(made)
 
 
 def test_words_of_the_user_are_escaped() -> None:
@@ -140,34 +152,87 @@ def test_words_of_the_user_are_escaped() -> None:
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "a &lt;fast&gt; one" in page
+    assert "the clock &lt;wandered&gt;" in page
 
 
 def test_every_table_and_plot_is_there() -> None:
     page = html(record())
-    for words in ("Dense beside reduced", "Latency by batch", "Throughput by batch",
-                  "Speed-up beside noise and promise", "Distribution of samples", "Error of each link",
-                  "Error of each site", "Structural tests", "Environment", "Lineage", "corp-deploy bench a b --batch 1,8"):  # fmt: skip
+    titles = (
+        "Dense beside reduced",
+        "Latency by batch",
+        "Throughput by batch",
+        "Speed-up beside noise and promise",
+        "Distribution of samples",
+        "Error of each link",
+        "Error of each site",
+        "Structural tests",
+        "Environment",
+        "Lineage",
+        "corp-deploy bench a b --batch 1,8",
+    )
+    for words in titles:
         assert (words in page) == (words != "Structural tests"), words
     assert page.count("<svg") == 6
 
 
 def test_a_failed_batch_stays_in_the_table() -> None:
-    rows = [row for row in comma_separated.reader(io.StringIO(csv(record()))) if row[0] == "latency" and row[2] == "64"]
-    assert [row[4] for row in rows if row[3] == "p50 ms"] == ["oom", "oom"]
+    lines = [line for line in markdown(record()).splitlines() if line.startswith("| 64 ")]
+    assert lines == ["| 64 · out of memory | oom | – | – | – | – | – | – | – |"]
+    assert ["latency", "dense", "64", "compute", "status", "oom", "", ""] in rows_of_csv()
+
+
+def test_the_latency_table_by_hand() -> None:
+    """Medians 40 and 25 ms; 1.6 times as fast saves 37.5 % of the time, of 50 % of the multiply-adds: 75 %."""
+    line = next(line for line in markdown(record()).splitlines() if line.startswith("| 8 |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:2] == ["8", "40.0 → 25.0"]
+    assert cells[3] == "–"
+    assert cells[4:6] == ["200 → 320", "5 MB → 5 MB"]
+    assert cells[6].startswith("1.60 · 1.")
+    assert cells[7].startswith("1.00 · ")
+    assert cells[8] == "75 %"
+    assert "A p99 needs 662 samples" in markdown(record())
 
 
 def test_change_and_rounding() -> None:
     text = markdown(record())
-    assert "| Parameters | 1 k | 600 | -40.0% |" in text
-    assert "| Accuracy | 98.00 % | 97.00 % | -1.00 points |" in text
+    assert "| Parameters | 1 k | 600 | −40.0 % |" in text
+    assert "| Accuracy | 98.00 % | 97.00 % | −1.00 points |" in text
     assert "99.99 %" in text
 
 
-def test_csv_has_every_cell_once() -> None:
-    rows = list(comma_separated.reader(io.StringIO(csv(record()))))
-    assert rows[0] == ["table", "row", "name", "column", "value"]
-    assert ["sites", "1", "blocks.0.mlp", "Error, only cut", "0.5"] in rows
-    assert len({tuple(row[:4]) for row in rows}) == len(rows)
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (percent(0.99999), "99.99 %"),
+        (percent(1.0), "100 %"),
+        (percent(0.99996, 1), "99.9 %"),
+        (percent(-0.5, 0), "−50 %"),
+        (number(0.01234), "0.0123"),
+        (number(7.0), "7.00"),
+        (number(179.4), "179"),
+        (number(25_312.0), "25,312"),
+        (count(22_050_664), "22.1 M"),
+        (size(830_000), "830 kB"),
+    ],
+)
+def test_numbers_as_people_write_them(made: str, words: str) -> None:
+    assert made == words
+
+
+def rows_of_csv() -> list[list[str]]:
+    return list(comma_separated.reader(io.StringIO(csv(record()))))
+
+
+def test_csv_has_every_number_once_and_unrounded() -> None:
+    rows = rows_of_csv()
+    assert rows[0] == ["section", "subject", "batch", "measure", "name", "value", "low", "high"]
+    assert ["sites", "blocks.0.mlp", "", "", "error_uncompensated", "0.5", "", ""] in rows
+    assert len({tuple(row[:5]) for row in rows}) == len(rows)
+    speedup = next(row for row in rows if row[2:5] == ["8", "compute", "speedup"])
+    value, low, high = map(float, speedup[5:])
+    assert low <= value <= high
+    assert value == pytest.approx(1.6)
 
 
 def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
@@ -189,7 +254,7 @@ def test_plots_are_files_of_their_own() -> None:
 
 def test_a_bare_record_is_a_report_too() -> None:
     page = html({"title": "Nothing yet"})
-    assert "no verdict: nothing was verified" in page
+    assert "No verdict: nothing was verified" in page
     assert "<svg" not in page
     assert markdown({"title": "Nothing yet"}).startswith("# Nothing yet")
     assert svgs({"title": "Nothing yet"}) == {}
