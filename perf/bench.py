@@ -15,7 +15,6 @@ from .runners import Images, Runner, Streams, batch_of
 from .runs import Bench, Block, Described, Flat, Row, Scalar, Trial
 from .stability import warnings_of
 from .timing import (
-    UNWATCHED,
     Bound,
     Clock,
     Plan,
@@ -26,7 +25,7 @@ from .timing import (
     settle_calls,
     warm_up,
 )
-from .watch import Watch
+from .watch import Watch, unwatched
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"
@@ -81,7 +80,7 @@ def bench(
     described: Flat | None = None,
     command: Sequence[str] = (),
     clock: Clock = perf_counter_ns,
-    watch: Watch = UNWATCHED,
+    watch: Watch = unwatched,
     progress: Progress | None = None,
 ) -> Bench:
     """Time the first subject against the second, and the first against itself, at every batch size.
@@ -102,11 +101,10 @@ def bench(
     reference, candidate = subjects
     rows: list[Row] = []
     with ExitStack() as stack:
-        stations = {
-            reference.name: _opened(reference, reference.name, streams, stack),
-            candidate.name: _opened(candidate, candidate.name, streams, stack),
-            reference.name + AGAIN: _opened(reference, reference.name + AGAIN, streams, stack),
-        }
+        stations = {subject.name: _opened(subject, subject.name, streams, stack) for subject in subjects}
+        if plan.noise_rounds:
+            again = reference.name + AGAIN
+            stations[again] = _opened(reference, again, streams, stack)
         for index, batch in enumerate(batches):
             say = _within(progress, index, len(batches), f"batch {batch}")
             rows.append(_row(stations, batch_of(images, batch), plan, clock, watch, say))
@@ -156,7 +154,8 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Stat
 
 
 def _row(stations: dict[str, Station], images: Images, plan: Plan, clock: Clock, watch: Watch, say: Progress) -> Row:
-    reference, candidate, again = stations
+    reference, candidate = tuple(stations)[:2]
+    again = reference + AGAIN
     say(0.0, "warm-up")
     ready = {name: _prepared(station, images, plan, clock) for name, station in stations.items()}
     bounds = {name: one.bound for name, one in ready.items() if one.bound is not None}
@@ -164,7 +163,7 @@ def _row(stations: dict[str, Station], images: Images, plan: Plan, clock: Clock,
     calls = calls_per_block(call_ms, plan.block_ms)
 
     noise: tuple[Block, ...] = ()
-    if plan.noise_rounds and reference in bounds and again in bounds:
+    if reference in bounds and again in bounds:
         pair = {reference: bounds[reference], again: bounds[again]}
         told = _counted(say, plan.noise_rounds)
         noise = measure_rounds(pair, plan.noise_rounds, calls=calls, clock=clock, watch=watch, on_round=told)

@@ -109,7 +109,7 @@ class Staging:
     def _mark(self) -> Event:
         import torch
 
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         marked: Event = event
         return marked
@@ -132,7 +132,7 @@ def open_stream() -> Any:
     import torch
 
     require_cuda()
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream()
 
 
 def captured(stream: Any, launch: Callable[[], object]) -> Callable[[], object]:

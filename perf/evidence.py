@@ -89,7 +89,11 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
         what = "ran out of memory" if side.status == "oom" else "failed"
         return Reading(interval=None, broken=f"{subject} {what} at batch {row.batch}: {side.message}")
     found = _timed_interval(bench, rule, row, subject)
-    doubt = "other programs had the CPU in almost all rounds; measure again when it is quiet" if row.disturbed else None
+    doubt = (
+        "other programs had the CPU during almost all calls; measure again when the machine is quiet"
+        if row.disturbed
+        else None
+    )
     return replace(found, count=row.rounds, unit="rounds", doubt=found.doubt or doubt)
 
 

@@ -17,8 +17,8 @@ from .errors import BadInput
 from .runners import Images, Runner
 from .runs import Flat, is_disturbed, read_json, samples
 from .stats import median
-from .timing import UNWATCHED, Clock, Plan, calls_per_block, measure_rounds, warm_up
-from .watch import Watch
+from .timing import Clock, Plan, calls_per_block, measure_rounds, warm_up
+from .watch import Watch, unwatched
 
 VERSION = 1
 Progress = Callable[[float, str], None]
@@ -108,7 +108,7 @@ def measure_table(
     *,
     described: Flat | None = None,
     clock: Clock = perf_counter_ns,
-    watch: Watch = UNWATCHED,
+    watch: Watch = unwatched,
     progress: Progress | None = None,
 ) -> LatencyTable:
     """Measure every cell: the widths of one batch size forth and back, `plan.min_rounds` times."""
@@ -204,7 +204,7 @@ def _batch_cells(runners: Mapping[int, Runner], inputs: Images, plan: Plan, cloc
         Cell(
             width=width,
             batch=len(inputs),
-            samples_ms=tuple(float(ms) for ms in samples(blocks, str(width)).ravel()),
+            samples_ms=tuple(float(ms) for ms in np.concatenate(samples(blocks, str(width)))),
             disturbed=disturbed,
         )
         for width in runners

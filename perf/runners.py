@@ -8,7 +8,6 @@ that it doesn't get, it raises Missing.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -19,6 +18,7 @@ from .errors import BadInput
 from .memory import Gauge
 from .runs import Flat
 from .timing import Bound, Clock, Laps
+from .watch import scheduler_account
 
 Images = NDArray[np.float32]
 Logits = NDArray[np.float32]
@@ -52,19 +52,32 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """Calls timed by the host's clock: the model runs on the CPU and returns when it is done."""
+    """Calls timed by the host's clock: the model runs on the CPU and returns when it is done.
+
+    `lost_ns` tells what its threads waited for a CPU since it was last asked.
+    """
 
     call: Callable[[], object]
+    lost_ns: Callable[[], int] | None = field(default_factory=scheduler_account)
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        """One reading of the clock between calls, so that the harness adds one reading to a call and no more."""
-        call, ticks = self.call, [0] * (calls + 1)
-        ticks[0] = clock()
-        for index in range(1, calls + 1):
+        """Two readings of the clock around each call and nothing else between them."""
+        call, lost_ns = self.call, self.lost_ns
+        begun, ended, lost = [0] * calls, [0] * calls, [0] * calls
+        if lost_ns is not None:
+            lost_ns()
+        for index in range(calls):
+            begun[index] = clock()
             call()
-            ticks[index] = clock()
-        times = tuple((after - before) / 1e6 for before, after in pairwise(ticks))
-        return Laps(calls=calls, wall_ms=(ticks[-1] - ticks[0]) / 1e6, compute_ms=times)
+            ended[index] = clock()
+            if lost_ns is not None:
+                lost[index] = lost_ns()
+        return Laps(
+            calls=calls,
+            wall_ms=(ended[-1] - begun[0]) / 1e6,
+            compute_ms=tuple((end - begin) / 1e6 for begin, end in zip(begun, ended, strict=True)),
+            lost_ms=None if lost_ns is None else tuple(ns / 1e6 for ns in lost),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ Nothing derived is stored; `perf.summary` reads statistics out of it. The file i
                       peak_memory_bytes, peak_memory_method
         stop          narrow | time limit | round limit | one subject only | nothing to measure
         blocks        in the order run: round, subject, at_s, calls, wall_ms, compute_ms,
-                      end_to_end_ms (null: the call's wall time on the CPU is both), enqueue_ms, cpu_wait (share of
-                      the time its threads waited for a CPU), dropped (null or the reason), gpu (null or its state)
+                      end_to_end_ms (null: the call's wall time on the CPU is both), enqueue_ms, lost_ms (per
+                      call, what its threads waited for a CPU that others had; null where unknown), dropped (null or
+                      the reason), gpu (null or its state)
         noise_blocks  the same, of the reference against a second instance of itself
     warnings     sentences
 
@@ -22,7 +23,8 @@ Version history: 1 is the first.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +36,10 @@ from .stats import MIN_ROUNDS, Floats
 
 VERSION = 1
 STATUSES = ("ok", "oom", "failed")
-BUSY = 0.10  # below it ratios of calls are unmoved; at 0.25 two-thread calls were off by a factor
+LOST_REL = (
+    0.02  # a call whose threads waited longer than this share of it, others having the CPU, says little of itself
+)
+CLEAN_CALLS = 2  # of each subject that a round must have to be compared
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -75,7 +80,7 @@ class Block:
     compute_ms: tuple[float, ...]
     end_to_end_ms: tuple[float, ...] | None = None
     enqueue_ms: float | None = None
-    cpu_wait: float | None = None
+    lost_ms: tuple[float, ...] | None = None
     dropped: str | None = None
     gpu: GpuState | None = None
 
@@ -87,8 +92,17 @@ class Block:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         end_to_end = None if data["end_to_end_ms"] is None else tuple(data["end_to_end_ms"])
+        lost = None if data["lost_ms"] is None else tuple(data["lost_ms"])
         gpu = None if data["gpu"] is None else GpuState.from_json(data["gpu"])
-        return cls(**{**data, "compute_ms": tuple(data["compute_ms"]), "end_to_end_ms": end_to_end, "gpu": gpu})
+        return cls(
+            **{
+                **data,
+                "compute_ms": tuple(data["compute_ms"]),
+                "end_to_end_ms": end_to_end,
+                "lost_ms": lost,
+                "gpu": gpu,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,25 +191,26 @@ class Bench:
 
 
 def quiet_rounds(blocks: Iterable[Block]) -> list[int]:
-    """The rounds of which no block was dropped and none waited for a CPU for more than BUSY of its time."""
-    return _rounds_without(blocks, lambda block: block.dropped is not None or (block.cpu_wait or 0.0) > BUSY)
+    """The rounds of which no block was dropped and every subject has calls that no other program interrupted."""
+    blocks = tuple(blocks)
+    rounds, subjects = whole_rounds(blocks), {block.subject for block in blocks}
+    clean = Counter((block.round, block.subject) for block in blocks for call in _clean(block) if call)
+    return [index for index in rounds if all(clean[index, subject] >= CLEAN_CALLS for subject in subjects)]
 
 
 def whole_rounds(blocks: Iterable[Block]) -> list[int]:
-    """The rounds that statistics use: the quiet ones, or where they are too few all of which no block was dropped.
-
-    `is_disturbed` tells which; threads that wait for one another lengthen calls by scheduler slices, not in proportion,
-    so that a comparison made of such rounds is biased and not only noisy.
-    """
+    """The rounds of which no block was dropped."""
     blocks = tuple(blocks)
-    quiet = quiet_rounds(blocks)
-    return quiet if len(quiet) >= MIN_ROUNDS else _rounds_without(blocks, lambda block: block.dropped is not None)
+    return sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
 
 
 def is_disturbed(blocks: Iterable[Block]) -> bool:
-    """Whether too few rounds were quiet and statistics come from rounds in which other programs had the CPU."""
+    """Whether too few rounds are quiet; statistics then use the interrupted calls as well and must not be relied on.
+
+    Threads that wait for one another are delayed by whole scheduler slices: such times are biased, not only noisy.
+    """
     blocks = tuple(blocks)
-    return len(quiet_rounds(blocks)) < len(whole_rounds(blocks))
+    return len(quiet_rounds(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
 
 
 def comparison_measure(blocks: Iterable[Block]) -> str:
@@ -203,18 +218,18 @@ def comparison_measure(blocks: Iterable[Block]) -> str:
     return "compute" if all(block.compute_ms for block in blocks) else "wall"
 
 
-def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> Floats:
-    """Kept times of one subject in milliseconds, [rounds, times in a round]; [0, 0] when there are none.
+def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> list[Floats]:
+    """Kept times of one subject in milliseconds, one array for each kept round; no array is empty.
 
-    `measure` is compute or end_to_end (one time per call), or wall (one per block, divided by its calls).
+    Kept are the uninterrupted calls of the quiet rounds, or all calls of the whole rounds when `is_disturbed`.
+    `measure` is compute or end_to_end (a time for each call), or wall (for each block, divided by its calls).
     """
     blocks = tuple(blocks)
-    rounds = []
-    for index in whole_rounds(blocks):
-        times = [_times(block, measure) for block in blocks if block.round == index and block.subject == subject]
-        rounds.append([ms for block_times in times for ms in block_times])
-    filled = [times for times in rounds if times]
-    return np.asarray(filled, dtype=np.float64).reshape(len(filled), -1 if filled else 0)
+    disturbed = is_disturbed(blocks)
+    rounds = whole_rounds(blocks) if disturbed else quiet_rounds(blocks)
+    own = {index: [b for b in blocks if b.round == index and b.subject == subject] for index in rounds}
+    times = {index: [ms for b in found for ms in _times(b, measure, disturbed)] for index, found in own.items()}
+    return [np.asarray(found, dtype=np.float64) for found in times.values() if found]
 
 
 def save_bench(bench: Bench, path: Path) -> None:
@@ -275,18 +290,19 @@ def require_comparable(old: Bench, new: Bench) -> None:
         raise NotComparable(f"the two records were not measured alike: {listed}")
 
 
-def _rounds_without(blocks: Iterable[Block], spoilt: Callable[[Block], bool]) -> list[int]:
-    blocks = tuple(blocks)
-    return sorted({block.round for block in blocks} - {block.round for block in blocks if spoilt(block)})
-
-
-def _times(block: Block, measure: str) -> tuple[float, ...]:
+def _times(block: Block, measure: str, disturbed: bool) -> list[float]:
     assert measure in ("compute", "end_to_end", "wall"), measure
     if measure == "wall":
-        return (block.wall_ms / block.calls,)
-    if measure == "end_to_end" and block.end_to_end_ms is not None:
-        return block.end_to_end_ms
-    return block.compute_ms
+        return [block.wall_ms / block.calls]
+    own = block.end_to_end_ms if measure == "end_to_end" and block.end_to_end_ms is not None else block.compute_ms
+    return [ms for ms, clean in zip(own, _clean(block), strict=True) if clean or disturbed]
+
+
+def _clean(block: Block) -> list[bool]:
+    """For each call, whether it kept the CPU; all did where nothing is known, or where calls can't be told apart."""
+    if block.lost_ms is None:
+        return [True] * (len(block.compute_ms) or block.calls)
+    return [lost <= LOST_REL * ms for lost, ms in zip(block.lost_ms, block.compute_ms, strict=True)]
 
 
 def _differences(prefix: str, old: Flat, new: Flat, keys: Iterable[str]) -> dict[str, tuple[Scalar, Scalar]]:

@@ -20,7 +20,7 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
 
 def drift(blocks: Sequence[Block], subject: str) -> float | None:
     """Relative change of a subject's round medians from first to last, None when it can't be told from noise."""
-    medians = np.median(samples(blocks, subject, comparison_measure(blocks)), axis=1)
+    medians = [float(np.median(times)) for times in samples(blocks, subject, comparison_measure(blocks))]
     change = trend(medians)
     significant = abs(trend_score(medians)) > DRIFT_SCORE and abs(change) > DRIFT_LIMIT_REL
     return change if significant else None
@@ -41,18 +41,21 @@ def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
     total, quiet = len({block.round for block in blocks}), len(quiet_rounds(blocks))
     dropped = sorted({block.dropped for block in blocks if block.dropped})
     if is_disturbed(blocks):
-        yield f"disturbed: other programs had the CPU in {total - quiet} of {total} rounds; the quiet ones are too few"
+        yield (
+            f"disturbed: in {total - quiet} of {total} rounds other programs took the CPU from almost every call, "
+            f"or there are more threads than CPUs; don't rely on these times"
+        )
     elif quiet < total:
         yield f"{total - quiet} of {total} rounds left out: {'; '.join(dropped) or 'other programs had the CPU'}"
 
 
 def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:
     own = [block for block in blocks if block.subject == name]
-    measured = samples(own, name, comparison_measure(own)) if own else np.empty((0, 0))
-    if measured.size == 0:
+    measured = samples(own, name, comparison_measure(own))
+    if not measured:
         return
     on_device = own[0].enqueue_ms is not None
-    cv = coefficient_of_variation(measured.ravel())
+    cv = coefficient_of_variation(np.concatenate(measured))
     limit = CV_LIMIT["cuda events" if on_device else "host"]
     if cv > limit:
         advice = "lock the clocks" if on_device else "quieten the machine"

@@ -1,10 +1,10 @@
 """Statistics of raw samples: pure functions of arrays, float64, seeded, no clock.
 
-Legend: R rounds, C calls of one subject in one round, D bootstrap draws.
+Legend: R rounds, D bootstrap draws. The calls of a round are an array of their own, as rounds may differ in length.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ PERCENTILE_METHOD = (
 )
 MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with 95 % confidence: 1 - 2 / 2**6 = 0.969
 Floats = NDArray[np.float64]
+Rounds = Sequence[Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
 
 
 def ratio_of_medians(
-    numerator_RC: Floats, denominator_RC: Floats, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    numerator: Rounds, denominator: Rounds, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
 ) -> Interval:
     """How many times larger the numerator's calls are: median over rounds of the ratio of the two medians in a round.
 
@@ -109,7 +110,8 @@ def ratio_of_medians(
     round it hits half-way is one outlier. The interval is the percentile bootstrap over whole rounds; with fewer than
     MIN_ROUNDS rounds no interval is honest and the bounds are 0 and infinity.
     """
-    ratio_R = np.median(numerator_RC, axis=1) / np.median(denominator_RC, axis=1)
+    pairs = zip(numerator, denominator, strict=True)
+    ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
     value = float(np.median(ratio_R))
     if len(ratio_R) < MIN_ROUNDS:
         return Interval(value=value, low=0.0, high=math.inf)
@@ -117,24 +119,16 @@ def ratio_of_medians(
     return _bootstrapped(value, np.median(drawn_DR, axis=1), confidence)
 
 
-def median_interval(samples_RC: Floats, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
+def median_interval(rounds: Rounds, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
     """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
-    value = float(np.median(samples_RC))
-    if len(samples_RC) < MIN_ROUNDS:
-        return Interval(value=value, low=0.0, high=math.inf)
-    drawn = [float(np.median(samples_RC[row])) for row in _draws(len(samples_RC), draws, seed)]
-    return _bootstrapped(value, np.asarray(drawn), confidence)
+    return _pooled_interval(median, rounds, confidence, draws, seed)
 
 
 def percentile_interval(
-    samples_RC: Floats, percent: float, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    rounds: Rounds, percent: float, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
 ) -> Interval:
     """A percentile of all samples with the bootstrap interval over whole rounds."""
-    value = percentile(samples_RC.ravel(), percent)
-    if len(samples_RC) < MIN_ROUNDS:
-        return Interval(value=value, low=0.0, high=math.inf)
-    drawn = [percentile(samples_RC[row].ravel(), percent) for row in _draws(len(samples_RC), draws, seed)]
-    return _bootstrapped(value, np.asarray(drawn), confidence)
+    return _pooled_interval(lambda pooled: percentile(pooled, percent), rounds, confidence, draws, seed)
 
 
 def rate_interval(
@@ -174,6 +168,16 @@ def trend_score(values: Sequence[float] | Floats) -> float:
     rises = float(np.sign(series[second] - series[first]).sum())
     spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     return (rises - math.copysign(1, rises)) / spread if rises else 0.0
+
+
+def _pooled_interval(
+    statistic: Callable[[Floats], float], rounds: Rounds, confidence: float, draws: int, seed: int
+) -> Interval:
+    value = statistic(np.concatenate(rounds))
+    if len(rounds) < MIN_ROUNDS:
+        return Interval(value=value, low=0.0, high=math.inf)
+    drawn = [statistic(np.concatenate([rounds[index] for index in row])) for row in _draws(len(rounds), draws, seed)]
+    return _bootstrapped(value, np.asarray(drawn), confidence)
 
 
 def _draws(count: int, draws: int, seed: int) -> NDArray[np.int64]:

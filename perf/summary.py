@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .knee import Knee, knee
-from .runs import Bench, Block, Row, comparison_measure, is_disturbed, samples, whole_rounds
+from .runs import Bench, Block, Row, comparison_measure, is_disturbed, quiet_rounds, samples, whole_rounds
 from .stats import (
     Floats,
     Interval,
@@ -26,7 +26,8 @@ MEASURES = ("compute", "end_to_end")
 class Side:
     """One subject at one batch size. Latencies are None with several streams; everything is when it could not run.
 
-    `throughput` is images per second of wall time; None under an L2 flush, whose writes are in the wall time.
+    `throughput` is images per second, one call after the other or as many at once as streams; None under an L2 flush,
+    which would be in it.
     """
 
     name: str
@@ -111,7 +112,9 @@ def speedup(blocks: Sequence[Block], reference: str, candidate: str, measure: st
 def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
     reference, candidate = bench.reference.name, bench.candidate.name
     faster = speedup(row.blocks, reference, candidate, measure)
-    rounds, kept = {block.round for block in row.blocks}, whole_rounds(row.blocks)
+    disturbed = is_disturbed(row.blocks)
+    rounds = {block.round for block in row.blocks}
+    kept = whole_rounds(row.blocks) if disturbed else quiet_rounds(row.blocks)
     return SummaryRow(
         batch=row.batch,
         measure=measure,
@@ -121,7 +124,7 @@ def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
         rounds=len(kept),
         dropped_rounds=len(rounds) - len(kept),
-        disturbed=is_disturbed(row.blocks),
+        disturbed=disturbed,
         stop=row.stop,
     )
 
@@ -135,13 +138,13 @@ def realised_share(faster: Interval | None, macs_before: int | None, macs_after:
 
 def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
     trial = row.trials[name]
-    times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else np.empty((0, 0))
-    some, flat = times.size > 0, times.ravel()
+    times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []
+    some, flat = bool(times), np.concatenate([np.empty(0), *times])
     return Side(
         name=name,
         status=trial.status,
         message=trial.message,
-        samples=times.size,
+        samples=len(flat),
         p50_ms=median_interval(times) if some else None,
         p90_ms=tail(flat, 90, always=True) if some else None,
         p95_ms=tail(flat, 95) if some else None,
@@ -154,13 +157,13 @@ def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
 
 
 def _throughput(row: Row, name: str) -> Interval | None:
-    kept = whole_rounds(row.blocks)
-    own = [[b for b in row.blocks if b.round == index and b.subject == name] for index in kept]
-    if not any(own):
+    """From the calls themselves on the CPU, where one follows the other; from wall time where calls overlap copies."""
+    one_by_one = all(block.lost_ms is not None for block in row.blocks)
+    per_call = samples(row.blocks, name, "compute" if one_by_one else "wall")
+    if not per_call:
         return None
-    images: Floats = np.asarray([row.batch * sum(b.calls for b in blocks) for blocks in own], dtype=np.float64)
-    seconds: Floats = np.asarray([sum(b.wall_ms for b in blocks) / 1e3 for blocks in own], dtype=np.float64)
-    return rate_interval(images, seconds)
+    images: Floats = np.asarray([row.batch * len(times) for times in per_call], dtype=np.float64)
+    return rate_interval(images, np.asarray([times.sum() / 1e3 for times in per_call]))
 
 
 def finite(bound: float) -> float | None:

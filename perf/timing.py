@@ -16,12 +16,11 @@ from typing import Protocol
 from .errors import BadInput
 from .runs import Block, comparison_measure, quiet_rounds, samples
 from .stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score
-from .watch import Watch, waiting_share
+from .watch import Watch, unwatched
 
 Clock = Callable[[], int]
 # States in which the hardware slows itself down; a power cap is the normal state of a busy card and is only warned of.
 THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown")
-UNWATCHED = Watch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,8 @@ class Laps:
     """Consecutive calls: one time per call where calls can be told apart, and the wall time of all.
 
     `compute_ms` is device time between events, or the wall time of the call on a CPU; `end_to_end_ms` adds the copies
-    to and from the device, None when there are none to add. `enqueue_ms` is how long the host took to issue the calls.
+    to and from the device, None when there are none to add. `enqueue_ms` is how long the host took to issue the calls;
+    `lost_ms` what the threads of each call waited for a CPU, None where the system doesn't tell.
     """
 
     calls: int
@@ -37,6 +37,7 @@ class Laps:
     compute_ms: tuple[float, ...]
     end_to_end_ms: tuple[float, ...] | None = None
     enqueue_ms: float | None = None
+    lost_ms: tuple[float, ...] | None = None
 
 
 class Bound(Protocol):
@@ -132,7 +133,7 @@ def measure_pair(
     *,
     calls: int,
     clock: Clock,
-    watch: Watch = UNWATCHED,
+    watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
 ) -> tuple[tuple[Block, ...], str]:
     """Measure two subjects in ABBA rounds (ABBA, BAAB, ...) until the plan's question is answered; says why it stopped.
@@ -140,7 +141,7 @@ def measure_pair(
     Args:
         bounds: two warm subjects by name, the reference first.
         calls: timed calls in each block; a round has two blocks of each subject.
-        watch: asked between blocks; a throttled block, or one that waited for a CPU, spoils its round.
+        watch: the state of the GPU, asked between blocks; a throttled block spoils its round.
         on_round: called with the rounds done.
     """
     reference, candidate = bounds
@@ -163,7 +164,7 @@ def measure_rounds(
     *,
     calls: int,
     clock: Clock,
-    watch: Watch = UNWATCHED,
+    watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
 ) -> tuple[Block, ...]:
     """Measure any number of subjects for so many rounds, forth and back within each: 1 2 3 3 2 1, then 3 2 1 1 2 3."""
@@ -206,10 +207,8 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     if settle:
         bound.laps(settle, clock)
     at_s = (clock() - started) / 1e9
-    before = None if watch.cpu is None else watch.cpu()
     laps = bound.laps(calls, clock)
-    cpu_wait = None if watch.cpu is None or before is None else waiting_share(before, watch.cpu())
-    state = None if watch.gpu is None else watch.gpu()
+    state = watch()
     throttle = [reason for reason in (state.throttle if state else ()) if reason in THROTTLED]
     return Block(
         round=index,
@@ -220,7 +219,7 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
         compute_ms=laps.compute_ms,
         end_to_end_ms=laps.end_to_end_ms,
         enqueue_ms=laps.enqueue_ms,
-        cpu_wait=cpu_wait,
+        lost_ms=laps.lost_ms,
         dropped=f"throttled: {', '.join(throttle)}" if throttle else None,
         gpu=state,
     )

@@ -1,6 +1,7 @@
-"""What else the machine does while something is timed: waiting for a CPU, and the state of the GPU."""
+"""What else the machine does while something is timed: other programs on the CPU, the state of the GPU."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from .runs import Flat, GpuState, Scalar
-
-CpuTime = tuple[int, int]  # nanoseconds the threads of this process ran, and waited while another program had the CPU
 
 # NVML's bits (nvmlClocksEventReasons*), named as nvidia-smi names them.
 THROTTLE_REASONS = {
@@ -22,43 +21,66 @@ THROTTLE_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """Two functions asked between blocks, never during one; None where the system tells nothing."""
-
-    cpu: Callable[[], CpuTime] | None = None
-    gpu: Callable[[], GpuState | None] | None = None
+Watch = Callable[[], GpuState | None]
 
 
-def cpu_time(tasks: Path = Path("/proc/self/task")) -> CpuTime:
-    """Sums over this process's threads, from the scheduler's own account; a thread that just ended counts no more."""
-    ran = waited = 0
+def unwatched() -> None:
+    """The watch of a machine without a GPU."""
+
+
+def involuntary_switches() -> int:
+    """How often a thread of this process lost its CPU to another program."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def waited_ns(tasks: Path) -> int:
+    """What the threads under `tasks` waited while ready to run; one that ended meanwhile counts no more."""
+    waited = 0
     for task in tasks.iterdir():
         try:
-            fields = (task / "schedstat").read_text(encoding="utf-8").split()
+            waited += int((task / "schedstat").read_text(encoding="utf-8").split()[1])
         except OSError:
             continue
-        ran, waited = ran + int(fields[0]), waited + int(fields[1])
-    return ran, waited
+    return waited
 
 
-def waiting_share(before: CpuTime, after: CpuTime) -> float | None:
-    """Of the time that threads wanted to run, the share they waited; None when none ran."""
-    ran, waited = after[0] - before[0], max(after[1] - before[1], 0)
-    return waited / (ran + waited) if ran > 0 else None
+class SchedulerAccount:
+    """Nanoseconds that the threads of this process waited for a CPU which other programs had, since it was last asked.
+
+    The kernel's count of involuntary switches is asked first, as that takes a microsecond; only when it has risen are
+    the threads' accounts read, so that an undisturbed call costs next to nothing to watch.
+    """
+
+    def __init__(
+        self, tasks: Path = Path("/proc/self/task"), switches: Callable[[], int] = involuntary_switches
+    ) -> None:
+        self._tasks, self._ask = tasks, switches
+        self._switches, self._waited_ns = switches(), waited_ns(tasks)
+
+    def __call__(self) -> int:
+        switches = self._ask()
+        if switches == self._switches:
+            return 0
+        waited, before = waited_ns(self._tasks), self._waited_ns
+        self._switches, self._waited_ns = switches, waited
+        return max(waited - before, 0)
+
+
+def scheduler_account() -> Callable[[], int] | None:
+    """The account of this process, None on systems that keep none."""
+    return SchedulerAccount() if Path("/proc/self/schedstat").exists() else None
 
 
 @contextmanager
 def watching() -> Iterator[tuple[Watch, Flat | None]]:
-    """The watch of this machine, and the description of its GPU if NVML (package nvidia-ml-py) finds one."""
-    cpu = cpu_time if Path("/proc/self/schedstat").exists() else None
+    """The watch of this machine's GPU and its description, if NVML (package nvidia-ml-py) finds one."""
     nvml = _nvml()
     if nvml is None:
-        yield Watch(cpu=cpu), None
+        yield unwatched, None
         return
     try:
         gpu = Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(0), os.getpid())
-        yield Watch(cpu=cpu, gpu=gpu.state), gpu.describe()
+        yield gpu.state, gpu.describe()
     finally:
         nvml.nvmlShutdown()
 

@@ -321,40 +321,40 @@ class FakeNvml:
     NVML_CLOCK_MEM: int = 2
     NVML_TEMPERATURE_GPU: int = 0
 
-    def nvmlDeviceGetPowerUsage(self, handle: object) -> int:  # noqa: N802
+    def nvmlDeviceGetPowerUsage(self, handle: object) -> int:
         raise NvmlError("not supported")
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:  # noqa: N802
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:
         return self.throttle
 
-    def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int:  # noqa: N802
+    def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int:
         return {1: 1410, 2: 1593}[kind]
 
-    def nvmlDeviceGetTemperature(self, handle: object, kind: int) -> int:  # noqa: N802
+    def nvmlDeviceGetTemperature(self, handle: object, kind: int) -> int:
         return 61
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
 
-    def nvmlDeviceGetPowerManagementLimit(self, handle: object) -> int:  # noqa: N802
+    def nvmlDeviceGetPowerManagementLimit(self, handle: object) -> int:
         return 300_000
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: object) -> tuple[int, int]:  # noqa: N802
+    def nvmlDeviceGetCudaComputeCapability(self, handle: object) -> tuple[int, int]:
         return (8, 6)
 
-    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
         return 13020
 
-    def nvmlDeviceGetName(self, handle: object) -> bytes:  # noqa: N802
+    def nvmlDeviceGetName(self, handle: object) -> bytes:
         return b"A Card"
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int:
         return 1
 
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+    def nvmlSystemGetDriverVersion(self) -> str:
         return "590.1"
 
-    def nvmlDeviceGetApplicationsClock(self, handle: object, kind: int) -> int:  # noqa: N802
+    def nvmlDeviceGetApplicationsClock(self, handle: object, kind: int) -> int:
         raise NvmlError("not supported")
 
 

@@ -28,7 +28,7 @@ def noisy(ms: float, spread: float = 0.01, rounds: int = 20, calls: int = 20, se
     return ms * np.random.default_rng(seed).lognormal(sigma=spread, size=(rounds, calls))
 
 
-def row_of(batch: int, times: Times, *, cpu_wait: float = 0.0) -> Row:
+def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
     blocks = [
         Block(
             round=index,
@@ -37,7 +37,7 @@ def row_of(batch: int, times: Times, *, cpu_wait: float = 0.0) -> Row:
             calls=len(round_ms),
             wall_ms=float(np.sum(round_ms)),
             compute_ms=tuple(float(ms) for ms in round_ms),
-            cpu_wait=cpu_wait,
+            lost_ms=tuple(float(lost_rel * ms) for ms in round_ms),
         )
         for name, rounds_ms in times.items()
         for index, round_ms in enumerate(rounds_ms)
@@ -174,7 +174,7 @@ def test_too_few_samples_or_rounds_decide_nothing() -> None:
 
 def test_a_busy_machine_decides_nothing() -> None:
     times = {"dense": noisy(10.0, seed=1), "reduced": noisy(8.0, seed=2)}
-    judged = one("speedup@b8 < 1.2", bench_of(row_of(8, times, cpu_wait=0.4)))
+    judged = one("speedup@b8 < 1.2", bench_of(row_of(8, times, lost_rel=0.4)))
     assert judged.verdict == "INCONCLUSIVE"
     assert "other programs had the CPU" in judged.message
 

@@ -1,5 +1,6 @@
 """Runners: same numbers as the module or graph they run, honest about what they run on."""
 
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_onnx_runner_computes_the_graph_and_says_where(tmp_path: Path) -> None:
     assert (told["device"], told["provider"], told["precision"]) == ("cpu", "CPUExecutionProvider", "fp32")
     assert told["threads"] == 1
     assert laps.compute_ms == (1.0, 1.0, 1.0)
-    assert laps.wall_ms == 3.0
+    assert laps.wall_ms == 5.0
 
 
 def test_half_weights_on_the_cpu_are_said_to_be_computed_in_fp32(tmp_path: Path) -> None:
@@ -144,11 +145,25 @@ def test_a_batch_larger_than_the_images_begins_again() -> None:
         batch_of(IMAGES, 0)
 
 
-def test_host_bound_reads_the_clock_once_per_call() -> None:
-    readings, calls = count(), count()
-    laps = HostBound(lambda: next(calls)).laps(4, lambda: 1_000_000 * next(readings))
-    assert next(readings) == 5
-    assert next(calls) == 4
+def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outside() -> None:
+    """Ticks of 1 ms: clock 2 a call, the call itself 1, asking for lost time 10 that no time must contain."""
+    now = [0]
+
+    def passing(ticks: int) -> Callable[[], int]:
+        def step() -> int:
+            now[0] += ticks * 1_000_000
+            return now[0]
+
+        return step
+
+    def lost_ns() -> int:
+        passing(10)()
+        return 500_000
+
+    laps = HostBound(passing(1), lost_ns).laps(3, passing(1))
+    assert laps.compute_ms == (2.0, 2.0, 2.0)
+    assert laps.lost_ms == (0.5, 0.5, 0.5)
+    assert laps.wall_ms == 3 * 3 - 1 + 2 * 10
     assert laps.end_to_end_ms is None
 
 

@@ -16,6 +16,7 @@ from perf.stats import (
     median_interval,
     needed_samples,
     percentile,
+    percentile_interval,
     rate_interval,
     ratio_of_medians,
     tail,
@@ -74,7 +75,7 @@ def test_ratio_of_medians_cancels_a_load_that_comes_and_goes() -> None:
     load_R1 = np.where(rng.random((40, 1)) < 0.5, 1.0, 1.8)
     slow = 5.25 * load_R1 * rng.lognormal(sigma=0.02, size=(40, 20))
     fast = 5.00 * load_R1 * rng.lognormal(sigma=0.02, size=(40, 20))
-    ratio = ratio_of_medians(slow, fast)
+    ratio = ratio_of_medians(list(slow), list(fast))
     assert ratio.low < 1.05 < ratio.high
     assert ratio.half_width_rel < 0.005
 
@@ -85,30 +86,38 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     for seed in range(200):
         drift_R1 = rng.lognormal(sigma=0.2, size=(20, 1))
         a, b = (drift_R1 * rng.lognormal(sigma=0.05, size=(20, 6)) for _ in "ab")
-        interval = ratio_of_medians(a, b, draws=400, seed=seed)
+        interval = ratio_of_medians(list(a), list(b), draws=400, seed=seed)
         hits += interval.low <= 1.0 <= interval.high
     assert 180 <= hits <= 199
 
 
 def test_too_few_rounds_give_no_finite_interval() -> None:
-    few = np.ones((5, 4))
-    assert ratio_of_medians(2 * few, few) == Interval(value=2.0, low=0.0, high=math.inf)
+    few = [np.ones(4)] * 5
+    assert ratio_of_medians([2 * ones for ones in few], few) == Interval(value=2.0, low=0.0, high=math.inf)
     assert median_interval(few).high == math.inf
     assert rate_interval(np.ones(5), np.ones(5)).high == math.inf
 
 
 def test_the_same_samples_always_give_the_same_interval() -> None:
-    samples = np.random.default_rng(4).random((12, 5)) + 1
+    samples = list(np.random.default_rng(4).random((12, 5)) + 1)
     assert median_interval(samples) == median_interval(samples)
     assert median_interval(samples, seed=1) != median_interval(samples, seed=2)
 
 
 def test_median_interval_resamples_rounds_not_samples() -> None:
     """Ten rounds, each of one value a thousand times: the spread between rounds is what the interval must show."""
-    rounds = np.repeat(np.arange(1.0, 11.0)[:, None], 1000, axis=1)
+    rounds = [np.full(1000, value) for value in range(1, 11)]
     interval = median_interval(rounds)
     assert interval.value == 5.5
     assert interval.high - interval.low > 2
+
+
+def test_rounds_may_differ_in_length() -> None:
+    """Medians 2 and 1, 4 and 2, ... over rounds of one to six calls."""
+    slow = [np.full(index, 2.0 * index) for index in range(1, 7)]
+    fast = [np.full(7 - index, 1.0 * index) for index in range(1, 7)]
+    assert ratio_of_medians(slow, fast).value == 2.0
+    assert percentile_interval(slow, 100.0).value == 12.0
 
 
 def test_rate_is_total_over_total() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf.errors import BadInput
-from perf.runs import Block, GpuState, is_disturbed, samples, whole_rounds
+from perf.runs import Block, GpuState, is_disturbed, quiet_rounds, samples, whole_rounds
 from perf.stability import drift
 from perf.summary import speedup
 from perf.timing import (
@@ -21,7 +21,7 @@ from perf.timing import (
     settle_calls,
     warm_up,
 )
-from perf.watch import Watch, cpu_time, waiting_share
+from perf.watch import SchedulerAccount, scheduler_account
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -196,55 +196,75 @@ def test_throttled_blocks_are_dropped_with_their_round() -> None:
         )
 
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
-    blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=Watch(gpu=watch))
+    blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=watch)
     assert [block.dropped for block in blocks if block.dropped] == ["throttled: hw_thermal_slowdown"]
     assert whole_rounds(blocks) == [0, 2, 3, 4, 5, 6]
-    assert samples(blocks, "a").shape == (6, 10)
+    assert [len(times) for times in samples(blocks, "a")] == [10] * 6
 
 
-def busy_watch(busy_blocks: Callable[[int], bool]) -> Watch:
-    """A scheduler's account: every block runs 90 ms; in a busy one its threads wait 60 ms as well."""
-    asked, total = count(), [0, 0]
+@dataclass
+class Interrupted:
+    """A subject of 10 ms a call; while `busy(now_ms)` each call waits another 15 ms for a CPU."""
 
-    def account() -> tuple[int, int]:
-        block, is_end = divmod(next(asked), 2)
-        if is_end:
-            total[0] += 90_000_000
-            total[1] += 60_000_000 if busy_blocks(block) else 1_000_000
-        return total[0], total[1]
+    clock: FakeClock
+    busy: Callable[[float], bool]
 
-    return Watch(cpu=account)
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        lost = []
+        for _ in range(calls):
+            lost.append(15.0 if self.busy(self.clock.now_ns / 1e6) else 0.05)
+            self.clock.pass_ms(10.0 + lost[-1])
+        times = tuple(10.0 + ms for ms in lost)
+        return Laps(calls=calls, wall_ms=sum(times), compute_ms=times, lost_ms=tuple(lost))
 
 
-def test_rounds_in_which_others_had_the_cpu_are_left_out() -> None:
+def test_calls_that_others_interrupted_are_left_out() -> None:
     clock = FakeClock()
-    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
-    watch = busy_watch(lambda block: block // 4 in (1, 3))
-    blocks = measure_rounds(bounds, 9, calls=5, clock=clock, watch=watch)
-    assert blocks[4].cpu_wait == pytest.approx(60 / 150)
-    assert whole_rounds(blocks) == [0, 2, 4, 5, 6, 7, 8]
+    bounds = {name: Interrupted(clock, lambda now_ms: int(now_ms / 130) % 3 != 0) for name in "ab"}
+    blocks = measure_rounds(bounds, 20, calls=5, clock=clock)
+    kept = samples(blocks, "a")
     assert not is_disturbed(blocks)
+    assert len(kept) == len(quiet_rounds(blocks)) >= 6
+    assert {ms for times in kept for ms in times} == {10.05}
+    assert all(len(times) >= 2 for times in kept)
+
+
+def test_a_round_without_clean_calls_of_both_is_left_out() -> None:
+    clock = FakeClock()
+    bounds = {name: Interrupted(clock, lambda now_ms: 500 < now_ms < 900) for name in "ab"}
+    blocks = measure_rounds(bounds, 9, calls=5, clock=clock)
+    assert 0 < len(whole_rounds(blocks)) - len(quiet_rounds(blocks)) <= 2
 
 
 def test_a_machine_that_is_never_quiet_is_measured_to_twice_the_limit_and_called_disturbed() -> None:
     clock = FakeClock()
-    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
-    plan = Plan(time_limit_s=2.0)
-    blocks, stop = measure_pair(bounds, plan, calls=5, clock=clock, watch=busy_watch(lambda block: True))
+    bounds = {name: Interrupted(clock, lambda now_ms: True) for name in "ab"}
+    blocks, stop = measure_pair(bounds, Plan(time_limit_s=2.0), calls=5, clock=clock)
     assert (stop, is_disturbed(blocks)) == ("time limit", True)
-    assert clock.now_ns / 1e9 == pytest.approx(4.0, abs=0.3)
-    assert len(whole_rounds(blocks)) == len(blocks) // 4  # all there is, said to be disturbed
+    assert clock.now_ns / 1e9 == pytest.approx(4.0, abs=0.7)
+    assert len(samples(blocks, "a")) == len(blocks) // 4  # all there is, said to be disturbed
 
 
-def test_the_scheduler_account_sums_the_threads_that_live(tmp_path: Path) -> None:
-    for thread, text in {"1": "700 100 9", "2": "50 150 3"}.items():
-        (tmp_path / thread).mkdir()
-        (tmp_path / thread / "schedstat").write_text(text)
-    (tmp_path / "3").mkdir()  # ended between listing and reading
-    assert cpu_time(tmp_path) == (750, 250)
-    assert waiting_share((0, 0), (750, 250)) == 0.25
-    assert waiting_share((750, 250), (750, 250)) is None
-    assert cpu_time()[0] > 0
+def test_the_scheduler_account_reads_the_threads_only_after_a_switch(tmp_path: Path) -> None:
+    def threads_waited(**waited: int) -> None:
+        for thread, ns in waited.items():
+            (tmp_path / thread).mkdir(exist_ok=True)
+            (tmp_path / thread / "schedstat").write_text(f"700 {ns} 9")
+
+    threads_waited(one=100, two=50)
+    (tmp_path / "ended").mkdir()  # gone between listing and reading
+    switches = iter([3, 3, 4, 4])
+    lost_ns = SchedulerAccount(tmp_path, lambda: next(switches))
+    threads_waited(one=1100)
+    assert lost_ns() == 0  # no switch: nobody took the CPU
+    assert lost_ns() == 1000
+    assert lost_ns() == 0
+
+
+def test_this_process_has_an_account() -> None:
+    lost_ns = scheduler_account()
+    assert lost_ns is not None
+    assert lost_ns() >= 0
 
 
 def test_the_round_limit_ends_a_measurement_that_never_narrows() -> None:
@@ -264,7 +284,7 @@ def test_many_subjects_go_forth_and_back() -> None:
 def test_one_subject_alone_has_two_blocks_in_a_round() -> None:
     clock = FakeClock()
     blocks = measure_rounds({"dense": steady(clock, 10.0)}, 6, calls=2, clock=clock)
-    assert samples(blocks, "dense").shape == (6, 4)
+    assert [len(times) for times in samples(blocks, "dense")] == [4] * 6
 
 
 @pytest.mark.parametrize(
