@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import BadInput
+from .hooks import Role, evaluating, listening, roles
 from .moments import Moments
 from .sites import AttentionSite as AttentionSite
 from .sites import MlpSite as MlpSite
@@ -18,6 +19,7 @@ from .sums import AttentionSums, MlpSums, SiteSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_IMAGES = 4
+ACTIVE_EPS = 1e-3
 
 
 @contextmanager
@@ -29,18 +31,6 @@ def _matmul_precision(name: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and every submodule's own mode again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class Collector:
@@ -60,7 +50,7 @@ class Collector:
         device: torch.device | str,
         attention_system: bool = False,
         kept: Mapping[str, Tensor] | None = None,
-        eps: float = 1e-2,
+        eps: float = ACTIVE_EPS,
         precision: Precision = "float32",
         forward_images: int | None = None,
     ) -> None:
@@ -70,15 +60,14 @@ class Collector:
         self._model, self._sites, self._precision = model, sites, precision
         self._forward_images = forward_images or (CPU_FORWARD_IMAGES if self.device.type == "cpu" else None)
         self._counted = 0
-        self._ran: list[str] = []
+        self._heard: list[tuple[str, Role]] = []
         self._stack = ExitStack()
         _refuse_other_device(model, self.device)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_evaluating(self._model))
-            for site in self._sites:
-                self._listen(stack, site)
+            stack.enter_context(evaluating(self._model))
+            stack.enter_context(listening(self._sites, self._hear))
             self._stack = stack.pop_all()
         return self
 
@@ -91,10 +80,8 @@ class Collector:
         size = self._forward_images or len(images)
         for piece in torch.split(images, size):
             self._counted = len(piece)
-            filled = (
-                piece if len(piece) == size else torch.cat([piece, piece[-1:].expand(size - len(piece), -1, -1, -1)])
-            )
-            self._forward(filled)
+            missing = size - len(piece)
+            self._forward(torch.cat([piece, piece[-1:].expand(missing, -1, -1, -1)]) if missing else piece)
         for sums in self.sums.values():
             sums.flush()
         self.images += len(images)
@@ -106,82 +93,49 @@ class Collector:
 
         Waits for the device, so outside a CPU it is asked only where the loop stops anyway.
         """
-        if not self._ran:
-            return
-        flags = torch.stack([self.sums[name].finite() for name in self._ran]).tolist()
-        for name, finite in zip(self._ran, flags, strict=True):
+        ran = list(dict.fromkeys(name for name, _ in self._heard))
+        flags = torch.stack([self.sums[name].finite() for name in ran]).tolist() if ran else []
+        for name, finite in zip(ran, flags, strict=True):
             if not finite:
                 raise BadInput(
                     f"{name}: NaN or Inf in the activations within the first {self.images} images; (a) the weights "
-                    "or an image hold NaN or Inf, or (b) the forward dtype overflows: try float32"
+                    "or an image hold NaN or Inf, or (b) the forward precision overflows: try float32"
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
-        """The moments so far, on the CPU."""
+        """The moments so far, on the CPU; there they share memory with the sums, so `add` goes on changing them."""
         if not self.images:
             raise BadInput("images to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
         sites = {name: sums.moments() for name, sums in self.sums.items()}
         return Moments(sites=sites, lineage=dict(lineage), images=self.images)
 
+    def go_on_from(self, moments: Moments) -> None:
+        """Sets the sums to those of `moments`, which the same sites and options must have given."""
+        for name, sums in self.sums.items():
+            sums.set_to(moments.sites[name], self.device)
+        self.images = moments.images
+
     def _forward(self, images: Tensor) -> None:
-        self._ran = []
+        self._heard = []
         forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
         with torch.no_grad(), forward, cast:
             self._model(images.to(self.device, non_blocking=True))
         for site in self._sites:
-            self._refuse_runs(site)
+            for role in roles(site):
+                if (runs := self._heard.count((site.name, role))) != 1:
+                    raise BadInput(f"{site.name}: {role} came {runs} times in one forward pass, expected once")
 
-    def _refuse_runs(self, site: Site) -> None:
-        expected = 1 if isinstance(site, MlpSite) else 3
-        runs = self._ran.count(site.name)
-        if runs != expected:
-            raise BadInput(f"{site.name}: ran {runs} taps in one forward pass, expected {expected}; the site's modules "
-                           "must run exactly once per pass")  # fmt: skip
-
-    def _listen(self, stack: ExitStack, site: Site) -> None:
-        sums = self.sums[site.name]
-        if isinstance(site, MlpSite):
-            assert isinstance(sums, MlpSums), sums
-            self._on_input(stack, site.name, site.output, sums.add)
-            return
-        assert isinstance(sums, AttentionSums), sums
-        self._on_output(stack, site.name, site.queries, sums.add_queries)
-        self._on_output(stack, site.name, site.keys, sums.add_keys)
-        self._on_input(stack, site.name, site.output, sums.add_outputs)
-
-    def _on_input(self, stack: ExitStack, name: str, module: nn.Module, add: Callable[[Tensor], None]) -> None:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._take(name, _tokens_from(name, inputs[0]), add)
-
-        stack.callback(module.register_forward_pre_hook(hook).remove)
-
-    def _on_output(self, stack: ExitStack, name: str, tap: Tap, add: Callable[[Tensor], None]) -> None:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            taken = tap.take(output)
-            if taken.ndim != 4:
-                raise BadInput(f"{name}: its tap gave {list(taken.shape)}, expected [images, heads, tokens, dims]")
-            self._take(name, taken, add)
-
-        stack.callback(tap.module.register_forward_hook(hook).remove)
-
-    def _take(self, name: str, activation: Tensor, add: Callable[[Tensor], None]) -> None:
+    def _hear(self, name: str, role: Role, activation: Tensor) -> None:
         if not activation.is_floating_point() or len(activation) < self._counted or not activation.shape[-2]:
             raise BadInput(
-                f"{name}: got {activation.dtype} {list(activation.shape)} for {self._counted} images, "
+                f"{name}: {role} is {activation.dtype} {list(activation.shape)} for {self._counted} images, "
                 "expected floating point with images first and at least one token"
             )
-        self._ran.append(name)
+        self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
-            add(activation[: self._counted])
-
-
-def _tokens_from(name: str, x: Tensor) -> Tensor:
-    """[B,...,F] -> [B,N,F]: whatever lies between images and channels is tokens."""
-    if x.ndim < 2:
-        raise BadInput(f"{name}: got an input of shape {list(x.shape)}, expected [images, ..., channels]")
-    return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
+            self.sums[name].add(role, activation[: self._counted])
 
 
 def _new_sums(
@@ -222,7 +176,7 @@ def collect(
     device: torch.device | str,
     attention_system: bool = False,
     kept: Mapping[str, Tensor] | None = None,
-    eps: float = 1e-2,
+    eps: float = ACTIVE_EPS,
     precision: Precision = "float32",
     forward_images: int | None = None,
     lineage: Mapping[str, str] | None = None,
@@ -236,11 +190,17 @@ def collect(
     |x| > `eps`. `progress` hears the number of images done so far. Raises BadInput for images that are no float32
     [B,3,H,W], for no images, and for the first site with NaN or Inf activations.
     """
-    listening = Collector(
-        model, sites, device=device, attention_system=attention_system, kept=kept, eps=eps, precision=precision,
+    collector = Collector(
+        model,
+        sites,
+        device=device,
+        attention_system=attention_system,
+        kept=kept,
+        eps=eps,
+        precision=precision,
         forward_images=forward_images,
-    )  # fmt: skip
-    with listening as collector:
+    )
+    with collector:
         for images in batches:
             collector.add(images)
             if progress:

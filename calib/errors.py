@@ -3,3 +3,7 @@
 
 class BadInput(ValueError):
     """The user's mistake: what is wrong, where, what was got and expected, what to do."""
+
+
+class RankLost(RuntimeError):
+    """Another process of a calibration over several has ended or can't be reached; nothing was written."""

@@ -1,10 +1,11 @@
 """Images for a model: opened once, identified by content, read in order as batches [B,3,H,W] float32."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from .errors import BadInput
+from .shards import shards_from_pattern
 from .sources import ImageShape, Source, Transform, array_from_path, folder_from_path
 
 ARRAYS = (".npy", ".npz", ".safetensors")
@@ -45,8 +47,23 @@ class _Rows(Dataset[tuple[int, Tensor | str]]):
             return position, str(error)
 
 
-def _unchanged(rows: list[tuple[int, Tensor | str]]) -> list[tuple[int, Tensor | str]]:
-    return rows
+class _Loaded(NamedTuple):
+    """What a decode worker hands over: good images [B,3,H,W] with their positions, reasons of bad ones, the end."""
+
+    images: Tensor
+    positions: list[int]
+    bad: list[str]
+    end: int
+
+
+def _loaded_from_rows(rows: list[tuple[int, Tensor | str]]) -> _Loaded:
+    good = [(position, row) for position, row in rows if isinstance(row, Tensor)]
+    return _Loaded(
+        images=torch.stack([row for _, row in good]) if good else torch.empty(0),
+        positions=[position for position, _ in good],
+        bad=[row for _, row in rows if isinstance(row, str)],
+        end=rows[-1][0] + 1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,20 +98,24 @@ class Images:
         if batch_size < 1:
             raise BadInput(f"batch size: got {batch_size}, expected at least 1")
         span = range(first, self.count if stop is None else stop)
-        loader = DataLoader(
-            Subset(self.rows, span), batch_size=batch_size, num_workers=self.workers, collate_fn=_unchanged
-        )
         met = list(bad)
-        for rows in loader:
-            reasons = tuple(row for _, row in rows if isinstance(row, str))
-            met.extend(reasons)
-            self._refuse_bad(met)
-            good = [(position, row) for position, row in rows if isinstance(row, Tensor)]
-            images = torch.stack([row for _, row in good]) if good else torch.empty(0, *self.shape)
-            ids = self.ids[[position for position, _ in good]]
-            yield Batch(images=images.pin_memory() if pin else images, ids=ids, bad=reasons, end=rows[-1][0] + 1)
+        for loaded in self._loader(span, batch_size, pin=pin):
+            met.extend(loaded.bad)
+            self.refuse_bad(met)
+            ids = self.ids[loaded.positions]
+            yield Batch(images=loaded.images, ids=ids, bad=tuple(loaded.bad), end=loaded.end)
 
-    def _refuse_bad(self, bad: list[str]) -> None:
+    def _loader(self, span: range, batch_size: int, *, pin: bool) -> Iterable[_Loaded]:
+        return DataLoader(
+            Subset(self.rows, span),
+            batch_size=batch_size,
+            num_workers=self.workers,
+            collate_fn=_loaded_from_rows,
+            pin_memory=pin,
+        )
+
+    def refuse_bad(self, bad: Sequence[str]) -> None:
+        """Raises BadInput with the reasons of the first ones when `bad` are more than `max_bad`."""
         if len(bad) > self.max_bad:
             more = f"\nand {len(bad) - NAMED} more" if len(bad) > NAMED else ""
             listed = "\n".join(bad[:NAMED]) + more
@@ -128,14 +149,17 @@ def _chosen(count: int, samples: int | None, seed: int, path: str) -> tuple[int,
     return tuple(sorted(np.random.default_rng(seed).choice(count, samples, replace=False).tolist()))
 
 
-def _source(path: Path, shape: ImageShape, transform: Transform) -> Source:
+def _source(text: str, shape: ImageShape, transform: Transform) -> Source:
+    path = Path(text)
+    if text.endswith(".tar"):
+        return shards_from_pattern(text, shape=shape, transform=transform)
     if path.is_dir():
         return folder_from_path(path, shape=shape, transform=transform)
     if not path.exists():
         raise BadInput(f"{path}: no such file or folder, expected images")
     if path.suffix in ARRAYS:
         return array_from_path(path, shape=shape)
-    raise BadInput(f"{path}: expected a folder of images or a file ending in {', '.join(ARRAYS)}")
+    raise BadInput(f"{path}: expected a folder of images, shards-{{000..099}}.tar, or {', '.join(ARRAYS)}")
 
 
 def open_images(
@@ -148,13 +172,15 @@ def open_images(
     workers: int = 0,
     max_bad: int = 0,
 ) -> Images:
-    """The images at `path`: a folder (recursive, sorted) or an array of preprocessed images, [N,3,H,W] float32.
+    """The images at `path`: a folder (recursive, sorted), tar shards (`x-{000..099}.tar`, in the order written), or an
+    array of preprocessed images [N,3,H,W] float32 (.npy memory-mapped; .npz and .safetensors under key `images`).
 
-    `transform` turns a PIL image of a folder into [3,H,W] float32; arrays are taken as they are. `samples` of them are
-    drawn by `seed` and read in sorted order. Reads every chosen image's bytes once to identify it. Raises BadInput
-    where there are no images, for a file that is damaged or of another shape or dtype, and for too few images.
+    `transform` turns a PIL image of a folder or shard into [3,H,W] float32; arrays are taken as they are. `samples` of
+    them are drawn by `seed` and read in order. `workers` processes decode. Up to `max_bad` unreadable images are
+    skipped. Reads every chosen image's bytes once to identify it. Raises BadInput where there are no images, for a file
+    that is damaged or of another shape or dtype, and for too few images.
     """
-    source = _source(Path(path), image_shape, transform)
+    source = _source(str(path), image_shape, transform)
     if not len(source):
         raise BadInput(f"{path}: holds no images, expected at least one")
     chosen = _chosen(len(source), samples, seed, str(path))

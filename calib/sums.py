@@ -3,10 +3,13 @@
 Shapes: B images, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of z, T = D (D + 1) / 2.
 """
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
-from .moments import AttentionMoments, MlpMoments
+from .hooks import Role
+from .moments import AttentionMoments, MlpMoments, SiteMoments
 from .products import add_active, add_gram, add_sum, grams_of_heads, half, mirror
 
 
@@ -14,8 +17,24 @@ def _zeros(*shape: int, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64, device=device)
 
 
+def _totals(moments: SiteMoments, device: torch.device) -> dict[str, Tensor]:
+    """The sums of moments, as copies on `device`."""
+    values = {field.name: getattr(moments, field.name) for field in fields(moments)}
+    return {
+        name: value.to(device, copy=True)
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
 def _host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: total.cpu() for name, total in totals.items()}
+
+
+def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
+    """1 at removed dims, 0 at kept ones, [H,D]."""
+    ones_HD = torch.ones(len(kept_HK), dim, dtype=torch.float64, device=kept_HK.device)
+    return ones_HD.scatter_(1, kept_HK, 0.0)
 
 
 class MlpSums:
@@ -25,7 +44,8 @@ class MlpSums:
         self.eps, self.tokens = eps, 0
         self.totals: dict[str, Tensor] = {}
 
-    def add(self, x_BNF: Tensor) -> None:
+    def add(self, role: Role, x_BNF: Tensor) -> None:
+        assert role == "x", role
         width, device = x_BNF.shape[-1], x_BNF.device
         if not self.totals:
             self.totals = {name: _zeros(width, device=device) for name in ("sum_F", "active_F")}
@@ -41,6 +61,17 @@ class MlpSums:
 
     def flush(self) -> None:
         """Nothing is held back."""
+
+    def set_to(self, moments: SiteMoments, device: torch.device) -> None:
+        assert isinstance(moments, MlpMoments), moments
+        self.tokens, self.totals = moments.tokens, _totals(moments, device)
+
+    def counts(self) -> tuple[int, int]:
+        """Images (not counted for an MLP) and tokens."""
+        return 0, self.tokens
+
+    def set_counts(self, images: int, tokens: int) -> None:
+        self.tokens = tokens
 
     def moments(self) -> MlpMoments:
         mirror(self.totals["gram_FF"])
@@ -59,16 +90,25 @@ class AttentionSums:
         self.totals: dict[str, Tensor] = {}
         self._qq_BHDD: Tensor | None = None
         self._kk_BHDD: Tensor | None = None
+        self._removed_HD = torch.empty(0)
         self._held: list[tuple[Tensor, Tensor]] = []
 
-    def add_queries(self, q_BHND: Tensor) -> None:
+    def add(self, role: Role, activation: Tensor) -> None:
+        if role == "q":
+            self._add_queries(activation)
+        elif role == "k":
+            self._add_keys(activation)
+        else:
+            self._add_outputs(activation)
+
+    def _add_queries(self, q_BHND: Tensor) -> None:
         self._allocate_heads(q_BHND)
         self._qq_BHDD = grams_of_heads(q_BHND).double()
         self.totals["q_sum_HD"].add_(q_BHND.float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
         self._join()
 
-    def add_keys(self, k_BHND: Tensor) -> None:
+    def _add_keys(self, k_BHND: Tensor) -> None:
         """Products are taken of k centred per image, then shifted back in float64: no cancellation either way."""
         self._allocate_heads(k_BHND)
         count = k_BHND.shape[2]
@@ -86,7 +126,7 @@ class AttentionSums:
         self.totals["kk_centred_HDD"].add_((grams_BHDD - around_BHDD).sum(0))
         self._join()
 
-    def add_outputs(self, z_BNC: Tensor) -> None:
+    def _add_outputs(self, z_BNC: Tensor) -> None:
         channels, device = z_BNC.shape[-1], z_BNC.device
         if "z_sum_C" not in self.totals:
             self.totals["z_sum_C"] = _zeros(channels, device=device)
@@ -109,6 +149,7 @@ class AttentionSums:
             self.totals["system_HTT"] = _zeros(heads, *[width * (width + 1) // 2] * 2, device=device)
         if self.kept_HK is not None:
             self.kept_HK = self.kept_HK.to(device)
+            self._removed_HD = _ones_outside(self.kept_HK, dim)
             self.totals["target_HKK"] = _zeros(heads, width, width, device=device)
             self.totals["target_energy_H"] = _zeros(heads, device=device)
 
@@ -131,8 +172,7 @@ class AttentionSums:
         sum_P (Q_S'Q_P)(K_P'K_S) is the product over all dims less the one over S; likewise the energy of P.
         """
         heads = torch.arange(len(kept_HK), device=kept_HK.device)[:, None]
-        removed_HD = torch.ones(qq_BHDD.shape[1:3], dtype=torch.float64, device=qq_BHDD.device)
-        removed_HD[heads, kept_HK] = 0.0
+        removed_HD = self._removed_HD
         q_rows_BHKD = qq_BHDD[:, heads, kept_HK] * removed_HD[:, None]
         k_rows_BHKD = kk_BHDD[:, heads, kept_HK]
         self.totals["target_HKK"].add_((q_rows_BHKD @ k_rows_BHKD.mT).sum(0))
@@ -154,6 +194,20 @@ class AttentionSums:
         small = (self.totals[name] for name in ("energy_HD", "q_sum_HD", "k_sum_HD", "z_sum_C"))
         checks = [torch.isfinite(total).all() for total in small]
         return torch.stack([*checks, torch.isfinite(self.totals["zz_CC"].diagonal()).all()]).all()
+
+    def set_to(self, moments: SiteMoments, device: torch.device) -> None:
+        assert isinstance(moments, AttentionMoments), moments
+        self.images, self.tokens, self.totals = moments.images, moments.tokens, _totals(moments, device)
+        if moments.kept_HK is not None:
+            self.kept_HK = moments.kept_HK.to(device)
+            self._removed_HD = _ones_outside(self.kept_HK, moments.q_sum_HD.shape[1])
+
+    def counts(self) -> tuple[int, int]:
+        """Images and tokens."""
+        return self.images, self.tokens
+
+    def set_counts(self, images: int, tokens: int) -> None:
+        self.images, self.tokens = images, tokens
 
     def moments(self) -> AttentionMoments:
         mirror(self.totals["zz_CC"])

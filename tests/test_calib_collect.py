@@ -103,7 +103,7 @@ def expected_sums(images: Tensor, kept: np.ndarray | None = None) -> dict[str, n
     sums: dict[str, np.ndarray] = {
         "sum_F": seen["x"].sum((0, 1)),
         "gram_FF": np.sum([np.outer(token, token) for image in seen["x"] for token in image], 0),
-        "active_F": (np.abs(seen["x"]) > 1e-2).sum((0, 1)),
+        "active_F": (np.abs(seen["x"]) > 1e-3).sum((0, 1)),
         "z_sum_C": seen["z"].sum((0, 1)),
         "zz_CC": np.sum([np.outer(token, token) for image in seen["z"] for token in image], 0),
     }
@@ -158,7 +158,7 @@ def test_derived_moments_are_per_token() -> None:
     assert relative(mlp.mean_F, torch.from_numpy(x.mean(0))) < 1e-6
     assert relative(mlp.second_FF, torch.from_numpy(x.T @ x / len(x))) < 1e-6
     assert relative(mlp.covariance_FF, torch.from_numpy(np.cov(x.T, bias=True))) < 1e-6
-    assert relative(mlp.active_share_F, torch.from_numpy((np.abs(x) > 1e-2).mean(0))) < 1e-12
+    assert relative(mlp.active_share_F, torch.from_numpy((np.abs(x) > 1e-3).mean(0))) < 1e-12
     z = activations(images)["z"].reshape(-1, HEADS * DIM)
     assert relative(attention.z_covariance_CC, torch.from_numpy(np.cov(z.T, bias=True))) < 1e-5
     assert relative(attention.k_centred_HDD * 8 * TOKENS, attention.kk_centred_HDD) < 1e-12
@@ -254,7 +254,7 @@ def test_batches_that_are_refused(batches: list[Tensor], message: str) -> None:
 
 def test_a_site_that_never_runs_is_named() -> None:
     model = tiny()
-    with pytest.raises(BadInput, match=r"^other: ran 0 taps"):
+    with pytest.raises(BadInput, match=r"^other: x came 0 times"):
         collect(model, [MlpSite(name="other", output=nn.Linear(2, 2))], [images_of(2)], device="cpu")
 
 

@@ -1,6 +1,8 @@
 """calib.images: order, identity and every kind of bad input."""
 
+import io
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from calib.errors import BadInput
 from calib.images import Images, open_images
+from calib.shards import paths_from_pattern
 
 SHAPE = (3, 4, 6)
 
@@ -187,10 +190,70 @@ def test_paths_without_images(tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("hello")
     with pytest.raises(BadInput, match="no images among 1 files"):
         opened(tmp_path)
-    with pytest.raises(BadInput, match=r"expected a folder of images or a file ending in \.npy"):
+    with pytest.raises(BadInput, match="expected a folder of images, shards-"):
         opened(tmp_path / "readme.txt")
     with pytest.raises(BadInput, match="no such file or folder"):
         opened(tmp_path / "nothing")
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def encoded(level: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (level, level, level)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """Two shards of two images each, with the labels webdataset keeps beside them."""
+    for shard in range(2):
+        members = {f"{shard}{i}.png": encoded(10 * (2 * shard + i + 1)) for i in range(2)}
+        write_shard(tmp_path / f"part-{shard + 8:02}.tar", members | {f"{shard}0.cls": b"7"})
+    return str(tmp_path / "part-{08..09}.tar")
+
+
+def test_shards_are_read_in_the_order_written(shards: str) -> None:
+    images = opened(Path(shards), workers=2)
+    assert [images.name(i) for i in range(4)] == ["part-08.tar/00.png", "part-08.tar/01.png", "part-09.tar/10.png",
+                                                  "part-09.tar/11.png"]  # fmt: skip
+    assert torch.allclose(read(images, 3).mean((1, 2, 3)) * 255, torch.tensor([10.0, 20.0, 30.0, 40.0]), atol=0.1)
+
+
+def test_shards_identify_images_by_content(shards: str, tmp_path: Path) -> None:
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "a.png").write_bytes(encoded(30))
+    assert opened(tmp_path / "loose").ids[0] == opened(Path(shards)).ids[2]
+
+
+def test_pattern_counts_with_the_width_of_its_first_number() -> None:
+    assert [str(path) for path in paths_from_pattern("a{1..2}-{09..11}.tar")] == [
+        "a1-09.tar", "a1-10.tar", "a1-11.tar", "a2-09.tar", "a2-10.tar", "a2-11.tar"
+    ]  # fmt: skip
+    with pytest.raises(BadInput, match="runs backwards"):
+        paths_from_pattern("a{3..2}.tar")
+
+
+def test_bad_shards(tmp_path: Path, shards: str) -> None:
+    with pytest.raises(BadInput, match=r"part-10\.tar: no such shard"):
+        opened(Path(shards.replace("09", "10")))
+    whole = (tmp_path / "part-09.tar").read_bytes()
+    for content in (whole[:700], b"no tar", b""):
+        (tmp_path / "part-09.tar").write_bytes(content)
+        with pytest.raises(BadInput, match=r"part-09\.tar: not a whole uncompressed tar file"):
+            opened(Path(shards))
+    write_shard(tmp_path / "labels.tar", {"0.cls": b"7"})
+    with pytest.raises(BadInput, match=r"labels\.tar: no images in it"):
+        opened(tmp_path / "labels.tar")
+    write_shard(tmp_path / "broken.tar", {"0.png": encoded(9)[:30]})
+    with pytest.raises(BadInput, match=r"broken\.tar/0\.png: not a readable image"):
+        read(opened(tmp_path / "broken.tar"))
 
 
 def test_impossible_numbers(tmp_path: Path) -> None:

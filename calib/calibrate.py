@@ -1,0 +1,152 @@
+"""A whole calibration: images to moments, by one process or several, able to go on after an interruption."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import Checkpoint, Reached
+from .collect import ACTIVE_EPS, Collector, Precision
+from .distributed import Ranks
+from .errors import BadInput
+from .images import Batch, Images
+from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
+from .moments import Moments
+from .sites import Site
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """What shapes the statistics; see `collect`."""
+
+    attention_system: bool = False
+    kept: Mapping[str, Tensor] | None = None
+    eps: float = ACTIVE_EPS
+    precision: Precision = "float32"
+    forward_images: int | None = None
+
+    def as_text(self) -> str:
+        """One line that differs when any option does."""
+        kept = {name: kept_HK.tolist() for name, kept_HK in sorted((self.kept or {}).items())}
+        digest = hashlib.sha256(repr(kept).encode()).hexdigest()
+        return f"{self.attention_system} {digest} {self.eps!r} {self.precision} {self.forward_images}"
+
+
+def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device: torch.device | str) -> Collector:
+    return Collector(
+        model,
+        sites,
+        device=device,
+        attention_system=options.attention_system,
+        kept=options.kept,
+        eps=options.eps,
+        precision=options.precision,
+        forward_images=options.forward_images,
+    )
+
+
+class _Share:
+    """One rank's part of a calibration: its position, its ids and bad images, its checkpoints."""
+
+    def __init__(self, collector: Collector, images: Images, span: range, checkpoint: Checkpoint | None) -> None:
+        self.collector, self.images, self.span, self.checkpoint = collector, images, span, checkpoint
+        self.position, self.bad = span.start, list[str]()
+        self.ids = torch.empty(0, dtype=torch.int64)
+
+    def go_on(self, run: Mapping[str, str]) -> None:
+        saved = self.checkpoint.load(run) if self.checkpoint else None
+        if saved:
+            moments, reached = saved
+            self.collector.go_on_from(moments)
+            self.position, self.bad, self.ids = reached.position, list(reached.bad), moments.image_ids
+
+    def take(self, batch: Batch, run: Mapping[str, str]) -> None:
+        before = self.collector.images
+        if len(batch.images):
+            self.collector.add(batch.images)
+        self.position = batch.end
+        self.bad.extend(batch.bad)
+        self.ids = torch.cat([self.ids, batch.ids])
+        if self.checkpoint and self.checkpoint.due(before, self.collector.images):
+            moments = replace(self.collector.moments({}), image_ids=self.ids)
+            self.checkpoint.save(moments, Reached(position=self.position, bad=tuple(self.bad)), run)
+
+    def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
+        self.go_on(run)
+        pin = self.collector.device.type == "cuda"
+        rest = self.images.read(batch_size, first=self.position, stop=self.span.stop, bad=self.bad, pin=pin)
+        with self.collector:
+            for batch in rest if self.position < self.span.stop else ():
+                self.take(batch, run)
+                if progress:
+                    progress(self.position - self.span.start)
+        self.collector.refuse_nonfinite()
+
+
+def _refuse_memory(model: nn.Module, sites: Sequence[Site], images: Images, options: Options, device: str) -> None:
+    shapes = shapes_of_sites(model, sites, image_shape=images.shape, device=device)
+    needed = bytes_needed(shapes, attention_system=options.attention_system, kept=options.kept)
+    refuse_too_large(needed, bytes_available(device))
+
+
+def _add_up(collector: Collector, ranks: Ranks) -> None:
+    """Makes every rank's sums and counts those of all ranks."""
+    for sums in collector.sums.values():
+        ranks.add_up([sums.totals[name] for name in sorted(sums.totals)])
+    counts = ranks.gathered((collector.images, [sums.counts() for sums in collector.sums.values()]))
+    collector.images = sum(images for images, _ in counts)
+    for index, sums in enumerate(collector.sums.values()):
+        sums.set_counts(*(sum(part) for part in zip(*(of_rank[index] for _, of_rank in counts), strict=True)))
+
+
+def _agree(share: _Share, ranks: Ranks, problem: str) -> None:
+    """Raises BadInput on every rank alike, so that none waits for one that has given up."""
+    if not problem and not share.collector.images and ranks.size > 1:
+        problem = f"none of its {len(share.span)} images is readable; use fewer processes"
+    ranks.agree(problem)
+    share.images.refuse_bad([reason for bad in ranks.gathered(tuple(share.bad)) for reason in bad])
+
+
+def calibrate(
+    model: nn.Module,
+    sites: Sequence[Site],
+    images: Images,
+    *,
+    batch_size: int,
+    device: str,
+    options: Options | None = None,
+    lineage: Mapping[str, str],
+    checkpoint: Checkpoint | None = None,
+    ranks: Ranks = ALONE,
+    progress: Callable[[int], None] | None = None,
+) -> Moments:
+    """The moments of `sites` over `images`; every rank gets those of all images and one of them should write.
+
+    With `checkpoint`, a run that was interrupted goes on from its last checkpoint and gives the same bits as one that
+    was not; the file stays until `checkpoint.of_rank(ranks).clear()`. `progress` hears how many of this rank's images
+    are done. Raises BadInput, on every rank alike, for bad images and activations and for sums that don't fit into
+    memory; RankLost when another rank has gone.
+    """
+    options = options or Options()
+    lineage = {**lineage, "dtype": options.precision}
+    run = {**lineage, "data": images.digest, "batch_size": str(batch_size), "options": options.as_text(),
+           "ranks": f"{ranks.rank} of {ranks.size}"}  # fmt: skip
+    own = checkpoint.of_rank(ranks) if checkpoint else None
+    share = _Share(_collector(model, sites, options, device), images, ranks.share(images.count), own)
+    problem = ""
+    try:
+        _refuse_memory(model, sites, images, options, device)
+        share.run(batch_size, run, progress)
+    except BadInput as error:
+        if ranks.size == 1:
+            raise
+        problem = str(error)
+    _agree(share, ranks, problem)
+    if ranks.size > 1:
+        _add_up(share.collector, ranks)
+    ids = torch.cat(ranks.gathered(share.ids)).sort().values
+    return replace(share.collector.moments(lineage), image_ids=ids)

@@ -1,0 +1,73 @@
+"""A calibration's state on disk: an interrupted one goes on where it was and ends with the same bits."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .distributed import Ranks
+from .errors import BadInput
+from .moments import Moments
+from .store import load, save
+
+STATE = "calib.checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """How far a calibration came: the next position of the images, and the images that could not be read."""
+
+    position: int
+    bad: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Saved to `path` after every `every` images; with several processes each has its own file beside it."""
+
+    path: Path
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise BadInput(f"checkpoint every: got {self.every} images, expected at least 1")
+
+    def of_rank(self, ranks: Ranks) -> "Checkpoint":
+        if ranks.size == 1:
+            return self
+        name = f"{self.path.stem}.rank{ranks.rank}of{ranks.size}{self.path.suffix}"
+        return replace(self, path=self.path.with_name(name))
+
+    def due(self, before: int, now: int) -> bool:
+        """Whether a multiple of `every` images was passed."""
+        return before // self.every < now // self.every
+
+    def save(self, moments: Moments, reached: Reached, run: Mapping[str, str]) -> None:
+        """Replaces the file in one step; `run` holds all that must be equal to go on."""
+        state = json.dumps({"position": reached.position, "bad": list(reached.bad), "run": dict(run)}, sort_keys=True)
+        beside = self.path.with_name(f".{self.path.name}.partial")
+        save(replace(moments, lineage={STATE: state}), beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+
+    def load(self, run: Mapping[str, str]) -> tuple[Moments, Reached] | None:
+        """What was saved, or None without a file. Raises BadInput for the state of another run."""
+        if not self.path.exists():
+            return None
+        moments = load(self.path)
+        if STATE not in moments.lineage:
+            raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
+        state = json.loads(moments.lineage[STATE])
+        for key in sorted({*run, *state["run"]}):
+            if run.get(key) != state["run"].get(key):
+                raise BadInput(
+                    f"{self.path}: checkpoint of another run: {key} was {state['run'].get(key)!r}, now "
+                    f"{run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
+                )
+        return moments, Reached(position=state["position"], bad=tuple(state["bad"]))
+
+    def clear(self) -> None:
+        """Removes the file, once its run's moments are safe."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,82 @@
+"""Calibration by several processes: each takes its share of the images, then all hold the sums of all.
+
+Processes are started by torchrun, which tells each its rank through the environment; gloo adds on CPUs, NCCL on GPUs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import BadInput, RankLost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among all; one process alone is rank 0 of 1 and never communicates."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise BadInput(f"rank: got {self.rank} of {self.size}, expected 0 to {self.size - 1}")
+
+    def share(self, count: int) -> range:
+        """This process's positions among `count`: consecutive, sizes differing by at most one."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def gathered(self, value: T) -> list[T]:
+        """What every rank gave, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        self._together(lambda: dist.all_gather_object(values, value))
+        return [value for value in values if value is not None]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by its sum over the ranks, in place."""
+        if self.size > 1:
+            self._together(lambda: [dist.all_reduce(tensor) for tensor in tensors])
+
+    def agree(self, problem: str) -> None:
+        """Raises the first rank's BadInput on every rank, so that none waits for one that has given up."""
+        problems = self.gathered(problem)
+        for rank, text in enumerate(problems):
+            if text:
+                raise BadInput(text if self.size == 1 else f"rank {rank} of {self.size}: {text}")
+
+    def _together(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank} of {self.size}: another process of this calibration has ended or can't be reached "
+                f"({str(error).splitlines()[0]}); nothing was written; look at its own message, then start all again"
+            ) from error
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+@contextmanager
+def joined_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """Meets the other processes that torchrun started; waiting for one longer than `timeout_s` counts as losing it."""
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(f"the processes of this calibration did not meet ({error}); start them with torchrun") from error
+    try:
+        yield Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

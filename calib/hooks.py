@@ -1,0 +1,68 @@
+"""Listening at sites: forward hooks that hand activations on and are gone when the context closes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+from torch import Tensor, nn
+
+from .errors import BadInput
+from .sites import MlpSite, Site, Tap
+
+Role = Literal["x", "q", "k", "z"]
+Hear = Callable[[str, Role, Tensor], None]
+
+
+def _tokens_from(name: str, x: Tensor) -> Tensor:
+    """[B,...,F] -> [B,N,F]: whatever lies between images and channels is tokens."""
+    if x.ndim < 2:
+        raise BadInput(f"{name}: got an input of shape {list(x.shape)}, expected [images, ..., channels]")
+    return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def _on_input(stack: ExitStack, name: str, role: Role, module: nn.Module, hear: Hear) -> None:
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        hear(name, role, _tokens_from(name, inputs[0]))
+
+    stack.callback(module.register_forward_pre_hook(hook).remove)
+
+
+def _on_output(stack: ExitStack, name: str, role: Role, tap: Tap, hear: Hear) -> None:
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        taken = tap.take(output)
+        if taken.ndim != 4:
+            raise BadInput(f"{name}: its tap gave {list(taken.shape)}, expected [images, heads, tokens, dims]")
+        hear(name, role, taken)
+
+    stack.callback(tap.module.register_forward_hook(hook).remove)
+
+
+@contextmanager
+def listening(sites: Sequence[Site], hear: Hear) -> Iterator[None]:
+    """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D]."""
+    with ExitStack() as stack:
+        for site in sites:
+            if isinstance(site, MlpSite):
+                _on_input(stack, site.name, "x", site.output, hear)
+                continue
+            _on_output(stack, site.name, "q", site.queries, hear)
+            _on_output(stack, site.name, "k", site.keys, hear)
+            _on_input(stack, site.name, "z", site.output, hear)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and every submodule's own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def roles(site: Site) -> tuple[Role, ...]:
+    """What one forward pass must bring for a site, each exactly once."""
+    return ("x",) if isinstance(site, MlpSite) else ("q", "k", "z")

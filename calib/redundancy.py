@@ -1,0 +1,142 @@
+"""How far a model can go before anything is pruned: spectra of its sites' statistics, as in CORP's Table 9."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .moments import AttentionMoments, MlpMoments, Moments
+
+KIND = "calib.redundancy"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpRedundancy:
+    """One row of Table 9. `k95`: principal directions that hold 95 % of the variance of x; `activation_sparsity`:
+    share of entries with |x| <= eps. `spectrum`: shares of variance, largest first."""
+
+    site: str
+    dim: int
+    effective_rank: float
+    k95: int
+    activation_sparsity: float
+    eps: float
+    spectrum: tuple[float, ...]
+
+    @property
+    def effective_rank_ratio(self) -> float:
+        return self.effective_rank / self.dim
+
+    @property
+    def k95_ratio(self) -> float:
+        return self.k95 / self.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRedundancy:
+    """Q/K of one site: `k95` and `k99` per head are the dims that hold 95 % and 99 % of the logit energy, the squared
+    singular values of S_q^1/2 S_k^1/2 (k centred per image, which softmax cannot tell from k as it is)."""
+
+    site: str
+    dim: int
+    effective_rank: tuple[float, ...]
+    k95: tuple[int, ...]
+    k99: tuple[int, ...]
+    spectrum: tuple[tuple[float, ...], ...]
+
+    @property
+    def k95_ratio(self) -> float:
+        """Mean over heads."""
+        return sum(self.k95) / len(self.k95) / self.dim
+
+    @property
+    def k99_ratio(self) -> float:
+        """Mean over heads."""
+        return sum(self.k99) / len(self.k99) / self.dim
+
+
+Redundancy = MlpRedundancy | AttentionRedundancy
+
+
+def shares_from_energies(energy_D: Tensor) -> Tensor:
+    """Non-negative shares that sum to 1, largest first; rounding below zero counts as zero."""
+    sorted_D = energy_D.clamp(min=0).sort(descending=True).values
+    total = sorted_D.sum()
+    return sorted_D / total if total > 0 else sorted_D
+
+
+def effective_rank(share_D: Tensor) -> float:
+    """exp of the entropy of the shares (Roy and Vetterli 2007), 0 where nothing varies.
+
+    CORP's Table 9 takes it over a sample of 500 tokens, which bounds it by 500; here it is over all tokens.
+    """
+    positive = share_D[share_D > 0]
+    return float(torch.exp(-(positive * positive.log()).sum())) if len(positive) else 0.0
+
+
+def count_holding(share_D: Tensor, part: float) -> int:
+    """How many of the largest shares hold at least `part` of the whole."""
+    if not share_D.sum() > 0:
+        return 0
+    return min(int((share_D.cumsum(0) < part - 1e-12).sum()) + 1, len(share_D))
+
+
+def _root(second_HDD: Tensor) -> Tensor:
+    """Symmetric square root of a positive semidefinite matrix per head."""
+    value_HD, vector_HDD = torch.linalg.eigh(second_HDD)
+    root_HDD: Tensor = vector_HDD * value_HD.clamp(min=0).sqrt()[:, None, :] @ vector_HDD.mT
+    return root_HDD
+
+
+def of_mlp(site: str, moments: MlpMoments) -> MlpRedundancy:
+    """Spectrum of the covariance of x."""
+    share_F = shares_from_energies(torch.linalg.eigvalsh(moments.covariance_FF))
+    return MlpRedundancy(
+        site=site,
+        dim=len(share_F),
+        effective_rank=effective_rank(share_F),
+        k95=count_holding(share_F, 0.95),
+        activation_sparsity=1.0 - float(moments.active_share_F.mean()),
+        eps=moments.eps,
+        spectrum=tuple(share_F.tolist()),
+    )
+
+
+def of_attention(site: str, moments: AttentionMoments) -> AttentionRedundancy:
+    """Spectrum of S_q^1/2 S_k^1/2 per head."""
+    product_HDD = _root(moments.q_second_HDD) @ _root(moments.k_centred_HDD)
+    shares = [shares_from_energies(singular_D**2) for singular_D in torch.linalg.svdvals(product_HDD)]
+    return AttentionRedundancy(
+        site=site,
+        dim=product_HDD.shape[-1],
+        effective_rank=tuple(effective_rank(share_D) for share_D in shares),
+        k95=tuple(count_holding(share_D, 0.95) for share_D in shares),
+        k99=tuple(count_holding(share_D, 0.99) for share_D in shares),
+        spectrum=tuple(tuple(share_D.tolist()) for share_D in shares),
+    )
+
+
+def redundancy(moments: Moments) -> list[Redundancy]:
+    """One entry per site, in the moments' order; reads one site at a time."""
+    found: list[Redundancy] = []
+    for name in moments.sites:
+        site = moments.sites[name]
+        found.append(of_mlp(name, site) if isinstance(site, MlpMoments) else of_attention(name, site))
+    return found
+
+
+def _row(entry: Redundancy) -> dict[str, Any]:
+    ratios = {"k95_ratio": entry.k95_ratio}
+    if isinstance(entry, MlpRedundancy):
+        ratios["effective_rank_ratio"] = entry.effective_rank_ratio
+    else:
+        ratios["k99_ratio"] = entry.k99_ratio
+    return {"type": "mlp" if isinstance(entry, MlpRedundancy) else "attention", **asdict(entry), **ratios}
+
+
+def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON record."""
+    return {"kind": KIND, "version": VERSION, "lineage": dict(lineage), "sites": [_row(entry) for entry in entries]}

@@ -1,0 +1,324 @@
+"""calib.calibrate: several processes, interruptions and limits change nothing but say so. Run as a script it is one
+process of several, as torchrun would start it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calib import memory
+from calib.calibrate import Options, calibrate
+from calib.checkpoint import Checkpoint
+from calib.collect import AttentionSite, MlpSite, Site, Tap
+from calib.distributed import Ranks, joined_ranks
+from calib.errors import BadInput, RankLost
+from calib.images import Images, open_images
+from calib.memory import AttentionShape, MlpShape
+from calib.moments import Moments, merge
+from calib.store import load, save
+
+SHAPE = (3, 2, 8)
+HEADS, DIM, HIDDEN = 2, 8, 32
+COUNT = 23
+SYSTEM = Options(attention_system=True)
+
+
+class Tiny(nn.Module):
+    """Four tokens of 16 channels; one attention without values' own head split, one MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, HEADS * DIM, 2, 2)
+        self.q, self.k, self.proj = (nn.Linear(HEADS * DIM, HEADS * DIM) for _ in range(3))
+        self.fc1, self.fc2 = nn.Linear(HEADS * DIM, HIDDEN), nn.Linear(HIDDEN, HEADS * DIM)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(x)
+        x = x + self.proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        out: Tensor = self.fc2(self.fc1(x).relu())
+        return out
+
+
+def heads(x: Tensor) -> Tensor:
+    split: Tensor = x.unflatten(2, (HEADS, DIM))
+    return split.transpose(1, 2)
+
+
+def tiny() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def sites_of(model: Tiny) -> list[Site]:
+    queries, keys = Tap(module=model.q, take=heads), Tap(module=model.k, take=heads)
+    attention = AttentionSite(name="attn", queries=queries, keys=keys, output=model.proj)
+    return [attention, MlpSite(name="mlp", output=model.fc2)]
+
+
+def opened(path: Path, *, max_bad: int = 0) -> Images:
+    def no_transform(picture: object) -> Tensor:
+        raise AssertionError(picture)
+
+    return open_images(path, image_shape=SHAPE, transform=no_transform, max_bad=max_bad)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    images = np.random.default_rng(0).normal(size=(COUNT, *SHAPE)).astype(np.float32)
+    np.save(tmp_path / "images.npy", images)
+    return tmp_path / "images.npy"
+
+
+def calibrated(
+    path: Path,
+    *,
+    batch_size: int = 4,
+    max_bad: int = 0,
+    options: Options = SYSTEM,
+    checkpoint: Checkpoint | None = None,
+    ranks: Ranks | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Moments:
+    model = tiny()
+    return calibrate(
+        model, sites_of(model), opened(path, max_bad=max_bad), batch_size=batch_size, device="cpu", options=options,
+        lineage={"model": "m", "preprocessing": "p"}, checkpoint=checkpoint, ranks=ranks or Ranks(), progress=progress,
+    )  # fmt: skip
+
+
+def pairs(a: Moments, b: Moments) -> Iterator[tuple[str, object, object]]:
+    for name in a.sites:
+        for field in fields(a.sites[name]):
+            yield f"{name}.{field.name}", getattr(a.sites[name], field.name), getattr(b.sites[name], field.name)
+
+
+def assert_same_bits(a: Moments, b: Moments) -> None:
+    assert (a.images, dict(a.lineage), a.image_ids.tolist()) == (b.images, dict(b.lineage), b.image_ids.tolist())
+    for name, x, y in pairs(a, b):
+        assert torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y, name
+
+
+def assert_close(a: Moments, b: Moments) -> None:
+    assert (a.images, a.image_ids.tolist()) == (b.images, b.image_ids.tolist())
+    for name, x, y in pairs(a, b):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            assert float((x - y).norm()) <= 1e-9 * float(y.norm()), name
+        else:
+            assert x == y, name
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C or a machine that goes away."""
+
+
+def interrupt_at(images: int) -> Callable[[int], None]:
+    def progress(done: int) -> None:
+        if done >= images:
+            raise Interrupted
+
+    return progress
+
+
+@pytest.mark.parametrize("stop", [4, 8, 12, 20])
+def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_path: Path, stop: int) -> None:
+    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=8)
+    with pytest.raises(Interrupted):
+        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(stop))
+    heard: list[int] = []
+    resumed = calibrated(path, checkpoint=checkpoint, progress=heard.append)
+    assert heard[0] == stop // 8 * 8 + 4
+    assert_same_bits(resumed, calibrated(path))
+    checkpoint.clear()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["images.npy"]
+
+
+def test_a_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=1)
+    calibrated(path, checkpoint=checkpoint)
+    assert_same_bits(calibrated(path, checkpoint=checkpoint), calibrated(path))
+
+
+def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path) -> None:
+    images = np.load(path)
+    images[[1, 9, 17]] = np.nan
+    np.save(path, images)
+    options = Options(kept={"attn": torch.tensor([[0, 3], [1, 7]])})
+    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=5)
+    with pytest.raises(Interrupted):
+        calibrated(path, max_bad=3, options=options, checkpoint=checkpoint, progress=interrupt_at(12))
+    resumed = calibrated(path, max_bad=3, options=options, checkpoint=checkpoint)
+    assert_same_bits(resumed, calibrated(path, max_bad=3, options=options))
+    assert resumed.images == COUNT - 3
+    with pytest.raises(BadInput, match="at most 2 bad images"):
+        calibrated(path, max_bad=2, options=options)
+
+
+def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=4)
+    with pytest.raises(Interrupted):
+        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(8))
+    with pytest.raises(BadInput, match="checkpoint of another run: batch_size was '4', now '5'"):
+        calibrated(path, batch_size=5, checkpoint=checkpoint)
+    with pytest.raises(BadInput, match="options was"):
+        calibrated(path, options=Options(), checkpoint=checkpoint)
+    np.save(path, np.load(path)[::-1].copy())
+    with pytest.raises(BadInput, match="data was"):
+        calibrated(path, checkpoint=checkpoint)
+    checkpoint.path.write_bytes(checkpoint.path.read_bytes()[:-5])
+    with pytest.raises(BadInput, match="truncated or foreign"):
+        calibrated(path, checkpoint=checkpoint)
+
+
+def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(path=tmp_path / "moments.safetensors", every=4)
+    save(calibrated(path), checkpoint.path)
+    with pytest.raises(BadInput, match="holds moments, not a calibration's checkpoint"):
+        calibrated(path, checkpoint=checkpoint)
+
+
+def test_runs_made_apart_merge_into_one(path: Path, tmp_path: Path) -> None:
+    images = np.load(path)
+    parts = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for part, rows in zip(parts, (images[:9], images[9:]), strict=True):
+        np.save(part, rows)
+    merged = merge(*(calibrated(part) for part in parts))
+    assert_close(merged, calibrated(path))
+    np.save(parts[1], images[8:])
+    with pytest.raises(BadInput, match="1 of 9 images are in both"):
+        merge(*(calibrated(part) for part in parts))
+
+
+def test_forward_precisions_do_not_merge(path: Path) -> None:
+    rough = calibrated(path, options=replace(SYSTEM, precision="bfloat16"))
+    with pytest.raises(BadInput, match="dtype differs, got 'float32' and 'bfloat16'"):
+        merge(calibrated(path), rough)
+
+
+def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 30_000)
+    heard: list[int] = []
+    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*second pass restricted to kept dims"):
+        calibrated(path, progress=heard.append)
+    assert not heard
+    calibrated(path, options=Options())
+
+
+def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
+    model = tiny()
+    shapes = memory.shapes_of_sites(model, sites_of(model), image_shape=SHAPE, device="cpu")
+    assert shapes == {
+        "attn": AttentionShape(tokens=4, heads=HEADS, dim=DIM, channels=HEADS * DIM),
+        "mlp": MlpShape(tokens=4, hidden=HIDDEN),
+    }
+    for options in (Options(), SYSTEM, Options(kept={"attn": torch.tensor([[0, 3, 4], [1, 2, 7]])})):
+        needed = memory.bytes_needed(shapes, attention_system=options.attention_system, kept=options.kept)
+        moments = calibrated(path, options=options)
+        for name, site in moments.sites.items():
+            sums = (getattr(site, field.name) for field in fields(site))
+            taken = sum(t.nbytes for t in sums if isinstance(t, Tensor) and t.is_floating_point())
+            assert taken == needed[name]
+
+
+def test_one_head_of_64_dims_takes_the_system_size_of_the_paper() -> None:
+    shape = AttentionShape(tokens=197, heads=1, dim=64, channels=64)
+    assert memory.bytes_of_system(shape) == 8 * 2080**2
+    assert memory.bytes_of_system(shape, kept=32) == 8 * (528**2 + 32**2 + 1)
+    assert memory.bytes_available("cpu") > 0
+
+
+def test_shares_cover_every_image_once() -> None:
+    for size in (1, 2, 3, 7):
+        spans = [Ranks(rank=rank, size=size).share(COUNT) for rank in range(size)]
+        assert [position for span in spans for position in span] == list(range(COUNT))
+        assert max(map(len, spans)) - min(map(len, spans)) <= 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def started(size: int, path: Path, output: Path, fate: str = "") -> list[subprocess.Popen[str]]:
+    """Processes with the environment that torchrun gives; `fate` is told to the last one."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, str(path), str(output), fate if rank == size - 1 else ""],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
+
+
+def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    results = []
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        results.append((process.returncode, out))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_processes_give_the_moments_of_one(path: Path, tmp_path: Path, size: int) -> None:
+    output = tmp_path / "moments.safetensors"
+    results = finished(started(size, path, output))
+    assert [code for code, _ in results] == [0] * size, results
+    assert_close(load(output), calibrated(path))
+
+
+def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "moments.safetensors"
+    (alive, message), (killed, _) = finished(started(2, path, output, fate="killed"))
+    assert killed == -signal.SIGKILL
+    assert alive == 3
+    assert "rank 0 of 2: another process of this calibration has ended or can't be reached" in message
+    assert not output.exists()
+
+
+def test_bad_input_of_one_process_is_every_processs(path: Path, tmp_path: Path) -> None:
+    images = np.load(path)
+    images[-1] = np.nan
+    np.save(path, images)
+    output = tmp_path / "moments.safetensors"
+    for code, message in finished(started(2, path, output)):
+        assert code == 2
+        assert f"rank 1 of 2: {path}[22]: holds NaN or Inf" in message
+    assert not output.exists()
+
+
+def one_of_several(path: Path, output: Path, fate: str) -> int:
+    """Exit codes: 0 done, 2 bad input, 3 another process lost."""
+
+    def progress(done: int) -> None:
+        if fate == "killed" and done >= 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with joined_ranks("cpu", timeout_s=60) as ranks:
+            moments = calibrated(path, ranks=ranks, progress=progress)
+            if ranks.rank == 0:
+                save(moments, output)
+    except (BadInput, RankLost) as error:
+        sys.stdout.write(str(error))
+        return 2 if isinstance(error, BadInput) else 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(one_of_several(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
