@@ -7,12 +7,12 @@ reads the shorter z. Errors are exact on the calibration distribution.
 Legend: H heads, V dimensions of a head, C = H V, R reduced dimensions, K = H R, O outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .ridge import solve_ridge
+from .ridge import Solved, solve_ridge
 from .select import kept_from_scores
 
 
@@ -79,16 +79,58 @@ def keep(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
     )
 
 
-def _truncated(covariance_HVV: Tensor, weight_HOV: Tensor, width: int, floor_rel: float) -> tuple[Tensor, Tensor]:
-    """Per head the best W_h ~ weight_HOR v_map_HRV of this rank: the SVD of W_h S_h^1/2, cut off."""
-    value_HV, basis_HVV = torch.linalg.eigh(covariance_HVV)
+def _roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
+    """Roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
+    value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
     floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
-    root_HV = torch.maximum(value_HV, floor_H1).sqrt()
-    u_HOV, s_HV, vt_HVV = torch.linalg.svd((weight_HOV @ basis_HVV) * root_HV.unsqueeze(1), full_matrices=False)
-    whitened_HRV = (vt_HVV[:, :width] / root_HV.unsqueeze(1)) @ basis_HVV.mT
-    # Orthonormal rows keep the new values at the scale of the old ones, which half precision needs.
-    q_HVR, r_HRR = torch.linalg.qr(whitened_HRV.mT)
+    return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV
+
+
+def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The best weight_HOR v_map_HRV of this rank: the SVD of the full map times its input's S^1/2, in its eigenbasis.
+
+    Maps with orthonormal rows keep the new values at the scale of the old ones, which half precision needs.
+    """
+    u_HOV, s_HV, vt_HVV = torch.linalg.svd(whitened_HOV, full_matrices=False)
+    rows_HRV = (vt_HVV[:, :width] / root_HV.unsqueeze(1)) @ basis_HVV.mT
+    q_HVR, r_HRR = torch.linalg.qr(rows_HRV.mT)
     return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
+
+
+def _beside(v_map_HRV: Tensor) -> Tensor:
+    """All maps as one: [H, R, V] -> block diagonal [K, C]."""
+    out_KC: Tensor = torch.block_diag(*v_map_HRV)
+    return out_KC
+
+
+def _refitted(covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float) -> Solved:
+    """The weights over all heads' new values at once: a ridge toward the ones so far."""
+    map_KC = _beside(v_map_HRV)
+    spread_CK = covariance_CC @ map_KC.T
+    step = solve_ridge((weight_OC - new_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
+    return replace(step, solution_OK=new_OK + step.solution_OK)
+
+
+def _swept(
+    covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
+) -> tuple[Tensor, Tensor]:
+    """Each head in turn fitted anew to what the others leave: a reduced-rank ridge toward the map that it has."""
+    _, width, head_dim = v_map_HRV.shape
+    v_map_HRV, new_OK = v_map_HRV.clone(), new_OK.clone()
+    left_OC = weight_OC - new_OK @ _beside(v_map_HRV)
+    for head, v_map_RV in enumerate(v_map_HRV):
+        own, new = slice(head * head_dim, (head + 1) * head_dim), slice(head * width, (head + 1) * width)
+        had_OV = new_OK[:, new] @ v_map_RV
+        left_OC[:, own] += had_OV
+        moment_VV = covariance_CC[own, own].clone()
+        ridge = ridge_rel * float(moment_VV.diagonal().mean())
+        moment_VV.diagonal().add_(ridge)
+        cross_OV = left_OC @ covariance_CC[:, own] + ridge * had_OV
+        root_1V, basis_1VV = _roots(moment_VV.unsqueeze(0), 1e-12)
+        maps_1RV, cut_1OR = _cut((cross_OV @ basis_1VV) / root_1V.unsqueeze(1), root_1V, basis_1VV, width)
+        v_map_HRV[head], new_OK[:, new] = maps_1RV[0], cut_1OR[0]
+        left_OC[:, own] -= new_OK[:, new] @ v_map_HRV[head]
+    return v_map_HRV, new_OK
 
 
 def lowrank(
@@ -101,23 +143,25 @@ def lowrank(
     *,
     ridge_rel: float,
     floor_rel: float = 1e-6,
+    sweeps: int = 1,
 ) -> ValueRecovery:
     """Per head the truncated SVD of W_O,h S_z,h^1/2, the mean folded exactly into the bias, one refit over all heads.
 
-    The refit is a ridge toward the truncated weights, so it can only lower the error: with M all maps side by side and
-    C the covariance of z, W' + (W - W' M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'.
+    The refit is a ridge toward the weights so far: with M all maps side by side and C the covariance of z,
+    W' + (W - W' M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. `sweeps` times, each
+    head's map is then chosen again for what the others leave over, and the refit repeated; nothing raises the error.
     Eigenvalues of S_z,h are raised to floor_rel * their mean.
     """
     covariance_CC = second_CC - torch.outer(mean_C, mean_C)
-    v_map_HRV, cut_HOR = _truncated(
-        _head_blocks(covariance_CC, heads), _head_slices(weight_OC, heads), width, floor_rel
-    )
-    map_KC: Tensor = torch.block_diag(*v_map_HRV) 
-    cut_OK = cut_HOR.transpose(0, 1).flatten(1)
-    spread_CK = covariance_CC @ map_KC.T
-    solved = solve_ridge((weight_OC - cut_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
-    new_OK = cut_OK + solved.solution_OK
-    change_OC = weight_OC - new_OK @ map_KC
+    root_HV, basis_HVV = _roots(_head_blocks(covariance_CC, heads), floor_rel)
+    whitened_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
+    v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)
+    solved = _refitted(covariance_CC, weight_OC, v_map_HRV, cut_HOR.transpose(0, 1).flatten(1), ridge_rel)
+    for _ in range(sweeps):
+        v_map_HRV, swept_OK = _swept(covariance_CC, weight_OC, v_map_HRV, solved.solution_OK, ridge_rel)
+        solved = _refitted(covariance_CC, weight_OC, v_map_HRV, swept_OK, ridge_rel)
+    new_OK = solved.solution_OK
+    change_OC = weight_OC - new_OK @ _beside(v_map_HRV)
     old_O = weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O
     residual, dropped = _square(change_OC, covariance_CC), _dropped(second_CC, weight_OC, heads, width)
     return ValueRecovery(

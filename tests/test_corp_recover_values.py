@@ -43,7 +43,7 @@ def error_on(z: Tensor, weight: Tensor, bias: Tensor, result: ValueRecovery) -> 
 @pytest.mark.parametrize("width", [1, 3, DIM])
 def test_maps_are_the_truncated_svd_of_each_heads_output(width: int) -> None:
     z, weight, bias = layer(0)
-    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=1e12)  # no refit
+    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=1e12, sweeps=0)
     spectrum = recover_values.lowrank_spectrum(*moments_of(z), weight, HEADS)
     centred: Array = (z - z.mean(dim=0)).numpy()
     for head in range(HEADS):
@@ -59,14 +59,14 @@ def test_maps_are_the_truncated_svd_of_each_heads_output(width: int) -> None:
 
 def test_refit_is_least_squares_over_all_heads() -> None:
     z, weight, bias = layer(1)
-    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, 2, ridge_rel=1e-12)
+    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, 2, ridge_rel=1e-12, sweeps=0)
     inputs = np.hstack((shortened(z, result).numpy(), np.ones((len(z), 1))))
     target = (z @ weight.T + bias).numpy()
     fitted = np.linalg.lstsq(inputs, target, rcond=None)[0].T
     np.testing.assert_allclose(result.weight_OK, fitted[:, :-1], rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(result.bias_O, fitted[:, -1], rtol=1e-6, atol=1e-8)
     per_head = float(recover_values.lowrank_spectrum(*moments_of(z), weight, HEADS)[:, 2].sum())
-    assert result.residual < 0.95 * per_head or per_head == 0.0
+    assert result.residual < 0.95 * per_head
 
 
 @given(
@@ -75,16 +75,34 @@ def test_refit_is_least_squares_over_all_heads() -> None:
     width=st.integers(1, DIM),
     ridge_rel=st.sampled_from([0.0, 1e-8, 1e-4, 1e-1, 1e6]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_never_worse_than_dropping_and_exact(seed: int, rank: int, width: int, ridge_rel: float) -> None:
     z, weight, bias = layer(seed, tokens=40, rank=rank)
     result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel)
     total = float((z @ weight.T).square().sum(dim=1).mean())
+    errors = [
+        recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel, sweeps=sweeps).residual
+        for sweeps in (0, 1, 3)
+    ]
+    assert errors[2] <= errors[1] + 1e-7 * total
+    assert errors[1] <= errors[0] + 1e-7 * total
     assert result.residual <= result.residual_uncompensated + 1e-6 * total
     assert result.residual == pytest.approx(error_on(z, weight, bias, result), rel=1e-5, abs=1e-7 * total)
     for v_map in result.v_map_HRV:  # rows orthonormal: new values at the scale of the old
         torch.testing.assert_close(v_map @ v_map.T, torch.eye(width, dtype=torch.float64))
     assert result.condition >= 1.0
+
+
+def test_sweeps_share_the_work_between_heads() -> None:
+    """Two heads say the same three things: width 2 each is enough, if and only if the heads look at one another."""
+    generator = torch.Generator().manual_seed(5)
+    code = torch.randn(400, 3, generator=generator, dtype=torch.float64)
+    z = torch.cat((code, code), dim=1) * torch.tensor([3.0, 2.0, 1.5, 3.0, 2.0, 1.5], dtype=torch.float64)
+    weight = torch.eye(3, dtype=torch.float64).repeat(1, 2)
+    alone = recover_values.lowrank(*moments_of(z), weight, None, 2, 2, ridge_rel=1e-6, sweeps=0)
+    shared = recover_values.lowrank(*moments_of(z), weight, None, 2, 2, ridge_rel=1e-6, sweeps=5)
+    assert alone.residual > 0.5
+    assert shared.residual < 1e-3 * alone.residual
 
 
 def test_what_is_uncompensated_drops_the_least_coordinates() -> None:
