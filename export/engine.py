@@ -13,6 +13,7 @@ from .check_onnx import require_onnx
 from .choices import BatchProfile, BuildChoices
 from .errors import BadInput
 from .fusion import Fusion, fusion_of
+from .interrupt import interruptible
 from .libraries import Library, open_library
 from .messages import Progress
 from .record import EngineRecord, ports, precision_of, record_path, sha256_of
@@ -37,6 +38,9 @@ def build_engine(
 ) -> Engine:
     """Builds one plan; `library` defaults to the backend's own bindings.
 
+    `progress` is called as (phase, steps done, steps in all) from the thread that builds; the phase "Building engine"
+    spans the others.
+
     Raises BadInput for a graph or a choice that won't do, with every parser or builder error and its site, and Missing
     when the bindings or the GPU are not there. Ctrl-C stops the builder at its next step.
     """
@@ -47,7 +51,7 @@ def build_engine(
     library = library or open_library(choices.backend, command=choices.command)
     session = Session(onnx_path, proto, choices, library)
     started = time.perf_counter()
-    plan = session.build(profiles, progress)
+    plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
     seconds = time.perf_counter() - started
     fusion = fusion_of(session.kernels(plan), proto, len(profiles))
     return Engine(plan=plan, fusion=fusion, record=_record(session, plan, profiles, fusion, seconds))

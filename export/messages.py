@@ -8,10 +8,17 @@ Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
 class Messages:
-    """Lines of one build as (severity, text), severity 0 internal error, 1 error, 2 warning, 3 info, 4 verbose."""
+    """Lines of one build as (severity, text), severity 0 internal error, 1 error, 2 warning, 3 info, 4 verbose.
+
+    `stop` asks the builder to end at its next step.
+    """
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
 
     @property
     def text(self) -> str:
@@ -36,34 +43,27 @@ def logger_of(trt: Any, messages: Messages) -> Any:
     return KeepingLogger()
 
 
-class Interrupted:
-    """Whether the user pressed Ctrl-C inside the builder, which can only be stopped by its next step."""
-
-    def __init__(self) -> None:
-        self.happened = False
-
-
-def monitor_of(trt: Any, progress: Progress | None, interrupted: Interrupted) -> Any:
-    """An IProgressMonitor of these bindings that reports outer phases and cancels the build after Ctrl-C."""
+def monitor_of(trt: Any, messages: Messages, progress: Progress | None) -> Any:
+    """An IProgressMonitor of these bindings that passes every phase's steps on and cancels a stopped build."""
+    totals: dict[str, int] = {}
 
     class PassingMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the bindings come untyped
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self.steps[phase_name] = num_steps
+            totals[phase_name] = num_steps
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             try:
                 if progress is not None:
-                    progress(phase_name, step + 1, self.steps.get(phase_name, step + 1))
+                    progress(phase_name, step + 1, totals.get(phase_name, step + 1))
             except KeyboardInterrupt:
-                interrupted.happened = True
-            return not interrupted.happened
+                messages.stop()
+            return not messages.stopped
 
         def phase_finish(self, phase_name: str) -> None:
-            self.steps.pop(phase_name, None)
+            totals.pop(phase_name, None)
 
     return PassingMonitor()
 

@@ -11,7 +11,7 @@ from .choices import BatchProfile, BuildChoices
 from .errors import BadInput, Missing
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message
-from .messages import Interrupted, Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
+from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
 
 _NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
 _NEEDS_GPU = "an NVIDIA GPU and its driver are needed"
@@ -29,17 +29,18 @@ class Session:
         self.cache_state = "none"
 
     def build(self, profiles: tuple[BatchProfile, ...], progress: Progress | None) -> bytes:
-        trt, interrupted = self.trt, Interrupted()
+        """The plan; KeyboardInterrupt when `messages.stop` was called meanwhile."""
+        trt = self.trt
         builder = self._builder()
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, self.logger)
         if not parser.parse_from_file(str(self.onnx_path)):
             raise BadInput(self._refusal("does not take this graph", parser_errors(parser) or self.messages.errors))
         config = self._config(builder, network, profiles)
-        monitor = monitor_of(trt, progress, interrupted)
+        monitor = monitor_of(trt, self.messages, progress)
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config)
-        if interrupted.happened:
+        if self.messages.stopped:
             raise KeyboardInterrupt
         if plan is None:
             self._raise_build_failure()

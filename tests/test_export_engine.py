@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,8 @@ def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build_engine(graphs.path("tiny"), choices, progress=press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(graphs.path("tiny"), choices, progress=lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 @pytest.mark.parametrize(
