@@ -19,7 +19,7 @@ from export.errors import BadInput, Missing
 from export.libraries import open_library, version_numbers
 from export.record import record_from_json, record_path, sha256_of
 from export.to_onnx import onnx_from_model, save
-from tests.export_vit import Vit
+from tests.export_vit import Attention, Vit
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
@@ -197,6 +197,32 @@ def test_audit_names_the_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
     assert content["targets"][0]["dense"]["fused_attention"] == 3
 
 
+class SdpaAttention(Attention):
+    """The same attention by torch's operator, which opset 23 exports as one Attention node."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split = self.qkv(x).split([self.heads * self.qk, self.heads * self.qk, self.heads * self.v], dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in split)
+        mixed: torch.Tensor = self.proj(
+            nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+        )
+        return mixed
+
+
+@pytest.mark.parametrize(("qk", "v"), [(32, 32), (16, 32)])
+def test_the_attention_operator_builds_with_equal_widths_only(qk: int, v: int, tmp_path: Path) -> None:
+    model = Vit(depth=1)
+    model.blocks[0].attn = SdpaAttention(64, 2, qk, v, padded=False)
+    proto = onnx_from_model(model, image_shape=(3, 32, 32), precision="fp16", opset=23, metadata={})
+    assert [node.name for node in proto.graph.node if node.op_type == "Attention"] == ["blocks.0.attn/Attention"]
+    save(proto, tmp_path / "attention.onnx")
+    if qk == v:
+        assert build(tmp_path / "attention.onnx").record.fused_attention_sites == ("blocks.0.attn",)
+    else:
+        with pytest.raises(BadInput, match=r"blocks.0.attn/Attention: .* equal widths of k and v, got \(16, 32\)"):
+            build(tmp_path / "attention.onnx")
+
+
 def test_parser_errors_name_the_site(graphs: Graphs, tmp_path: Path) -> None:
     proto = onnx.load(graphs.path("tiny"))
     names = [node.name for node in proto.graph.node]
@@ -239,8 +265,15 @@ def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build_engine(graphs.path("tiny"), choices, progress=press_ctrl_c)
+    pressed: list[str] = []
+
+    def signal_once(phase: str, done: int, total: int) -> None:
+        if not pressed:
+            pressed.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
-        build_engine(graphs.path("tiny"), choices, progress=lambda *_: signal.raise_signal(signal.SIGINT))
+        build_engine(graphs.path("tiny"), choices, progress=signal_once)
 
 
 @pytest.mark.parametrize(
