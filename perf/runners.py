@@ -7,6 +7,7 @@ that it doesn't get, it raises Missing.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,7 +19,7 @@ from .errors import BadInput
 from .memory import Gauge
 from .runs import Flat
 from .timing import Bound, Clock, Laps
-from .watch import scheduler_account
+from .watch import LostTime, lost_time
 
 Images = NDArray[np.float32]
 Logits = NDArray[np.float32]
@@ -54,24 +55,22 @@ class Runner(Protocol):
 class HostBound:
     """Calls timed by the host's clock: the model runs on the CPU and returns when it is done.
 
-    `lost_ns` tells what its threads waited for a CPU since it was last asked.
+    `watch` gives the time that threads lost to other programs, see perf.watch.lost_time.
     """
 
     call: Callable[[], object]
-    lost_ns: Callable[[], int] | None = field(default_factory=scheduler_account)
+    watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         """Two readings of the clock around each call and nothing else between them."""
-        call, lost_ns = self.call, self.lost_ns
-        begun, ended, lost = [0] * calls, [0] * calls, [0] * calls
-        if lost_ns is not None:
-            lost_ns()
-        for index in range(calls):
-            begun[index] = clock()
-            call()
-            ended[index] = clock()
-            if lost_ns is not None:
-                lost[index] = lost_ns()
+        call, begun, ended, lost = self.call, [0] * calls, [0] * calls, [0] * calls
+        with self.watch() as lost_ns:
+            for index in range(calls):
+                begun[index] = clock()
+                call()
+                ended[index] = clock()
+                if lost_ns is not None:
+                    lost[index] = lost_ns()
         return Laps(
             calls=calls,
             wall_ms=(ended[-1] - begun[0]) / 1e6,

@@ -3,7 +3,7 @@
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,42 +33,57 @@ def involuntary_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def waited_ns(tasks: Path) -> int:
-    """What the threads under `tasks` waited while ready to run; one that ended meanwhile counts no more."""
-    waited = 0
-    for task in tasks.iterdir():
-        try:
-            waited += int((task / "schedstat").read_text(encoding="utf-8").split()[1])
-        except OSError:
-            continue
-    return waited
+LostTime = Callable[[], int]
 
 
-class SchedulerAccount:
-    """Nanoseconds that the threads of this process waited for a CPU which other programs had, since it was last asked.
+@contextmanager
+def lost_time(
+    tasks: Path = Path("/proc/self/task"), switches: Callable[[], int] = involuntary_switches
+) -> Iterator[LostTime | None]:
+    """Nanoseconds that threads waited for a CPU which other programs had, since last asked; None on other systems.
 
     The kernel's count of involuntary switches is asked first, as that takes a microsecond; only when it has risen are
-    the threads' accounts read, so that an undisturbed call costs next to nothing to watch.
+    the threads' own accounts read, so that an undisturbed call costs next to nothing to watch. The threads are those
+    alive on entry: their accounts stay open, which makes reading one another microsecond.
     """
+    accounts = _opened(tasks)
+    if not accounts:
+        yield None
+        return
+    seen, waited = switches(), _waited_ns(accounts)
 
-    def __init__(
-        self, tasks: Path = Path("/proc/self/task"), switches: Callable[[], int] = involuntary_switches
-    ) -> None:
-        self._tasks, self._ask = tasks, switches
-        self._switches, self._waited_ns = switches(), waited_ns(tasks)
-
-    def __call__(self) -> int:
-        switches = self._ask()
-        if switches == self._switches:
+    def lost_ns() -> int:
+        nonlocal seen, waited
+        now = switches()
+        if now == seen:
             return 0
-        waited, before = waited_ns(self._tasks), self._waited_ns
-        self._switches, self._waited_ns = switches, waited
+        seen, before = now, waited
+        waited = _waited_ns(accounts)
         return max(waited - before, 0)
 
+    try:
+        yield lost_ns
+    finally:
+        for account in accounts:
+            os.close(account)
 
-def scheduler_account() -> Callable[[], int] | None:
-    """The account of this process, None on systems that keep none."""
-    return SchedulerAccount() if Path("/proc/self/schedstat").exists() else None
+
+def _opened(tasks: Path) -> list[int]:
+    """A file descriptor of each thread's scheduler account; a thread that ends meanwhile has none."""
+    opened = []
+    for task in tasks.iterdir() if tasks.exists() else ():
+        with suppress(OSError):
+            opened.append(os.open(task / "schedstat", os.O_RDONLY))
+    return opened
+
+
+def _waited_ns(accounts: list[int]) -> int:
+    """The second field: time spent ready to run. An ended thread can no longer be read."""
+    waited = 0
+    for account in accounts:
+        with suppress(OSError):
+            waited += int(os.pread(account, 128, 0).split()[1])
+    return waited
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from perf.timing import (
     settle_calls,
     warm_up,
 )
-from perf.watch import SchedulerAccount, scheduler_account
+from perf.watch import lost_time
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -245,26 +245,29 @@ def test_a_machine_that_is_never_quiet_is_measured_to_twice_the_limit_and_called
     assert len(samples(blocks, "a")) == len(blocks) // 4  # all there is, said to be disturbed
 
 
-def test_the_scheduler_account_reads_the_threads_only_after_a_switch(tmp_path: Path) -> None:
-    def threads_waited(**waited: int) -> None:
-        for thread, ns in waited.items():
-            (tmp_path / thread).mkdir(exist_ok=True)
-            (tmp_path / thread / "schedstat").write_text(f"700 {ns} 9")
+def test_lost_time_is_read_from_the_threads_only_after_a_switch(tmp_path: Path) -> None:
+    def waited(thread: str, ns: int) -> None:
+        (tmp_path / thread).mkdir(exist_ok=True)
+        (tmp_path / thread / "schedstat").write_text(f"700 {ns} 9")
 
-    threads_waited(one=100, two=50)
-    (tmp_path / "ended").mkdir()  # gone between listing and reading
+    waited("1", 100)
+    waited("2", 50)
+    (tmp_path / "3").mkdir()  # ended between listing and opening
     switches = iter([3, 3, 4, 4])
-    lost_ns = SchedulerAccount(tmp_path, lambda: next(switches))
-    threads_waited(one=1100)
-    assert lost_ns() == 0  # no switch: nobody took the CPU
-    assert lost_ns() == 1000
-    assert lost_ns() == 0
+    with lost_time(tmp_path, lambda: next(switches)) as lost_ns:
+        assert lost_ns is not None
+        waited("1", 1100)
+        assert lost_ns() == 0  # no switch: nobody took the CPU
+        assert lost_ns() == 1000
+        assert lost_ns() == 0
 
 
-def test_this_process_has_an_account() -> None:
-    lost_ns = scheduler_account()
-    assert lost_ns is not None
-    assert lost_ns() >= 0
+def test_lost_time_of_this_process_and_of_a_system_that_does_not_tell(tmp_path: Path) -> None:
+    with lost_time() as lost_ns:
+        assert lost_ns is not None
+        assert lost_ns() >= 0
+    with lost_time(tmp_path / "none") as lost_ns:
+        assert lost_ns is None
 
 
 def test_the_round_limit_ends_a_measurement_that_never_narrows() -> None:
