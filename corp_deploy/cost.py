@@ -65,9 +65,11 @@ def macs(shape: VitShape) -> int:
     return embedding + sum(block_macs(shape, block) for block in shape.blocks) + shape.dim * shape.classes
 
 
-def block_parameters(dim: int, block: BlockShape) -> int:
-    """Parameters that a block's widths decide: qkv, proj, fc1 and fc2 with their biases."""
-    qkv = (dim + 1) * block.heads * (2 * block.qk + block.v)
-    proj = block.heads * block.v * dim + dim
-    mlp = (dim + 1) * block.hidden + block.hidden * dim + dim
-    return qkv + proj + mlp
+def mlp_parameters(*, dim: int, hidden: int) -> int:
+    """Parameters of fc1 and fc2 with their biases."""
+    return (dim + 1) * hidden + hidden * dim + dim
+
+
+def attention_parameters(*, dim: int, heads: int, qk: int, v: int) -> int:
+    """Parameters of qkv and proj with their biases."""
+    return (dim + 1) * heads * (2 * qk + v) + heads * v * dim + dim
