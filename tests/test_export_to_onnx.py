@@ -149,13 +149,13 @@ def test_metadata_is_given_and_own_sorted(fp16: onnx.ModelProto) -> None:
 
 def test_batch_is_symbolic_or_the_asked_number(fp16: onnx.ModelProto) -> None:
     assert fp16.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-    static = export(Vit(), batch=4)
+    static = export(Vit(depth=1), batch=4)
     assert static.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 4
     assert run(static, images(4)).shape == (4, 10)
 
 
 def test_the_callers_model_is_untouched() -> None:
-    model = Vit().train()
+    model = Vit(depth=1).train()
     before = copy.deepcopy(model.state_dict())
     export(model, "fp16")
     assert model.training
@@ -207,7 +207,7 @@ class Pair(nn.Module):
 
 
 def with_weight(value: float) -> Vit:
-    model = Vit()
+    model = Vit(depth=1)
     model.head.weight.data[0, 0] = value
     return model
 
@@ -215,20 +215,20 @@ def with_weight(value: float) -> Vit:
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
-        (Vit(), {"precision": "int8"}, "'int8' is unknown"),
-        (Vit(), {"precision": "mixed"}, "at least one keep_fp32 pattern"),
-        (Vit(), {"precision": "fp16", "keep_fp32": ["blocks.0"]}, "precision mixed only"),
-        (Vit(), {"precision": "mixed", "keep_fp32": ["blocks.7.*", "head"]}, "'blocks.7.\\*' fits no module"),
-        (Vit(), {"precision": "mixed", "keep_fp32": ["*"]}, "none of its 10 weight matrices is float16"),
-        (Vit(), {"precision": "mixed", "keep_fp32": "blocks"}, "a list of patterns"),
-        (Vit(), {"image_shape": (3, 24, 24)}, "refuses images of shape \\[2, 3, 24, 24\\]"),
-        (Vit(), {"image_shape": (3, 0, 24)}, "image_shape must be"),
-        (Vit(), {"opset": 17}, "opset 17 is not offered"),
-        (Vit(), {"opset": 24}, "opset 24 is not offered"),
-        (Vit(), {"batch": 0}, "static batch must be at least 1"),
-        (Vit(), {"metadata": {"export.torch": "1"}}, "written by the exporter"),
-        (Vit(), {"metadata": {"widths": 3}}, "must be a string, got int"),
-        (Vit(), {"metadata": {"command": "reduce --weights /home/me/w.pth"}}, "local path"),
+        (Vit(depth=1), {"precision": "int8"}, "'int8' is unknown"),
+        (Vit(depth=1), {"precision": "mixed"}, "at least one keep_fp32 pattern"),
+        (Vit(depth=1), {"precision": "fp16", "keep_fp32": ["blocks.0"]}, "precision mixed only"),
+        (Vit(depth=1), {"precision": "mixed", "keep_fp32": ["blocks.7.*", "head"]}, "'blocks.7.\\*' fits no module"),
+        (Vit(depth=1), {"precision": "mixed", "keep_fp32": ["*"]}, "none of its 6 weight matrices is float16"),
+        (Vit(depth=1), {"precision": "mixed", "keep_fp32": "blocks"}, "a list of patterns"),
+        (Vit(depth=1), {"image_shape": (3, 24, 24)}, "refuses images of shape \\[2, 3, 24, 24\\]"),
+        (Vit(depth=1), {"image_shape": (3, 0, 24)}, "image_shape must be"),
+        (Vit(depth=1), {"opset": 17}, "opset 17 is not offered"),
+        (Vit(depth=1), {"opset": 24}, "opset 24 is not offered"),
+        (Vit(depth=1), {"batch": 0}, "static batch must be at least 1"),
+        (Vit(depth=1), {"metadata": {"export.torch": "1"}}, "written by the exporter"),
+        (Vit(depth=1), {"metadata": {"widths": 3}}, "must be a string, got int"),
+        (Vit(depth=1), {"metadata": {"command": "reduce --weights /home/me/w.pth"}}, "local path"),
         (with_weight(float("nan")), {}, "head.weight holds NaN or Inf"),
         (with_weight(1e6), {"precision": "fp16"}, "head.weight: the largest weight is 1e\\+06.*keep_fp32 'head'"),
         (Branching(), {}, "can't trace"),
