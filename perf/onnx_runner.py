@@ -1,6 +1,7 @@
 """Runs an ONNX file in ONNX Runtime, on the CPU or through the CUDA or TensorRT execution provider."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -8,6 +9,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from .device import Staging, open_stream
 from .errors import BadInput, Missing
 from .memory import DeviceMemory, Gauge, resident_gauge
 from .runners import HostBound, Images, Logits, as_images
@@ -61,7 +63,7 @@ class OnnxRunner:
         if self.threads is not None:
             options.intra_op_num_threads = self.threads
         if self.provider != "cpu":
-            self._stream = _cuda_stream()
+            self._stream = open_stream()
         try:
             self._session = ort.InferenceSession(str(self.path), options, providers=self._providers())
         except _ort_errors(ort) as error:
@@ -91,15 +93,16 @@ class OnnxRunner:
         self._session = None
 
     def __call__(self, images: Images) -> Logits:
+        if self.provider != "cpu":
+            return self._call_cuda(as_images(images))
         logits = self._session.run(None, {self._input.name: as_images(images)})[0]
         return np.asarray(logits, dtype=np.float32)
 
     def bind(self, images: Images) -> Bound:
-        feeds = {self._input.name: as_images(images)}
-        if self.provider == "cpu":
-            run = self._session.run
-            return HostBound(lambda: run(None, feeds))
-        return self._bind_cuda(feeds)
+        if self.provider != "cpu":
+            return self._bind_cuda(as_images(images))
+        run, feeds = self._session.run, {self._input.name: as_images(images)}
+        return HostBound(lambda: run(None, feeds))
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -125,21 +128,34 @@ class OnnxRunner:
             return [(PROVIDERS["tensorrt"], {**options, "trt_cuda_graph_enable": str(int(self.cuda_graph))})]
         return [(PROVIDERS["cuda"], {**options, "enable_cuda_graph": str(int(self.cuda_graph))})]
 
-    def _bind_cuda(self, feeds: dict[str, Images]) -> Bound:
-        """Fixed device addresses on the session's own stream; the first runs happen here (a graph is captured then)."""
+    def _call_cuda(self, images: Images) -> Logits:
+        staging, launch = self._staged(images)
+        bound = staging.bound(launch, flush_l2=False)
+        bound.copy_in()
+        bound.launch()
+        bound.copy_out()
+        bound.wait()
+        return np.array(staging.host_out.numpy(), dtype=np.float32)
+
+    def _bind_cuda(self, images: Images) -> Bound:
+        """The first runs happen here: kernels are chosen in them, and a graph is captured."""
+        staging, launch = self._staged(images)
+        for _ in range(3):
+            launch()
+        self._stream.synchronize()
+        return staging.bound(launch, flush_l2=self.flush_l2)
+
+    def _staged(self, images: Images) -> tuple[Staging, Callable[[], None]]:
+        """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""
         import onnxruntime as ort
 
-        from .device import Staging
-
-        ((name, images),) = feeds.items()
-        logits = self._session.run(None, feeds)[0]
-        staging = Staging.hold(self._stream, images, logits.shape)
+        staging = Staging.hold(self._stream, images, (len(images), self._classes()))
         binding = self._session.io_binding()
-        ends = (staging.device_in, staging.device_out)
-        for bind, node, tensor in zip(
-            (binding.bind_input, binding.bind_output), (name, self._output_name), ends, strict=True
+        for bind, name, tensor in (
+            (binding.bind_input, self._input.name, staging.device_in),
+            (binding.bind_output, self._output.name, staging.device_out),
         ):
-            bind(node, "cuda", 0, np.float32, tuple(tensor.shape), tensor.data_ptr())
+            bind(name, "cuda", 0, np.float32, tuple(tensor.shape), tensor.data_ptr())
         options = ort.RunOptions()
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         session = self._session
@@ -147,11 +163,19 @@ class OnnxRunner:
         def launch() -> None:
             session.run_with_iobinding(binding, options)
 
-        return staging.bound(launch, flush_l2=self.flush_l2)
+        return staging, launch
+
+    def _classes(self) -> int:
+        shape = self._output.shape
+        if len(shape) != 2 or not isinstance(shape[1], int):
+            raise BadInput(
+                f"{self.path}: the output must be [batch, classes] with a fixed number of classes, got {shape}"
+            )
+        return shape[1]
 
     @property
-    def _output_name(self) -> str:
-        return str(self._session.get_outputs()[0].name)
+    def _output(self) -> Any:
+        return self._session.get_outputs()[0]
 
 
 def require_provider(available: list[str], provider: Provider) -> None:
@@ -194,12 +218,6 @@ def _onnxruntime() -> Any:
     except ImportError as error:
         raise Missing("onnxruntime is not installed; install the extra `cpu` or `gpu`") from error
     return onnxruntime
-
-
-def _cuda_stream() -> Any:
-    from .device import open_stream
-
-    return open_stream()
 
 
 def _ort_errors(ort: Any) -> tuple[type[Exception], ...]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from perf import onnx_runner
 from perf.device import DeviceBound
 from perf.errors import BadInput, Missing
 from perf.module_runner import ModuleRunner
@@ -208,3 +210,61 @@ def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: 
     assert laps.end_to_end_ms == (7.5, 7.5, 7.5)
     assert (laps.enqueue_ms, laps.wall_ms) == (1.0, 2.0)
     assert tape.waited == 1  # the calls of a block are waited for together
+
+
+class FakeBinding:
+    def __init__(self) -> None:
+        self.bound: list[tuple[object, ...]] = []
+
+    def bind_input(self, *what: object) -> None:
+        self.bound.append(("in", *what))
+
+    def bind_output(self, *what: object) -> None:
+        self.bound.append(("out", *what))
+
+
+class FakeSession:
+    """A session on a GPU: no GPU is here, so only what is asked of it is checked."""
+
+    def __init__(self, classes: int | str) -> None:
+        self.classes, self.binding, self.launched = classes, FakeBinding(), 0
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="images", shape=["batch", 3, 4, 4])]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="logits", shape=["batch", self.classes])]
+
+    def io_binding(self) -> FakeBinding:
+        return self.binding
+
+    def run_with_iobinding(self, binding: FakeBinding, options: object) -> None:
+        assert binding is self.binding
+        self.launched += 1
+
+
+def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = Tape()
+
+    def hold(stream: object, images: object, shape: tuple[int, int]) -> SimpleNamespace:
+        tensor = lambda size, at: SimpleNamespace(shape=size, data_ptr=lambda: at)  # noqa: E731
+        made = SimpleNamespace(device_in=tensor(IMAGES.shape, 100), device_out=tensor(shape, 200))
+        made.bound = lambda launch, flush_l2: DeviceBound(
+            copy_in=lambda: None, launch=launch, copy_out=lambda: None, mark=tape.mark, wait=tape.wait
+        )
+        return made
+
+    monkeypatch.setattr(onnx_runner, "Staging", SimpleNamespace(hold=hold))
+    runner, session = OnnxRunner(Path("m.onnx"), provider="cuda"), FakeSession(5)
+    runner._session, runner._stream = session, SimpleNamespace(synchronize=tape.wait)
+    bound = runner.bind(IMAGES)
+    assert session.launched == 3
+    bound.laps(4, lambda: 0)
+    assert session.launched == 7
+    assert session.binding.bound == [
+        ("in", "images", "cuda", 0, np.float32, (3, 3, 4, 4), 100),
+        ("out", "logits", "cuda", 0, np.float32, (3, 5), 200),
+    ]
+    runner._session = FakeSession("classes")
+    with pytest.raises(BadInput, match="fixed number of classes"):
+        runner.bind(IMAGES)
