@@ -108,7 +108,7 @@ def _samples(summary: Summary) -> Figure | None:
 def _chain(parity: Parity) -> Figure:
     rows = [
         Bounded(
-            label=f"{link.name}: {link.reference} → {link.candidate}",
+            label=link.name,
             value=link.measures.relative_error,
             bound=link.tolerance.max_relative_error,
             status=link.status,

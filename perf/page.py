@@ -60,6 +60,7 @@ tr td:first-child { font-weight: 550 }
 td.number, th.number { text-align: right; white-space: nowrap }
 td { white-space: nowrap }
 td.words { white-space: normal; min-width: 24ch }
+td.number small { white-space: nowrap }
 td:first-child small { min-width: 16ch }
 td small { display: block; max-width: 36ch; white-space: normal;
   color: var(--muted); font-weight: 400; font-size: 11.5px; line-height: 1.35 }
@@ -79,7 +80,8 @@ footer { margin-top: 48px; color: var(--muted); font-size: 13px }
   .tiles { grid-template-columns: 1fr 1fr }
   .tiles b { font-size: 22px }
   .pairs td:first-child { white-space: normal; width: 38% }
-  svg.plot { font-size: 13.5px }
+  td:first-child { white-space: normal }
+  svg.plot { font-size: 13px }
 }
 
 @page { size: A4; margin: 14mm 12mm }

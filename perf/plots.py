@@ -101,15 +101,14 @@ class Samples:
 def distributions(rows: Sequence[Samples], *, title: str, across: str) -> str:
     """One row a batch: densities of both subjects' times relative to the reference's median, with medians marked.
 
-    Relative times put all batches on one axis; the medians in milliseconds stand at the right. Times beyond the 99th
-    percentile of a row count at the border.
+    Relative times put all batches on one axis; the medians in milliseconds stand at the right. Times further out than
+    three interquartile ranges count at the border, so that one interrupted call doesn't flatten the rest.
     """
     left, right = 58, WIDTH - 92
     bottom = HEAD + len(rows) * ROW_PX
     relative = [_relative(row) for row in rows]
-    edge = [float(np.quantile(times, 0.99)) for row in relative for times in row.values()]
-    least = [float(times.min()) for row in relative for times in row.values()]
-    x = linear([*edge, *least], start=left, end=right, zero=False)
+    ends = [end for row in relative for times in row.values() for end in _without_outliers(times)]
+    x = linear(ends, start=left, end=right, zero=False)
     names = list(dict.fromkeys(name for row in rows for name in row.by_name))
     tones = dict(zip(names, ("dense", "reduced"), strict=False))
     body = [
@@ -125,6 +124,13 @@ def distributions(rows: Sequence[Samples], *, title: str, across: str) -> str:
         )
         body += [_density(row, name, times[name], tones[name], x, base) for name in row.by_name]
     return _figure(title, bottom + 42, body)
+
+
+def _without_outliers(times: NDArray[np.float64]) -> tuple[float, float]:
+    """The range of the samples, cut three interquartile ranges beyond the quartiles."""
+    low, high = np.quantile(times, [0.25, 0.75])
+    reach = 3 * (high - low)
+    return float(max(times.min(), low - reach)), float(min(times.max(), high + reach))
 
 
 def _relative(row: Samples) -> dict[str, NDArray[np.float64]]:
@@ -270,7 +276,6 @@ def _bounded(row: Bounded, x: Scale, y: float) -> str:
     tone = {"PASS": "pass", "FAIL": "fail"}.get(row.status, "dense")
     value = f"{row.value:.2g}" if math.isfinite(row.value) else "not finite"
     allowed = "no limit" if row.bound is None else f"of {row.bound:.2g}"
-    label = row.label if len(row.label) <= 50 else f"{row.label[:49]}…"
     room = ""
     if row.bound is not None:
         end = x.at(max(row.bound, 1e-8))
@@ -281,7 +286,7 @@ def _bounded(row: Bounded, x: Scale, y: float) -> str:
     return (
         f"<g><title>{escape(f'{row.label}: {value} {allowed}')}</title>{room}"
         f'<line class="track" x1="{x.start}" x2="{x.end}" y1="{y}" y2="{y}"/>'
-        f"{_text(x.start, y - 13, label, css='name')}{_text(x.end, y - 13, f'{value} {allowed}', anchor='end')}"
+        f"{_text(x.start, y - 13, row.label, css='name')}{_text(x.end, y - 13, f'{value} {allowed}', anchor='end')}"
         f'<circle class="{tone}" cx="{x.at(max(row.value, 1e-8)):.1f}" cy="{y}" r="5"/></g>'
     )
 

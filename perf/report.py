@@ -123,7 +123,9 @@ def _speed_notes(story: Story) -> list[tuple[str, str]]:
         return []
     knee = story.summary.knee
     preferred = [(f"Preferred batch size {knee.batch}: {knee.reason}.", "")] if knee else []
-    return preferred + [(f"Mind: {warning}", " note") for warning in story.summary.warnings]
+    warnings = story.summary.warnings
+    more = [(f"Mind: {len(warnings) - 3} more such remarks in the record", " note")] if len(warnings) > 3 else []
+    return preferred + [(f"Mind: {warning}", " note") for warning in warnings[:3]] + more
 
 
 def _section(title: str, notes: Sequence[tuple[str, str]], figures: Sequence[Figure], made: Sequence[Table]) -> str:

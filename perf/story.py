@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from .errors import BadInput
 from .parity import Parity, parity_from_json
 from .rows import row_from_json
+from .runs import VERSION as BENCH_VERSION
 from .runs import Bench, Described, Row
 from .summary import Summary, summarise
 
@@ -126,17 +127,19 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _bench(data: Mapping[str, Any]) -> Bench:
-    if data.get("kind") != "bench" or data.get("version") != 1:
-        raise BadInput(
-            f"bench.json: expected a bench record of version 1, got {data.get('kind')!r} {data.get('version')!r}"
+    if data.get("kind") != "bench" or data.get("version") != BENCH_VERSION:
+        got = f"{data.get('kind')!r} of version {data.get('version')!r}"
+        raise BadInput(f"bench.json: got {got}, expected a bench record of version {BENCH_VERSION}; measure again")
+    try:
+        reference, candidate = (Described(**subject) for subject in data["subjects"])
+        return Bench(
+            created=data["created"],
+            command=tuple(data["command"]),
+            environment=data["environment"],
+            settings=data["settings"],
+            subjects=(reference, candidate),
+            rows=tuple(Row.from_json(row) for row in data["rows"]),
+            warnings=tuple(data["warnings"]),
         )
-    reference, candidate = (Described(**subject) for subject in data["subjects"])
-    return Bench(
-        created=data["created"],
-        command=tuple(data["command"]),
-        environment=data["environment"],
-        settings=data["settings"],
-        subjects=(reference, candidate),
-        rows=tuple(Row.from_json(row) for row in data["rows"]),
-        warnings=tuple(data["warnings"]),
-    )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"bench.json: not a whole record ({type(error).__name__}: {error}); measure again") from error

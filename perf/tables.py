@@ -58,7 +58,7 @@ def models(story: Story) -> Table:
         ("Multiply-adds", lambda m: m.macs, count),
         ("File size", lambda m: m.size_bytes, size),
         ("Accuracy", lambda m: m.accuracy, percent),
-        ("Agreement with dense", lambda m: m.agreement, percent),
+        ("Agreement", lambda m: m.agreement, percent),
     )  # fmt: skip
     made = [_property(name, get, show, lines) for name, get, show in rows]
     return Table(
@@ -188,10 +188,17 @@ def located(story: Story) -> Table:
 
 
 def structure(story: Story) -> Table:
-    """Structural tests."""
+    """Structural tests: what did not pass line by line, what passed in one line a candidate."""
     found = story.parity.structure if story.parity else ()
-    rows = tuple((f"{f.test}\n{f.candidate}", f.status, f.reason) for f in found)
-    return Table(key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=rows)
+    odd = tuple((f"{f.test}\n{f.candidate}", f.status, f.reason) for f in found if f.status != "PASS")
+    passed: dict[str, list[str]] = {}
+    for finding in found:
+        if finding.status == "PASS":
+            passed.setdefault(finding.candidate, []).append(finding.test)
+    sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(tests))) for candidate, tests in passed.items())
+    return Table(
+        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=odd + sound
+    )
 
 
 def accuracy(story: Story) -> Table:

@@ -4,7 +4,7 @@ import csv as comma_separated
 import io
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from perf.errors import BadInput
+from perf.locate import Located
 from perf.parity import ImageSet, Parity, link
 from perf.report import csv, html, junit, markdown, svgs
 from perf.runs import Bench, Block, Described, Row, Trial
+from perf.structure import batch_sizes, outputs
 from perf.tables import count, number, percent, size
 from perf.tolerance import limits
 
@@ -252,6 +254,22 @@ def test_plots_are_files_of_their_own() -> None:
         assert "--reduced" in text
 
 
+def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
+    logits = np.random.default_rng(1).standard_normal((6, 3))
+    found = (
+        *outputs("onnx fp16", logits),
+        *outputs("onnx fp32", logits * np.nan),
+        *batch_sizes("onnx fp16", {1: logits, 2: logits}, bound=0.0),
+    )
+    located = Located(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,
+                      largest_activation=7e4, half_limit=65504.0, reason="too large", command="keep it")  # fmt: skip
+    text = markdown(record(parity=replace(parity(), structure=found, located=(located,)).to_json()))
+    assert "| finite · onnx fp32 | FAIL | NaN or Inf on 6 of 6 images |" in text
+    assert "| onnx fp16 | PASS | finite, constant, batch-size |" in text
+    assert "| blocks.1.attn | fp16 | too large | keep it |" in text
+    assert "**Parity FAIL**: finite of onnx fp32: NaN or Inf on 6 of 6 images" in text
+
+
 def test_a_bare_record_is_a_report_too() -> None:
     page = html({"title": "Nothing yet"})
     assert "No verdict: nothing was verified" in page
@@ -270,6 +288,7 @@ def test_the_same_record_gives_the_same_bytes() -> None:
         ({"title": None}, "title is missing"),
         ({"parity": {"kind": "bench"}}, "no parity record"),
         ({"bench": {"kind": "parity"}}, "expected a bench record"),
+        ({"bench": {"kind": "bench", "version": 1}}, "not a whole record"),
         ({"models": [{"params": 1}]}, r"models\[0\]: the key 'name' is missing"),
         ({"sites": [{"site": "a"}]}, "'width_dense' is missing"),
         ({"effects": {"preset": "none"}}, "expected a list"),

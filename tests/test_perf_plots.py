@@ -1,0 +1,87 @@
+"""Scales put values where arithmetic says; plots show every row, survive odd values and never leave their frame."""
+
+import math
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perf import plots
+from perf.plots import Bounded, Change, Gain, Point, Samples, Series
+from perf.scales import Scale, linear, logarithmic, short
+
+
+def test_linear_and_logarithmic_places() -> None:
+    scale = Scale(low=0, high=10, start=100, end=200)
+    assert [scale.at(v) for v in (0, 5, 10, 99, -3)] == [100, 150, 200, 200, 100]
+    log = Scale(low=1e-4, high=1, start=0, end=400, log=True)
+    assert [round(log.at(v), 6) for v in (1e-4, 1e-3, 1e-2, 1, 0)] == [0, 100, 200, 400, 0]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=8))
+def test_any_values_get_a_scale_with_ticks_inside(values: list[float]) -> None:
+    for scale in (linear(values, start=0, end=100), linear(values, start=0, end=100, zero=False),
+                  logarithmic(values, start=0, end=100)):  # fmt: skip
+        assert scale.low <= min(values) * (1 + 1e-12)
+        assert max(values) <= scale.high * (1 + 1e-12)
+        assert 1 <= len(scale.ticks) <= 12, (scale, scale.ticks)
+        slack = 1e-9 * (scale.high - scale.low)
+        assert all(scale.low - slack <= tick <= scale.high + slack for tick in scale.ticks)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "0"), (0.001, "0.001"), (2500, "2500"), (25000, "25k"), (1e-6, "1e-6"), (2e9, "2e9")]
+)
+def test_short_labels(value: float, words: str) -> None:
+    assert short(value) == words
+
+
+def numbers_of(svg: str) -> list[float]:
+    """Every x coordinate that is drawn."""
+    return [float(x) for x in re.findall(r'\b(?:x|x1|x2|cx)="([-\d.]+)"', svg)]
+
+
+def point(label: str, value: float) -> Point:
+    return Point(label=label, value=value, low=value * 0.9, high=value * 1.1)
+
+
+DRAWN: list[Callable[[], str]] = [
+    lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0), point("8", 20.0)))],
+                        title="t", unit="ms", across="batch", log=True),
+    lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0),))],
+                        title="t", unit="ms", across="batch", log=False),
+    lambda: plots.gains([Gain(label="batch 1", ratio=point("1", 1.4), noise=(0.99, 1.01), promised=2.0),
+                         Gain(label="batch 8", ratio=None, noise=None, promised=None)], title="t", across="x"),
+    lambda: plots.distributions([Samples(label="batch 1", by_name={"dense": [2.0] * 9 + [500.0], "reduced": [1.0]})],
+                                title="t", across="x"),
+    lambda: plots.dumbbells([Change(label="blocks.0.mlp", before=0.3, after=0.0)], title="t", across="x",
+                            before="cut", after="compensated"),
+    lambda: plots.bounded([Bounded(label="fp16", value=math.inf, bound=0.01, status="FAIL"),
+                           Bounded(label="whole", value=0.0, bound=None, status="UNJUDGED")], title="t", across="x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DRAWN)
+def test_plots_are_xml_inside_their_frame(draw: Callable[[], str]) -> None:
+    svg = draw()
+    ElementTree.fromstring(svg)
+    assert "nan" not in svg
+    assert "inf" not in svg.replace("infinite", "")
+    assert all(-1 <= x <= plots.WIDTH + 1 for x in numbers_of(svg))
+
+
+def test_a_failed_row_and_its_reason_stay_visible() -> None:
+    svg = DRAWN[2]()
+    assert "batch 8" in svg
+    assert "no run" in svg
+    assert "not finite of 0.01" in DRAWN[5]()
+
+
+def test_one_interrupted_call_does_not_flatten_a_distribution() -> None:
+    """The tick labels end near the bulk, not at 250 times the median."""
+    labels = [float(x) for x in re.findall(r">([\d.]+)</text>", DRAWN[3]())]
+    assert max(labels) < 10
