@@ -246,13 +246,16 @@ class FakeSession:
 def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     tape = Tape()
 
+    def address(shape: tuple[int, ...], at: int) -> SimpleNamespace:
+        return SimpleNamespace(shape=shape, data_ptr=lambda: at)
+
+    def bound_to_tape(launch: Callable[[], object], *, flush_l2: bool) -> DeviceBound:
+        return DeviceBound(copy_in=lambda: None, launch=launch, copy_out=lambda: None, mark=tape.mark, wait=tape.wait)
+
     def hold(stream: object, images: object, shape: tuple[int, int]) -> SimpleNamespace:
-        tensor = lambda size, at: SimpleNamespace(shape=size, data_ptr=lambda: at)  # noqa: E731
-        made = SimpleNamespace(device_in=tensor(IMAGES.shape, 100), device_out=tensor(shape, 200))
-        made.bound = lambda launch, flush_l2: DeviceBound(
-            copy_in=lambda: None, launch=launch, copy_out=lambda: None, mark=tape.mark, wait=tape.wait
+        return SimpleNamespace(
+            device_in=address(IMAGES.shape, 100), device_out=address(shape, 200), bound=bound_to_tape
         )
-        return made
 
     monkeypatch.setattr(onnx_runner, "Staging", SimpleNamespace(hold=hold))
     runner, session = OnnxRunner(Path("m.onnx"), provider="cuda"), FakeSession(5)
