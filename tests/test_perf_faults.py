@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from perf import module_blocks, onnx_blocks, structure, tolerance
+from perf import module_blocks, structure, tolerance
+from perf.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.headroom import headroom
-from perf.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
+from perf.locate import Located, keep_until_found_nowhere
 from perf.measures import measures
 from perf.parity import Link, link
 from perf.rounding import rounded_graph
@@ -254,11 +255,7 @@ def exact_link(reference: Array, candidate: Array) -> Link:
 
 
 def located_exactly(model: TinyViT, graph: ModelProto) -> Located:
-    images = photographs()
-    blocks = block_errors(
-        module_blocks.block_outputs(model, images), onnx_blocks.block_outputs(graph, images), noise=1e-6
-    )
-    return locate("onnx", blocks, activations={})
+    return locate_in_exact("onnx", model, graph, photographs(), depth=DEPTH)
 
 
 def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
@@ -270,16 +267,10 @@ def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
 
 
 def located_in_half(model: TinyViT, graph: ModelProto) -> Located:
-    images, single, dense = photographs(), onnx_from_vit(model), dense_vit()
-    noise = noise_of(
-        onnx_blocks.block_outputs(onnx_from_vit(dense), images),
-        onnx_blocks.block_outputs(onnx_from_vit(dense, half=True), images),
-    )
-    blocks = block_errors(
-        onnx_blocks.block_outputs(single, images), onnx_blocks.block_outputs(graph, images), noise=noise
-    )
-    activations = onnx_blocks.by_site(single, onnx_blocks.largest_activations(single, images))
-    return locate("fp16", blocks, activations=activations, mend="export --precision mixed --keep-fp32 {site}")
+    images, dense = photographs(), dense_vit()
+    noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), images)
+    mend = "export --precision mixed --keep-fp32 {site}"
+    return locate_in_half("fp16", onnx_from_vit(model), graph, images, noise=noise, mend=mend)
 
 
 def bright_direction(model: TinyViT, block: int) -> Tensor:
