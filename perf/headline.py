@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from .numerals import percent, signed_percent
 from .story import Story
 from .summary import SummaryRow
-from .tables import percent, signed_percent
 
 
 def verdicts(story: Story) -> list[tuple[str, str, str]]:

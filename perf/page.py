@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from .plots import MARKS, PALETTE
+from .svg import MARKS, PALETTE
 
 LAYOUT = """
 * { box-sizing: border-box }

@@ -13,44 +13,14 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from .scales import Scale, linear, logarithmic, short
+from .scales import Scale, linear, logarithmic
+from .svg import MARKS as MARKS
+from .svg import PALETTE as PALETTE
+from .svg import WIDTH as WIDTH
+from .svg import figure, grid_x, grid_y, legend, text
+from .svg import standalone as standalone
 
-WIDTH = 460
 HEAD, ROW_PX = 36, 38  # of figures with one row a batch, so that two of them line up
-PALETTE = """
-:root { --ink: #16202e; --muted: #5b6675; --line: #dfe4ea; --page: #fff; --dense: #8793a3; --reduced: #0f6fde;
-  --soft: #0f6fde26; --densesoft: #8793a333; --pass: #137a4b; --fail: #c0262d; --note: #9a6200;
-  --passsoft: #137a4b1f }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8edf3; --muted: #9aa7b6; --line: #2b3542; --page: #10161d; --dense: #8a98aa; --reduced: #5aa9ff;
-    --soft: #5aa9ff2b; --densesoft: #8a98aa38; --pass: #4cc38a;
-    --fail: #ff7b7f; --note: #e3a94a; --passsoft: #4cc38a24 }
-}
-"""
-MARKS = """
-svg.plot { display: block; width: 100%; height: auto;
-  font: 12px/1.2 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
-.plot .grid { stroke: var(--line); stroke-width: 1 }
-.plot .dense { stroke: var(--dense); fill: var(--dense) }
-.plot .reduced { stroke: var(--reduced); fill: var(--reduced) }
-.plot .pass { stroke: var(--pass); fill: var(--pass) }
-.plot .fail { stroke: var(--fail); fill: var(--fail) }
-.plot .note { stroke: var(--note); fill: var(--note) }
-.plot text { fill: var(--muted); stroke: var(--page); stroke-width: 3px; paint-order: stroke; stroke-linejoin: round }
-.plot text.name { fill: var(--ink) }
-.plot text.note { fill: var(--note); stroke: var(--page) }
-.plot .path { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round }
-.plot .whisker { fill: none; stroke-width: 1.5 }
-.plot .open { fill: var(--page); stroke-width: 1.75 }
-.plot .bound { stroke: var(--ink); stroke-width: 2 }
-.plot .band { fill: var(--dense); fill-opacity: .38; stroke: none }
-.plot .room { fill: var(--passsoft); stroke: none }
-.plot .track { stroke: var(--line); stroke-width: 1 }
-.plot .area { stroke-width: 1.25 }
-.plot .area.dense { fill: var(--densesoft) }
-.plot .area.reduced { fill: var(--soft) }
-.plot .dash { stroke-dasharray: 3 3 }
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +53,11 @@ def curve(series: Sequence[Series], *, title: str, unit: str, across: str, log: 
     places = {label: left + 18 + i * step for i, label in enumerate(labels)}
     if len(labels) == 1:
         places = {labels[0]: (left + right) / 2}
-    body = [_grid_y(y, left, right, unit), _legend([(s.name, s.tone) for s in series])]
-    body += [_text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
-    body += [_text((left + right) / 2, bottom + 36, across, anchor="middle")]
+    body = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series])]
+    body += [text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
+    body += [text((left + right) / 2, bottom + 36, across, anchor="middle")]
     body += [_line_with_whiskers(s, places, y, unit) for s in series]
-    return _figure(title, 280, body)
+    return figure(title, 280, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +82,18 @@ def distributions(rows: Sequence[Samples], *, title: str, across: str) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.by_name))
     tones = dict(zip(names, ("dense", "reduced"), strict=False))
     body = [
-        _grid_x(x, HEAD, bottom, across),
-        _legend(list(tones.items())),
-        _text(WIDTH - 2, 13, "median, ms", anchor="end"),
+        grid_x(x, HEAD, bottom, across),
+        legend(list(tones.items())),
+        text(WIDTH - 2, 13, "median, ms", anchor="end"),
     ]
     for place, (row, times) in enumerate(zip(rows, relative, strict=True)):
         base = HEAD + (place + 1) * ROW_PX - 3
         medians = " → ".join(f"{np.median(samples):#.3g}".rstrip(".") for samples in row.by_name.values())
         body.append(
-            _text(2, base - 9, row.label, css="name") + _text(WIDTH - 2, base - 9, medians, anchor="end", css="name")
+            text(2, base - 9, row.label, css="name") + text(WIDTH - 2, base - 9, medians, anchor="end", css="name")
         )
         body += [_density(row, name, times[name], tones[name], x, base) for name in row.by_name]
-    return _figure(title, bottom + 42, body)
+    return figure(title, bottom + 42, body)
 
 
 def _without_outliers(times: NDArray[np.float64]) -> tuple[float, float]:
@@ -156,11 +126,11 @@ def gains(rows: Sequence[Gain], *, title: str, across: str) -> str:
     around = [v for r in rows for v in (*(r.noise or ()), r.promised or 1.0)]
     x = linear([1.0, *measured, *around], start=left, end=right, zero=False)
     promised = any(row.promised for row in rows)
-    body = [_grid_x(x, HEAD, bottom, across), _legend([("dense against itself", "band"), ("reduced", "reduced")])]
-    body += [_text(WIDTH - 2, 13, "┆ promised by MACs", anchor="end")] if promised else []
+    body = [grid_x(x, HEAD, bottom, across), legend([("dense against itself", "band"), ("reduced", "reduced")])]
+    body += [text(WIDTH - 2, 13, "┆ promised by MACs", anchor="end")] if promised else []
     body.append(f'<line class="bound" x1="{x.at(1):.1f}" x2="{x.at(1):.1f}" y1="{HEAD}" y2="{bottom}"/>')
     body += [_gain(row, x, HEAD + (i + 0.5) * ROW_PX) for i, row in enumerate(rows)]
-    return _figure(title, bottom + 42, body)
+    return figure(title, bottom + 42, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,17 +148,17 @@ def dumbbells(rows: Sequence[Change], *, title: str, across: str, before: str, a
     left, right, head = 118, WIDTH - 16, 36
     bottom = head + len(rows) * row_px
     x = logarithmic([v for r in rows for v in (r.before, r.after)], start=left, end=right, least=1e-9)
-    body = [_grid_x(x, head, bottom, across), _legend([(before, "dense"), (after, "reduced")])]
+    body = [grid_x(x, head, bottom, across), legend([(before, "dense"), (after, "reduced")])]
     for i, row in enumerate(rows):
         y, a, b = head + (i + 0.5) * row_px, x.at(max(row.before, 1e-9)), x.at(max(row.after, 1e-9))
         tip = f"{row.label}: {row.before:.3g} before, {row.after:.3g} after"
         body.append(
-            f"<g><title>{escape(tip)}</title>{_text(left - 10, y + 4, row.label, anchor='end', css='name')}"
+            f"<g><title>{escape(tip)}</title>{text(left - 10, y + 4, row.label, anchor='end', css='name')}"
             f'<line class="whisker reduced" x1="{a:.1f}" x2="{b:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<circle class="dense open" cx="{a:.1f}" cy="{y:.1f}" r="4"/>'
             f'<circle class="reduced" cx="{b:.1f}" cy="{y:.1f}" r="4"/></g>'
         )
-    return _figure(title, bottom + 42, body)
+    return figure(title, bottom + 42, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,53 +177,9 @@ def bounded(rows: Sequence[Bounded], *, title: str, across: str) -> str:
     bottom = head + len(rows) * 46
     values = [v for r in rows for v in (r.value, r.bound or r.value) if math.isfinite(v)]
     x = logarithmic([*values, 1e-8, 1e-1], start=left, end=right, least=1e-8)
-    body = [_grid_x(x, head, bottom, across)]
+    body = [grid_x(x, head, bottom, across)]
     body += [_bounded(row, x, head + i * 46 + 32) for i, row in enumerate(rows)]
-    return _figure(title, bottom + 42, body)
-
-
-def standalone(svg: str) -> str:
-    """The figure as a file of its own: with its colours, light and dark."""
-    head, rest = svg.split(">", 1)
-    background = '<rect width="100%" height="100%" fill="var(--page)"/>'
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}><style>{PALETTE}{MARKS}</style>{background}{rest}\n'
-
-
-def _figure(title: str, height: float, body: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(body)}</svg>'
-    )
-
-
-def _text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "") -> str:
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    parts, x = [], 2.0
-    for name, tone in entries:
-        parts.append(f'<circle class="{tone}" cx="{x + 5:.1f}" cy="9" r="4"/>{_text(x + 14, 13, name, css="name")}')
-        x += 30 + 7.2 * len(name)
-    return "".join(parts)
-
-
-def _grid_y(y: Scale, left: float, right: float, unit: str) -> str:
-    lines = [
-        f'<line class="grid" x1="{left}" x2="{right}" y1="{y.at(t):.1f}" y2="{y.at(t):.1f}"/>'
-        f"{_text(left - 8, y.at(t) + 4, short(t), anchor='end')}"
-        for t in y.ticks
-    ]
-    return "".join(lines) + _text(right, 13, unit, anchor="end")
-
-
-def _grid_x(x: Scale, top: float, bottom: float, across: str) -> str:
-    lines = [
-        f'<line class="grid" x1="{x.at(t):.1f}" x2="{x.at(t):.1f}" y1="{top}" y2="{bottom}"/>'
-        f"{_text(x.at(t), bottom + 16, short(t), anchor='middle')}"
-        for t in x.ticks
-    ]
-    return "".join(lines) + _text((x.start + x.end) / 2, bottom + 35, across, anchor="middle")
+    return figure(title, bottom + 42, body)
 
 
 def _line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> str:
@@ -286,13 +212,13 @@ def _bounded(row: Bounded, x: Scale, y: float) -> str:
     return (
         f"<g><title>{escape(f'{row.label}: {value} {allowed}')}</title>{room}"
         f'<line class="track" x1="{x.start}" x2="{x.end}" y1="{y}" y2="{y}"/>'
-        f"{_text(x.start, y - 13, row.label, css='name')}{_text(x.end, y - 13, f'{value} {allowed}', anchor='end')}"
+        f"{text(x.start, y - 13, row.label, css='name')}{text(x.end, y - 13, f'{value} {allowed}', anchor='end')}"
         f'<circle class="{tone}" cx="{x.at(max(row.value, 1e-8)):.1f}" cy="{y}" r="5"/></g>'
     )
 
 
 def _gain(row: Gain, x: Scale, y: float) -> str:
-    parts = [_text(2, y + 4, row.label, css="name")]
+    parts = [text(2, y + 4, row.label, css="name")]
     if row.noise is not None:
         low, high = x.at(row.noise[0]), x.at(row.noise[1])
         tip = f"{row.label}: dense against itself {row.noise[0]:.3f} to {row.noise[1]:.3f}"
@@ -307,7 +233,7 @@ def _gain(row: Gain, x: Scale, y: float) -> str:
             f"<title>{escape(f'MAC ratio: {row.promised:.2f}x')}</title></line>"
         )
     if row.ratio is None:
-        return "".join([*parts, _text(x.end + 6, y + 4, "no run", css="note")])
+        return "".join([*parts, text(x.end + 6, y + 4, "no run", css="note")])
     low, mid, high = x.at(row.ratio.low), x.at(row.ratio.value), x.at(row.ratio.high)
     tip = f"{row.label}: {row.ratio.value:.3f}x ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
     parts.append(
@@ -315,7 +241,7 @@ def _gain(row: Gain, x: Scale, y: float) -> str:
         f'<path class="whisker reduced" '
         f'd="M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"/>'
         f'<circle class="reduced" cx="{mid:.1f}" cy="{y:.1f}" r="3.5"/></g>'
-        f"{_text(WIDTH - 2, y + 4, f'{row.ratio.value:.2f}×', anchor='end', css='name')}"
+        f"{text(WIDTH - 2, y + 4, f'{row.ratio.value:.2f}×', anchor='end', css='name')}"
     )
     return "".join(parts)
 

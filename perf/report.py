@@ -7,13 +7,14 @@ from html import escape
 from typing import Any
 from xml.etree import ElementTree
 
-from . import plots
 from .facts import csv_from_story
 from .figures import Figure, fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
+from .numerals import NOTHING
 from .page import page
 from .story import Story, story_from_record
-from .tables import NOTHING, Table, tables
+from .svg import standalone
+from .tables import Table, tables
 
 TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
     ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"
@@ -80,7 +81,7 @@ def junit(record: Mapping[str, Any]) -> str:
 def svgs(record: Mapping[str, Any]) -> dict[str, str]:
     """Every plot as a file of its own: name without suffix -> SVG text."""
     story = story_from_record(record)
-    return {figure.key: plots.standalone(figure.svg) for figure in (*speed_figures(story), *fidelity_figures(story))}
+    return {figure.key: standalone(figure.svg) for figure in (*speed_figures(story), *fidelity_figures(story))}
 
 
 def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str, str]]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from perf import plots
 from perf.plots import Bounded, Change, Gain, Point, Samples, Series
 from perf.scales import Scale, linear, logarithmic, short
+from perf.svg import WIDTH
 
 
 def test_linear_and_logarithmic_places() -> None:
@@ -71,7 +72,7 @@ def test_plots_are_xml_inside_their_frame(draw: Callable[[], str]) -> None:
     ElementTree.fromstring(svg)
     assert "nan" not in svg
     assert "inf" not in svg.replace("infinite", "")
-    assert all(-1 <= x <= plots.WIDTH + 1 for x in numbers_of(svg))
+    assert all(-1 <= x <= WIDTH + 1 for x in numbers_of(svg))
 
 
 def test_a_failed_row_and_its_reason_stay_visible() -> None:

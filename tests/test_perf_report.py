@@ -14,11 +14,11 @@ import pytest
 
 from perf.errors import BadInput
 from perf.locate import Located
+from perf.numerals import count, number, percent, size
 from perf.parity import ImageSet, Parity, link
 from perf.report import csv, html, junit, markdown, svgs
 from perf.runs import Bench, Block, Described, Row, Trial
 from perf.structure import batch_sizes, outputs
-from perf.tables import count, number, percent, size
 from perf.tolerance import limits
 
 LATENCY_MS = {1: (8.0, 6.4), 8: (40.0, 25.0)}
