@@ -22,11 +22,30 @@ from .reduce_mlp import MlpLayers, mlp_at_site, output_energy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFit:
+    """How the closed loop refitted a site's last linear layer toward the dense residual stream.
+
+    Mean squares per token of what the reduced stream lacks of the dense one after the sublayer: as recovered, and as
+    refitted, on the images of the fit and on those held out to choose `strength` (of the pull toward the recovered
+    layer; None where no refit was best). A held-out error well above `error` is over-fitting. `energy` is the dense
+    stream's variance per token.
+    """
+
+    strength: float | None
+    energy: float
+    error_recovered: float
+    error: float
+    error_recovered_held_out: float
+    error_held_out: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
     """What happened to one part (mlp, qk, v) of a site.
 
     Errors are mean squares on the calibration images: of the output per token for `mlp` and `v`, of the logits for
-    `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost.
+    `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `loop` is there where the
+    closed loop refitted the site's last layer.
     """
 
     site: str
@@ -40,6 +59,7 @@ class SiteReport:
     r2: float
     condition: float
     ridge: float
+    loop: LoopFit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@ with its reason.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
 from timm.layers import Attention as TimmAttention
+from timm.layers import LayerScale
 from timm.layers import Mlp as TimmMlp
 from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer
@@ -190,6 +191,58 @@ def calibration_sites(model: nn.Module) -> list[MlpSite | AttentionSite]:
     return sorted(sites, key=lambda site: order[site.name])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One residual branch of a block: x + scale * layer(norm(x)).
+
+    `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results anything later reads; in the last
+    block of a model that classifies by its class token that token alone, elsewhere all.
+    """
+
+    name: str
+    norm: nn.Module
+    layer: nn.Module
+    scale_C: Tensor | None
+    read: slice
+
+    def added_by(self, layer: nn.Module, x_BNC: Tensor) -> Tensor:
+        """What the branch adds to the residual stream with this layer in place of its own."""
+        out_BNC: Tensor = layer(self.norm(x_BNC))
+        return out_BNC if self.scale_C is None else out_BNC * self.scale_C
+
+
+def _branch(name: str, norm: nn.Module, layer: nn.Module, scale: nn.Module, read: slice) -> Branch | None:
+    if isinstance(scale, LayerScale):
+        return Branch(name=name, norm=norm, layer=layer, scale_C=scale.gamma.detach(), read=read)
+    if isinstance(scale, nn.Identity):
+        return Branch(name=name, norm=norm, layer=layer, scale_C=None, read=read)
+    return None
+
+
+def steps(model: nn.Module) -> Iterator[Branch | nn.Module]:
+    """The blocks in the order they run, for evaluation (where drop-path is the identity): the two branches of a plain
+    pre-norm block, any other block whole.
+    """
+    vit = _require_vit(model)
+    for index, block in enumerate(vit.blocks):
+        read = slice(0, 1) if index == len(vit.blocks) - 1 and vit.global_pool == "token" else slice(None)
+        if type(block) is TimmBlock:
+            attention = _branch(f"blocks.{index}.attn", block.norm1, block.attn, block.ls1, read)
+            mlp = _branch(f"blocks.{index}.mlp", block.norm2, block.mlp, block.ls2, read)
+            if attention is not None and mlp is not None:
+                yield attention
+                yield mlp
+                continue
+        yield block
+
+
+def embedded(model: nn.Module, images: Tensor) -> Tensor:
+    """The residual stream [B,N,C] that enters the first block."""
+    vit = _require_vit(model)
+    x_BNC: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+    return x_BNC
+
+
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of the model with the named submodules replaced; the model given is left as it is."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
@@ -244,6 +297,16 @@ def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool) -> dict[str, nn.
     fc1 = nn.Linear(part.fc1.in_features, hidden, bias=part.fc1.bias is not None, device=device, dtype=dtype)
     fc2 = nn.Linear(hidden, part.fc2.out_features, bias=output_bias, device=device, dtype=dtype)
     return {f"{part.name}.fc1": fc1, f"{part.name}.fc2": fc2}
+
+
+def depth(model: nn.Module) -> int:
+    """How many blocks the model has."""
+    return len(_require_vit(model).blocks)
+
+
+def device(model: nn.Module) -> torch.device:
+    """Where the model's weights are."""
+    return next(model.parameters()).device
 
 
 def tokens(model: nn.Module) -> int:

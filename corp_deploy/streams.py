@@ -1,0 +1,71 @@
+"""The residual streams of the dense and of the reduced model, carried side by side through the blocks.
+
+Legend: B images of a batch, N tokens, C channels.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from calib.collect import MlpSite
+from calib.hooks import listening
+from calib.images import Images
+
+from . import vit
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Streams:
+    """Both streams [B,N,C] of every image, batch by batch, float32 on the CPU.
+
+    Memory: 2 * images * N * C * 4 bytes, so 2.4 GB for 2,000 images of a model with 197 tokens of 768 channels.
+    """
+
+    def __init__(self, model: nn.Module, images: Images, batch_size: int) -> None:
+        self.dense = [vit.embedded(model, batch) for batch in images.batches(batch_size)]
+        self.reduced = list(self.dense)
+
+    def advance(self, dense: Step, reduced: Step) -> None:
+        """Each stream through its own step."""
+        self.advance_dense(dense)
+        self.advance_reduced(reduced)
+
+    def advance_dense(self, step: Step) -> None:
+        for index, x_BNC in enumerate(self.dense):
+            self.dense[index] = step(x_BNC)
+
+    def advance_reduced(self, step: Step) -> None:
+        for index, x_BNC in enumerate(self.reduced):
+            self.reduced[index] = step(x_BNC)
+
+    def energy(self, read: slice) -> float:
+        """Variance of the dense stream over these tokens of every image, summed over the channels."""
+        x_MC = torch.cat([x_BNC[:, read].flatten(0, 1) for x_BNC in self.dense])
+        return float(x_MC.var(dim=0, correction=0).double().sum())
+
+    def missing(self, branch: vit.Branch, layer: nn.Module, last: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per batch, with `layer` in the branch and the dense stream already after it: the inputs [B,N,K] of the
+        layer's last linear layer, and what the reduced stream then lacks of the dense one, [B,N,C]; of the tokens that
+        are read.
+        """
+        heard: list[Tensor] = []
+        with listening([MlpSite(name=branch.name, output=last)], lambda _, __, x_BNK: heard.append(x_BNK)):
+            for dense_BNC, reduced_BNC in zip(self.dense, self.reduced, strict=True):
+                heard.clear()
+                after_BNC = reduced_BNC + branch.added_by(layer, reduced_BNC)
+                assert len(heard) == 1, (branch.name, len(heard))
+                yield heard[0][:, branch.read], (dense_BNC - after_BNC)[:, branch.read]
+
+
+class Normed(nn.Module):
+    """A branch's layer behind its norm, as a model of [B,1,N,C] 'images', which is what calibration takes."""
+
+    def __init__(self, branch: vit.Branch) -> None:
+        super().__init__()
+        self.norm, self.layer = branch.norm, branch.layer
+
+    def forward(self, x_B1NC: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.norm(x_B1NC.squeeze(1)))
+        return out
