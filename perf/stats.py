@@ -4,7 +4,7 @@ Legend: R rounds, D bootstrap draws. The calls of a round are an array of their 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,14 +121,14 @@ def ratio_of_medians(
 
 def median_interval(rounds: Rounds, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
     """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
-    return _pooled_interval(median, rounds, confidence, draws, seed)
+    return _pooled_interval(median(np.concatenate(rounds)), rounds, 50.0, confidence, draws, seed)
 
 
 def percentile_interval(
     rounds: Rounds, percent: float, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
 ) -> Interval:
     """A percentile of all samples with the bootstrap interval over whole rounds."""
-    return _pooled_interval(lambda pooled: percentile(pooled, percent), rounds, confidence, draws, seed)
+    return _pooled_interval(percentile(np.concatenate(rounds), percent), rounds, percent, confidence, draws, seed)
 
 
 def rate_interval(
@@ -171,13 +171,27 @@ def trend_score(values: Sequence[float] | Floats) -> float:
 
 
 def _pooled_interval(
-    statistic: Callable[[Floats], float], rounds: Rounds, confidence: float, draws: int, seed: int
+    value: float, rounds: Rounds, percent: float, confidence: float, draws: int, seed: int
 ) -> Interval:
-    value = statistic(np.concatenate(rounds))
     if len(rounds) < MIN_ROUNDS:
         return Interval(value=value, low=0.0, high=math.inf)
-    drawn = [statistic(np.concatenate([rounds[index] for index in row])) for row in _draws(len(rounds), draws, seed)]
-    return _bootstrapped(value, np.asarray(drawn), confidence)
+    drawn_DR = _draws(len(rounds), draws, seed)
+    return _bootstrapped(value, _drawn_percentiles(rounds, percent, drawn_DR), confidence)
+
+
+def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int64]) -> Floats:
+    """The percentile of the pooled samples of each draw.
+
+    All samples are sorted once; a draw only says how often each round, and so each sample, counts.
+    """
+    pooled, owner = np.concatenate(rounds), np.repeat(np.arange(len(rounds)), [len(times) for times in rounds])
+    order = np.argsort(pooled)
+    pooled, owner = pooled[order], owner[order]
+    drawn = np.empty(len(drawn_DR))
+    for index, row in enumerate(drawn_DR):
+        reached = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
+        drawn[index] = pooled[np.searchsorted(reached, percent / 100 * reached[-1] - 1e-9)]
+    return drawn
 
 
 def _draws(count: int, draws: int, seed: int) -> NDArray[np.int64]:

@@ -112,6 +112,16 @@ def test_median_interval_resamples_rounds_not_samples() -> None:
     assert interval.high - interval.low > 2
 
 
+def test_interval_of_a_percentile_is_that_of_resampled_rounds_pooled_one_by_one() -> None:
+    rng = np.random.default_rng(6)
+    rounds = [rng.random(size) + index for index, size in enumerate(rng.integers(1, 9, size=12))]
+    picks = np.random.default_rng(0).integers(0, 12, size=(1000, 12))
+    drawn = [percentile(np.concatenate([rounds[index] for index in row]), 75.0) for row in picks]
+    interval = percentile_interval(rounds, 75.0)
+    assert interval.low == pytest.approx(np.quantile(drawn, 0.025), abs=1e-12)
+    assert interval.high == pytest.approx(np.quantile(drawn, 0.975), abs=1e-12)
+
+
 def test_rounds_may_differ_in_length() -> None:
     """Medians 2 and 1, 4 and 2, ... over rounds of one to six calls."""
     slow = [np.full(index, 2.0 * index) for index in range(1, 7)]

@@ -1,0 +1,91 @@
+"""The whole chain from ABBA blocks to verdict on a simulated machine whose load comes and goes.
+
+The load slows every call by a fifth without leaving a trace and, half of the time that it is there, takes the CPU from
+a call for a scheduler slice. Calls vary by 3 % and one in a hundred takes five times as long.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from perf.evidence import Evidence
+from perf.gate import Judged, judge
+from perf.rule import rule_from_text
+from perf.runs import Bench, Described, Row, Trial
+from perf.timing import Clock, Laps, Plan, measure_pair
+
+RULE = rule_from_text("speedup@b8 < 0.97")
+PLAN = Plan(time_limit_s=10.0, half_width_rel=0.008)
+REPETITIONS = 40
+
+
+@dataclass
+class Machine:
+    """Time passes only as calls take it; load and rest last 1.5 s on average."""
+
+    rng: np.random.Generator
+    now_ms: float = 0.0
+    loaded: bool = False
+    until_ms: float = 0.0
+
+    def clock(self) -> int:
+        return round(self.now_ms * 1e6)
+
+    def call(self, base_ms: float) -> tuple[float, float]:
+        """One call: its time and what of it was waiting for a CPU."""
+        while self.now_ms >= self.until_ms:
+            self.loaded = not self.loaded
+            self.until_ms += self.rng.exponential(1500.0)
+        ms = base_ms * self.rng.lognormal(sigma=0.03) * (1.2 if self.loaded else 1.0)
+        ms *= 5.0 if self.rng.random() < 0.01 else 1.0
+        lost_ms = self.rng.uniform(3.0, 8.0) if self.loaded and self.rng.random() < 0.5 else 0.0
+        self.now_ms += ms + lost_ms
+        return ms + lost_ms, lost_ms
+
+
+@dataclass
+class Subject:
+    machine: Machine
+    base_ms: float
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        begun = self.machine.now_ms
+        times, lost = zip(*(self.machine.call(self.base_ms) for _ in range(calls)), strict=True)
+        return Laps(calls=calls, wall_ms=self.machine.now_ms - begun, compute_ms=times, lost_ms=lost)
+
+
+def judged(candidate_ms: float, seed: int) -> tuple[Judged, bool]:
+    """The gate's verdict, and whether a mean of 20 calls of one, then of 20 of the other would have failed it."""
+    machine = Machine(np.random.default_rng(seed))
+    bounds = {"dense": Subject(machine, 5.0), "reduced": Subject(machine, candidate_ms)}
+    naive = [float(np.mean(bound.laps(20, machine.clock).compute_ms)) for bound in bounds.values()]
+    blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=machine.clock)
+    trial = Trial(status="ok", warm_up_flat=True)
+    row = Row(
+        batch=8,
+        trials={"dense": trial, "reduced": trial},
+        calls_per_block=5,
+        settle_calls=1,
+        stop=stop,
+        blocks=blocks,
+        noise_blocks=(),
+    )
+    subjects = (Described(name="dense", describe={}), Described(name="reduced", describe={}))
+    bench = Bench(created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row,), warnings=())
+    return judge([RULE], Evidence(bench=bench)).rules[0], naive[0] / naive[1] < 0.97
+
+
+def test_a_model_against_itself_does_not_fail_where_a_mean_of_twenty_does() -> None:
+    outcomes = [judged(5.0, seed) for seed in range(REPETITIONS)]
+    assert sum(verdict.verdict == "FAIL" for verdict, _ in outcomes) <= 1
+    assert sum(verdict.verdict == "PASS" for verdict, _ in outcomes) >= 38
+    assert sum(naive for _, naive in outcomes) >= 8
+
+
+def test_a_true_slowdown_of_five_percent_is_caught() -> None:
+    verdicts = [judged(5.25, 100 + seed)[0] for seed in range(REPETITIONS)]
+    assert sum(verdict.verdict == "FAIL" for verdict in verdicts) >= 38
+    assert not any(verdict.verdict == "PASS" for verdict in verdicts)
+    values = [verdict.value for verdict in verdicts if verdict.value is not None]
+    assert np.median(values) == pytest.approx(1 / 1.05, abs=0.003)
