@@ -1,0 +1,126 @@
+"""What a served model should show, written beside it with the command lines of the perf client that check it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import BadInput
+from .triton_config import Variant
+
+EXPECTED_NAME = "expected.json"
+VERSION = 1
+KIND = "expected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """The median time of one call and its interval, in ms; `measure` is compute or end_to_end."""
+
+    batch: int
+    measure: str
+    p50_ms: float
+    low_ms: float
+    high_ms: float
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.measure not in ("compute", "end_to_end"):
+            raise BadInput(f"expected latency: batch at least 1 and compute or end_to_end, got {self}")
+        if not 0.0 <= self.low_ms <= self.p50_ms <= self.high_ms:
+            raise BadInput(f"expected latency: 0 <= low <= p50 <= high does not hold in {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """The share of `images` on which the artefact's first class is the reference's, with its interval if known."""
+
+    share: float
+    images: int
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0 or self.images < 1:
+            raise BadInput(f"expected agreement: a share in [0, 1] over at least one image, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What was measured of one artefact, and on what."""
+
+    measured_on: str
+    latencies: tuple[Latency, ...] = ()
+    top1_agreement: Agreement | None = None
+
+
+def read_expected(path: Path) -> dict[str, Any]:
+    """The entries by model and version; empty when the file is not there yet."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path}: not JSON ({error}); remove it and package again") from error
+    if not isinstance(content, dict) or (content.get("kind"), content.get("version")) != (KIND, VERSION):
+        raise BadInput(f"{path}: expected an object of kind {KIND!r} and version {VERSION}")
+    models: dict[str, Any] = content["models"]
+    return models
+
+
+def expected_text(models: Mapping[str, Any]) -> str:
+    """The file of `read_expected`."""
+    return json.dumps({"version": VERSION, "kind": KIND, "models": models}, indent=2) + "\n"
+
+
+def expected_entry(variant: Variant, version: int, expected: Expected | None) -> dict[str, Any]:
+    """One model's entry: figures (none were given: null), how to start the server, how to measure it."""
+    batches = tuple(row.batch for row in expected.latencies) if expected else ()
+    return {
+        "measured_on": expected.measured_on if expected else None,
+        "latencies": [_latency(row) for row in expected.latencies] if expected else None,
+        "top1_agreement": _agreement(expected.top1_agreement) if expected else None,
+        "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",
+        "client": client_commands(variant, version, batches or (max(1, variant.max_batch),)),
+    }
+
+
+def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) -> list[str]:
+    """perf_analyzer over gRPC, one request at a time, so that its p50 stands beside the measured end to end time."""
+    batched = variant.max_batch > 0
+    shapes = [f"--shape {tensor.name}:{_comma(tensor.dims(batched=batched))}" for tensor in variant.signature.inputs]
+    sizes = [f"-b {size}" for size in batches if size <= variant.max_batch] if batched else [""]
+    return [
+        " ".join(
+            part
+            for part in (
+                f"perf_analyzer -m {variant.name} -x {version} -i grpc -u localhost:8001",
+                size,
+                *shapes,
+                "--concurrency-range 1 --percentile=50 --measurement-mode count_windows",
+                "--measurement-request-count 662",
+            )
+            if part
+        )
+        for size in sizes
+    ]
+
+
+def _latency(row: Latency) -> dict[str, Any]:
+    return {
+        "batch": row.batch,
+        "measure": row.measure,
+        "p50_ms": row.p50_ms,
+        "interval_ms": [row.low_ms, row.high_ms],
+    }
+
+
+def _agreement(found: Agreement | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    interval = None if found.low is None or found.high is None else [found.low, found.high]
+    return {"share": found.share, "interval": interval, "images": found.images}
+
+
+def _comma(dims: tuple[int, ...]) -> str:
+    return ",".join(map(str, dims))

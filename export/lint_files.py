@@ -1,0 +1,117 @@
+"""The files of one served version against the config that names them and against each other."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import BadInput
+from .findings import ERROR, WARNING, Finding, finding, from_complaint
+from .lint_artifact import against_artifact
+from .pbtxt import Message
+from .record import EngineRecord, record_from_json, record_path, sha256_of
+from .server_releases import ServerRelease, onnx_warnings, plan_warnings
+from .signature import signature_from_onnx, signature_from_record
+
+DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python": "model.py"}
+
+
+def lint_version(
+    folder: Path, config: Message, path: Path, backend: str, release: ServerRelease | None
+) -> Iterator[Finding]:
+    """What is wrong in the version directory `folder` of a model whose config.pbtxt is `path`."""
+    yield from _labels(folder, config, path)
+    files = _artifact_files(config, backend)
+    for name, line in files.items():
+        if not (folder / name).is_file():
+            told = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
+            yield finding(path if line else folder, ERROR, told, "build or package it again", line)
+            continue
+        if backend == "tensorrt":
+            yield from _lint_plan(folder / name, config, path, release)
+    graph = _graph_file(folder, config, backend)
+    if graph is not None:
+        yield from _lint_graph(graph, config, path, release if backend == "onnxruntime" else None)
+
+
+def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
+    """Each file that the server opens, with the line that names it; None where it is the default name."""
+    by_capability = {message.text("value"): message.line for message in config.messages("cc_model_filenames")}
+    field = config.one("default_model_filename")
+    if by_capability and field is None:
+        return dict(by_capability)
+    default: dict[str, int | None] = {config.text("default_model_filename", DEFAULT_FILES[backend]): None}
+    if field is not None:
+        default = dict.fromkeys(default, field.line)
+    return default | by_capability
+
+
+def _graph_file(folder: Path, config: Message, backend: str) -> Path | None:
+    if backend == "tensorrt":
+        return None
+    name = config.text("default_model_filename", "model.onnx") if backend == "onnxruntime" else "model.onnx"
+    return folder / name if (folder / name).is_file() else None
+
+
+def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[Finding]:
+    beside = record_path(plan)
+    if not beside.is_file():
+        told = f"there is no record {beside.name}, so the plan can't be compared with its config here"
+        yield finding(plan, WARNING, told, "keep the record beside the plan")
+        return
+    try:
+        record = record_from_json(beside.read_text(), where=beside.name)
+        signature = signature_from_record(record)
+    except BadInput as error:
+        yield finding(beside, ERROR, str(error), "build the plan again")
+        return
+    if record.plan_sha256 != sha256_of(plan.read_bytes()):
+        yield finding(plan, ERROR, f"its bytes are not those that {beside.name} describes", "package it again")
+    if record.backend != "tensorrt":
+        told = f"it was built for {record.backend}, which Triton does not load"
+        yield finding(plan, ERROR, told, "build it with TensorRT, by the build script")
+    yield from _capability(plan, record, config, path)
+    for complaint in against_artifact(config, signature, plan.name):
+        yield from_complaint(path, complaint)
+    if release is not None:
+        compatible = record.options.get("version_compatible") is True
+        for told in plan_warnings(release, record.library_version, version_compatible=compatible):
+            yield finding(plan, WARNING, told, "see the build script beside the ONNX model")
+
+
+def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[Finding]:
+    for entry in config.messages("cc_model_filenames"):
+        key = entry.text("key")
+        if not re.fullmatch(r"\d{1,2}\.\d", key):
+            yield finding(path, ERROR, f'compute capability {key!r} is not like "8.6"', "write it so", entry.line)
+        elif entry.text("value") == plan.name and record.targets != (key.replace(".", ""),):
+            told = f"{plan.name} stands for compute capability {key}, it was built for SM {', '.join(record.targets)}"
+            yield finding(path, ERROR, told, "name the plan of that GPU", entry.line)
+
+
+def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[Finding]:
+    try:
+        signature = signature_from_onnx(graph)
+    except BadInput as error:
+        yield finding(graph, ERROR, str(error), "package it again")
+        return
+    for complaint in against_artifact(config, signature, graph.name):
+        yield from_complaint(path, complaint)
+    if release is not None:
+        for told in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
+            yield finding(graph, WARNING, told, "or take a newer server")
+
+
+def _labels(folder: Path, config: Message, path: Path) -> Iterator[Finding]:
+    for output in config.messages("output"):
+        name, line = output.text("label_filename"), output.line_of("label_filename")
+        if not name:
+            continue
+        file = folder.parent / name
+        if not file.is_file():
+            yield finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
+            continue
+        labels = [text for text in file.read_text().splitlines() if text.strip()]
+        classes = next((field.value for field in reversed(output.all("dims"))), None)
+        if isinstance(classes, int) and classes > 0 and len(labels) != classes:
+            told = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"
+            yield finding(file, ERROR, told, "write one line per class")

@@ -1,0 +1,52 @@
+"""What one version of one served model is made from."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .choices import BatchProfile
+from .errors import BadInput
+from .expected import Expected
+from .triton_config import Serving
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """What goes into a repository as one version of one model.
+
+    `plans` are TensorRT plans with their records beside them, one per compute capability; `onnx` the graph they were
+    built from, served by ONNX Runtime on the GPU; `cpu_onnx` the graph for the CPU. Any of them may be missing.
+    `expected` goes by variant: plan, onnx, cpu. `server` names the release that will serve, such as 26.07.
+    `profiles` are for the build script when there is no plan to take them from.
+    """
+
+    name: str
+    version: int = 1
+    plans: tuple[Path, ...] = ()
+    onnx: Path | None = None
+    cpu_onnx: Path | None = None
+    labels: tuple[str, ...] = ()
+    serving: Serving = field(default_factory=Serving)
+    expected: Mapping[str, Expected] = field(default_factory=dict)
+    profiles: tuple[BatchProfile, ...] = ()
+    server: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise BadInput(
+                f"model name {self.name!r}: use letters, digits, '_', '.' and '-', starting with none of these"
+            )
+        if self.version < 1:
+            raise BadInput(f"the model version must be at least 1, got {self.version}")
+        if not self.plans and self.onnx is None and self.cpu_onnx is None:
+            raise BadInput(
+                f"{self.name}: there is nothing to serve; give a plan, an ONNX file or an ONNX file for the CPU"
+            )
+        unknown = set(self.expected) - {"plan", "onnx", "cpu"}
+        if unknown:
+            raise BadInput(f"expected figures go by plan, onnx and cpu, got {', '.join(sorted(unknown))}")
+        if len(set(self.labels)) < len(self.labels) or any(not text.strip() or "\n" in text for text in self.labels):
+            raise BadInput(f"{self.name}: every label is one line, not empty, and stands once")

@@ -1,0 +1,97 @@
+"""What each Triton release brings: its TensorRT, ONNX Runtime and Python; the table is server_releases.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import BadInput
+
+TABLE_PATH = Path(__file__).with_name("server_releases.json")
+IMAGE = "nvcr.io/nvidia/tritonserver"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRelease:
+    """One container image. `tensorrt` is None where no published table names it.
+
+    `opset` and `ir` are the newest ONNX opset and IR version that its ONNX Runtime reads (at least).
+    """
+
+    tag: str
+    server: str
+    python: str
+    onnxruntime: str
+    tensorrt: str | None
+    opset: int
+    ir: int
+
+    @property
+    def image(self) -> str:
+        return f"{IMAGE}:{self.tag}"
+
+
+def server_release(tag: str) -> ServerRelease:
+    """'26.07', '26.07-py3' or '26.07-trtllm-python-py3'; BadInput with what is known for any other."""
+    table = _table()
+    month, _, flavour = tag.partition("-")
+    flavour = flavour or "py3"
+    row = table["releases"].get(month)
+    if row is None or flavour not in row["tensorrt"]:
+        flavours = ", ".join(next(iter(table["releases"].values()))["tensorrt"])
+        raise BadInput(
+            f"server release {tag!r} is not in the table; known are {', '.join(table['releases'])}, "
+            f"each as {flavours}; name one of them or add a row to {TABLE_PATH.name}"
+        )
+    minor = ".".join(row["onnxruntime"].split(".")[:2])
+    reads = table["onnxruntime"][minor]
+    return ServerRelease(
+        tag=f"{month}-{flavour}",
+        server=row["server"],
+        python=row["python"],
+        onnxruntime=row["onnxruntime"],
+        tensorrt=row["tensorrt"][flavour],
+        opset=reads["opset"],
+        ir=reads["ir"],
+    )
+
+
+def server_tags() -> tuple[str, ...]:
+    """The months in the table, newest first."""
+    return tuple(_table()["releases"])
+
+
+def plan_warnings(release: ServerRelease, library_version: str, *, version_compatible: bool = False) -> list[str]:
+    """Why a plan of this TensorRT may not load in this server; empty when the versions are the same."""
+    built, remedy = f"the plan was built with TensorRT {library_version}", "rebuild it with build_plan.sh"
+    if release.tensorrt is None:
+        return [f"{built}; the table does not know the TensorRT of {release.image}: if it differs, {remedy}"]
+    if _first(release.tensorrt, 3) == _first(library_version, 3):
+        return []
+    has = f"{release.image} has {release.tensorrt}"
+    if version_compatible and _first(release.tensorrt, 1) == _first(library_version, 1):
+        return [
+            f"{built}, version compatible, and {has}; start it with --backend-config=tensorrt,version-compatible=true"
+        ]
+    return [f"{built} and {has}: it will not load; {remedy}"]
+
+
+def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:
+    """Why this server's ONNX Runtime may not read a graph; empty when it is known to."""
+    runs = f"{release.image} has ONNX Runtime {release.onnxruntime}, which reads"
+    found = []
+    if opset > release.opset:
+        found.append(f"the graph uses opset {opset} and {runs} up to {release.opset}; export with --opset 20")
+    if ir > release.ir:
+        found.append(f"the graph has IR version {ir} and {runs} up to {release.ir}; export it with an older onnx")
+    return found
+
+
+def _table() -> Any:
+    table = json.loads(TABLE_PATH.read_text())
+    assert (table["kind"], table["version"]) == ("server-releases", 1), TABLE_PATH
+    return table
+
+
+def _first(version: str, count: int) -> tuple[str, ...]:
+    return tuple(version.split(".")[:count])

@@ -1,0 +1,143 @@
+"""A Triton model repository: one model per variant, versions side by side, loadable as it is."""
+
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .errors import BadInput
+from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
+from .package import Package
+from .record import EngineRecord, sha256_of
+from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release
+from .triton_config import LABELS_NAME, Variant, config_text
+from .variants import Model, checked_record, models_of
+from .versions import config_path, install_text, model_names, versions_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The models that got a new version, and what may go wrong when a server loads them."""
+
+    models: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def write_repository(package: Package, repository: Path) -> Written:
+    """Adds one version of every variant to the repository, which is made if it is not there.
+
+    Older versions stay. Each model appears whole or not at all. Raises BadInput when artefacts contradict each other,
+    their records or what is asked, and when the version is already there.
+    """
+    release = None if package.server is None else server_release(package.server)
+    _refuse_taken(package, repository)
+    records = tuple(map(checked_record, package.plans))
+    models = models_of(package, records, release)
+    for model in models:
+        _refuse_contradictions(package, model.variant)
+    repository.mkdir(parents=True, exist_ok=True)
+    entries = read_expected(repository / EXPECTED_NAME)
+    with tempfile.TemporaryDirectory(prefix=".package-", dir=repository.parent) as folder:
+        for model in models:
+            _write_model(package, model, repository, Path(folder) / model.variant.name)
+            entry = expected_entry(model.variant, package.version, model.expected)
+            entries.setdefault(model.variant.name, {})[str(package.version)] = entry
+    install_text(expected_text(entries), repository / EXPECTED_NAME)
+    warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]
+    return Written(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
+
+
+def _refuse_taken(package: Package, repository: Path) -> None:
+    if repository.exists() and not repository.is_dir():
+        raise BadInput(f"{repository}: a file is in the way; name a directory")
+    for name in model_names(repository, package.name):
+        have = versions_of(repository / name)
+        if package.version in have:
+            raise BadInput(
+                f"{repository / name}: version {package.version} is already there (of {', '.join(map(str, have))}); "
+                f"choose another, such as --model-version {max(have) + 1}, or remove it"
+            )
+
+
+def _refuse_contradictions(package: Package, variant: Variant) -> None:
+    sizes = {"preferred batch": package.serving.preferred_batches, "CUDA graph of batch": variant.graph_batches}
+    for what, batches in sizes.items():
+        beyond = [size for size in batches if size > variant.max_batch]
+        if beyond and variant.max_batch > 0:
+            raise BadInput(
+                f"{variant.name}: {what} {beyond[0]} is beyond the largest batch {variant.max_batch}; "
+                "measure within it, raise max_batch, or build the plan for a larger batch"
+            )
+    classes = variant.signature.outputs[0].shape[-1]
+    if package.labels and len(package.labels) != classes:
+        raise BadInput(f"{variant.name}: {len(package.labels)} labels for {classes} outputs; give one per class")
+
+
+def _write_model(package: Package, model: Model, repository: Path, staging: Path) -> None:
+    version, name = str(package.version), model.variant.name
+    folder = staging / version
+    folder.mkdir(parents=True)
+    for file, content in model.files.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / file)
+        else:
+            (folder / file).write_text(content)
+    if package.labels:
+        (folder / LABELS_NAME).write_text("".join(f"{label}\n" for label in package.labels))
+    labelled, target = bool(package.labels), repository / name
+    text = config_text(model.variant, package.serving, package.version, labelled=labelled)
+    pinned = config_text(model.variant, replace(package.serving, policy="specific"), package.version, labelled=labelled)
+    if target.exists():
+        folder.rename(target / version)
+        install_text(pinned, config_path(target, package.version))
+        install_text(text, target / "config.pbtxt")
+    else:
+        install_text(pinned, config_path(staging, package.version))
+        install_text(text, staging / "config.pbtxt")
+        staging.rename(target)
+
+
+def _own_warnings(
+    package: Package, models: list[Model], records: tuple[EngineRecord, ...], repository: Path
+) -> list[str]:
+    found = []
+    for name in (model.variant.name for model in models):
+        newest = max(versions_of(repository / name))
+        if package.serving.policy == "latest" and newest > package.version:
+            found.append(f"{name}: the server takes version {newest}, the newest, and not {package.version}")
+    if records and package.onnx is not None:
+        digest = sha256_of(package.onnx.read_bytes())
+        if any(record.onnx_sha256 != digest for record in records):
+            found.append(
+                f"{package.name}: the plan was built from another ONNX than {package.onnx}; the script takes the latter"
+            )
+    fixed = [model.variant for model in models if model.variant.max_batch == 0]
+    for variant in fixed:
+        took = f"takes batches of {variant.signature.fixed_batch} only"
+        found.append(f"{variant.name}: it {took}, so it is served without batching; export with an open batch")
+    for model in models:
+        smallest = model.variant.signature.smallest_batch
+        if smallest > 1:
+            found.append(f"{model.variant.name}: requests below {smallest} images fail; build the profile from 1 on")
+    return found
+
+
+def _server_warnings(
+    release: ServerRelease | None, models: list[Model], records: tuple[EngineRecord, ...]
+) -> list[str]:
+    if release is None:
+        return []
+    found: list[str] = []
+    for record in records:
+        compatible = record.options.get("version_compatible") is True
+        found += plan_warnings(release, record.library_version, version_compatible=compatible)
+    for model in models:
+        signature, name = model.variant.signature, model.variant.name
+        if model.variant.backend == "onnxruntime":
+            told = onnx_warnings(release, opset=signature.opset, ir=signature.ir)
+            found += [f"{name}: {text}" for text in told]
+        elif model.variant.backend == "python":
+            found.append(
+                f"{name}: {release.image} has no ONNX Runtime in its Python {release.python}; pip install it there"
+            )
+    return list(dict.fromkeys(found))

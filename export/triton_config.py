@@ -1,0 +1,138 @@
+"""The config.pbtxt of one served model, made from its artefact and from what was measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import BadInput
+from .pbtxt import Name, Plain, pbtxt_from
+from .signature import Signature, Tensor
+
+LABELS_NAME = "labels.txt"
+POLICIES = ("latest", "all", "specific")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How a server is to run the models.
+
+    `preferred_batches` is the measured knee (one size or several); requests wait at most `queue_delay_us` for such a
+    batch. `max_batch` limits graphs with an open batch, a plan always gets its profiles' maximum; None takes the plan's
+    maximum, or 8 without plans. `graph_batches` are the sizes at which CUDA graphs were measured (plans only).
+    `policy` latest serves the newest version, all every one, specific the one just written. `cpu_backend` python runs
+    ONNX Runtime inside the Python backend, onnxruntime uses the server's own backend.
+    """
+
+    preferred_batches: tuple[int, ...] = ()
+    queue_delay_us: int = 500
+    instances: int = 1
+    max_batch: int | None = None
+    graph_batches: tuple[int, ...] = ()
+    policy: str = "latest"
+    cpu_backend: str = "python"
+    cpu_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("preferred_batches", "graph_batches"):
+            sizes = getattr(self, name)
+            if any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
+                raise BadInput(f"{name.replace('_', ' ')}: each must be at least 1 and stand once, got {sizes}")
+        for name, least in (("queue_delay_us", 0), ("instances", 1), ("max_batch", 1), ("cpu_threads", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadInput(f"{name.replace('_', ' ')} must be at least {least}, got {value}")
+        if self.policy not in POLICIES:
+            raise BadInput(f"version policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        if self.cpu_backend not in ("python", "onnxruntime"):
+            raise BadInput(f"CPU backend {self.cpu_backend!r} is unknown; choose python or onnxruntime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One served model: its name, what runs it, and the files that Triton does not find by their default name."""
+
+    name: str
+    backend: str
+    kind: str
+    signature: Signature
+    max_batch: int
+    cc_filenames: Mapping[str, str]
+    graph_batches: tuple[int, ...] = ()
+    threads: int | None = None
+
+
+def config_text(variant: Variant, serving: Serving, version: int, *, labelled: bool) -> str:
+    """config.pbtxt with one warm-up request for every batch size that a profile names or the batcher prefers.
+
+    A fixed batch is no batching to Triton: max_batch_size 0 and dims with the batch in front.
+    """
+    batched = variant.max_batch > 0
+    fields: dict[str, Plain] = {"name": variant.name, "backend": variant.backend}
+    platform = {"tensorrt": "tensorrt_plan", "onnxruntime": "onnxruntime_onnx"}.get(variant.backend)
+    if platform is not None:
+        fields["platform"] = platform
+    fields["max_batch_size"] = variant.max_batch
+    fields["input"] = [_tensor(tensor, batched) for tensor in variant.signature.inputs]
+    outputs = [_tensor(tensor, batched) for tensor in variant.signature.outputs]
+    if labelled:
+        outputs[0]["label_filename"] = f"{version}/{LABELS_NAME}"
+    fields["output"] = list(outputs)
+    fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
+    fields["version_policy"] = policy_fields(serving.policy, version)
+    if batched:
+        fields["dynamic_batching"] = _batching(serving)
+    if variant.graph_batches:
+        specs = [{"batch_size": size} for size in variant.graph_batches]
+        fields["optimization"] = {"cuda": {"graphs": True, "graph_spec": specs}}
+    if variant.cc_filenames:
+        fields["cc_model_filenames"] = [{"key": key, "value": name} for key, name in variant.cc_filenames.items()]
+    if variant.threads is not None:
+        fields["parameters"] = {"key": "intra_op_threads", "value": {"string_value": str(variant.threads)}}
+    fields["model_warmup"] = [_warmup(variant, size) for size in warmup_batches(variant, serving)]
+    return pbtxt_from(fields)
+
+
+def policy_fields(policy: str, version: int) -> dict[str, Plain]:
+    """The version_policy message."""
+    policies: dict[str, dict[str, Plain]] = {
+        "latest": {"latest": {"num_versions": 1}},
+        "all": {"all": {}},
+        "specific": {"specific": {"versions": [version]}},
+    }
+    return policies[policy]
+
+
+def warmup_batches(variant: Variant, serving: Serving) -> tuple[int, ...]:
+    """1, what the profiles name and what the batcher prefers, within the limits; (1,) without batching."""
+    if variant.max_batch == 0:
+        return (1,)
+    signature = variant.signature
+    sizes = {signature.smallest_batch, *signature.profile_batches, *serving.preferred_batches, variant.max_batch}
+    return tuple(sorted(size for size in sizes if size <= variant.max_batch))
+
+
+def _batching(serving: Serving) -> dict[str, Plain]:
+    preferred: dict[str, Plain] = {}
+    if serving.preferred_batches:
+        preferred["preferred_batch_size"] = sorted(serving.preferred_batches)
+    return {**preferred, "max_queue_delay_microseconds": serving.queue_delay_us}
+
+
+def _tensor(tensor: Tensor, batched: bool) -> dict[str, Plain]:
+    dims = list(tensor.dims(batched=batched))
+    return {"name": tensor.name, "data_type": Name(tensor.data_type), "dims": dims}
+
+
+def _warmup(variant: Variant, size: int) -> Plain:
+    batched = variant.max_batch > 0
+    inputs: list[Plain] = [
+        {
+            "key": tensor.name,
+            "value": {
+                "data_type": Name(tensor.data_type),
+                "dims": list(tensor.dims(batched=batched)),
+                "zero_data": True,
+            },
+        }
+        for tensor in variant.signature.inputs
+    ]
+    return {"name": f"batch_{size}", "batch_size": size, "inputs": inputs}

@@ -1,0 +1,114 @@
+"""What a server would trip over in a model repository, found without a server and without a GPU."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .config_fields import misused_fields
+from .errors import BadInput
+from .findings import ERROR, WARNING, Finding, finding, from_complaint
+from .lint_artifact import own_limits
+from .lint_files import DEFAULT_FILES, lint_version
+from .pbtxt import Message, ParseError, parse
+from .server_releases import ServerRelease, server_release
+
+PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
+
+
+def lint_repository(repository: Path, server: str | None = None) -> tuple[Finding, ...]:
+    """Every fault of every model, errors before warnings within a file; empty when a server can load it all.
+
+    `server` is a release of the table, such as 26.07, to compare versions with. Raises BadInput when the directory
+    holds no models at all.
+    """
+    if not repository.is_dir():
+        raise BadInput(f"{repository}: there is no such directory; name the model repository")
+    release = None if server is None else server_release(server)
+    models = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not models:
+        raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
+    found = [finding for model in models for finding in _lint_model(model, release)]
+    return tuple(sorted(set(found), key=_order))
+
+
+def _order(finding: Finding) -> tuple[str, int, int, str]:
+    return str(finding.path), finding.severity == WARNING, finding.line or 0, finding.what
+
+
+def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[Finding]:
+    path = model / "config.pbtxt"
+    if not path.is_file():
+        yield finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
+        return
+    try:
+        config = parse(path.read_text())
+    except ParseError as error:
+        yield finding(path, ERROR, error.what, "correct the text", error.line)
+        return
+    except UnicodeDecodeError:
+        yield finding(path, ERROR, "it is not text in UTF-8", "write it again")
+        return
+    for line, what in misused_fields(config):
+        yield finding(path, ERROR, what, "correct or remove it", line)
+    for complaint in own_limits(config):
+        yield from_complaint(path, complaint)
+    yield from _identity(model, config, path)
+    backend = _backend(config)
+    if backend in DEFAULT_FILES:
+        for version in _served_versions(model, config):
+            yield from lint_version(model / str(version), config, path, backend, release)
+
+
+def _identity(model: Path, config: Message, path: Path) -> Iterator[Finding]:
+    name = config.text("name")
+    if name and name != model.name:
+        remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')
+        yield finding(
+            path, ERROR, f"the name is {name!r}, the directory {model.name!r}", remedy, config.line_of("name")
+        )
+    platform, backend = config.text("platform"), config.text("backend")
+    if platform and backend and PLATFORMS.get(platform, backend) != backend:
+        told = f"platform {platform!r} belongs to the backend {PLATFORMS[platform]!r}, not to {backend!r}"
+        yield finding(path, ERROR, told, "keep the right one", config.line_of("backend"))
+    if not platform and not backend:
+        yield finding(path, ERROR, "neither backend nor platform is named", 'write backend: "..."', 1)
+    for group in config.messages("instance_group"):
+        if group.text("kind") == "KIND_CPU" and _backend(config) == "tensorrt":
+            told, remedy = "TensorRT plans don't run on the CPU", "write kind: KIND_GPU, or serve the ONNX model there"
+            yield finding(path, ERROR, told, remedy, group.line_of("kind"))
+    yield from _versions(model, config, path)
+
+
+def _versions(model: Path, config: Message, path: Path) -> Iterator[Finding]:
+    for entry in sorted(model.iterdir()):
+        if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
+            yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
+    have = _versions_on_disk(model)
+    if not have:
+        yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
+    policy = config.message("version_policy") or Message((), 1)
+    for field in (policy.message("specific") or Message((), 1)).all("versions"):
+        if field.value not in have:
+            told = f"version {field.value} is to be served, on disk are {', '.join(map(str, have)) or 'none'}"
+            yield finding(path, ERROR, told, "name a version that is there, or package it again", field.line)
+
+
+def _served_versions(model: Path, config: Message) -> tuple[int, ...]:
+    have = _versions_on_disk(model)
+    policy = config.message("version_policy") or Message((), 1)
+    specific = policy.message("specific")
+    if specific is not None:
+        return tuple(version for version in have if version in {field.value for field in specific.all("versions")})
+    if policy.message("all") is not None:
+        return have
+    count = (policy.message("latest") or Message((), 1)).number("num_versions", 1)
+    return have[-max(count, 1) :]
+
+
+def _versions_on_disk(model: Path) -> tuple[int, ...]:
+    names = [entry.name for entry in model.iterdir() if entry.is_dir()]
+    return tuple(sorted(int(name) for name in names if re.fullmatch(r"[1-9]\d*", name)))
+
+
+def _backend(config: Message) -> str:
+    return config.text("backend") or PLATFORMS.get(config.text("platform"), "")

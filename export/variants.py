@@ -1,0 +1,158 @@
+"""The models of a package: which artefact each serves, and the files that lie in its version directory."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .build_script import PENDING_NAME, SCRIPT_NAME, build_script
+from .choices import BatchProfile
+from .errors import BadInput
+from .expected import Expected
+from .package import Package
+from .record import EngineRecord, record_from_json, record_path, sha256_of
+from .server_releases import ServerRelease, server_tags
+from .signature import Signature, signature_from_onnx, signature_from_record
+from .triton_config import Serving, Variant, config_text
+
+BACKEND_MODEL = Path(__file__).with_name("python_backend_model.py")
+DEFAULT_MAX_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A variant with its files: by name in the version directory, either a path to copy or the text itself."""
+
+    variant: Variant
+    files: Mapping[str, Path | str]
+    expected: Expected | None
+
+
+def checked_record(plan: Path) -> EngineRecord:
+    path = record_path(plan)
+    if not plan.is_file() or not path.is_file():
+        raise BadInput(f"{plan}: the plan and its record {path.name} are both needed; build it again")
+    record = record_from_json(path.read_text(), where=str(path))
+    if record.backend != "tensorrt":
+        raise BadInput(
+            f"{plan}: it was built for {record.backend}, and Triton loads plans of tensorrt only; "
+            "leave it out and let the build script make the plan in the server's container"
+        )
+    if record.plan_sha256 != sha256_of(plan.read_bytes()):
+        raise BadInput(f"{plan}: its bytes are not those of {path.name}; build it again")
+    return record
+
+
+def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> list[Model]:
+    if not records:
+        return []
+    signature = signature_from_record(records[0])
+    for plan, record in zip(package.plans, records, strict=True):
+        if signature_from_record(record) != signature:
+            raise BadInput(f"{plan}: its inputs, outputs or profiles differ from those of {package.plans[0]}")
+    files: dict[str, Path | str] = {}
+    names = {} if len(records) == 1 else _cc_filenames(package.plans, records)
+    for plan, name in zip(package.plans, names.values() or ["model.plan"], strict=True):
+        files |= {name: plan, record_path(Path(name)).name: record_path(plan)}
+    variant = _plan_variant(package, signature, names)
+    return [Model(variant=variant, files=files, expected=package.expected.get("plan"))]
+
+
+def _plan_variant(package: Package, signature: Signature, names: Mapping[str, str]) -> Variant:
+    return Variant(
+        name=package.name,
+        backend="tensorrt",
+        kind="KIND_GPU",
+        signature=signature,
+        max_batch=0 if signature.fixed_batch is not None else signature.largest_batch or 1,
+        cc_filenames=names,
+        graph_batches=tuple(sorted(package.serving.graph_batches)),
+    )
+
+
+def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) -> dict[str, str]:
+    """{"8.6": "model.sm86.plan"} for plans of several compute capabilities."""
+    names: dict[str, str] = {}
+    for plan, record in zip(plans, records, strict=True):
+        target = record.targets[0] if len(record.targets) == 1 else ""
+        if not re.fullmatch(r"\d{2,3}", target):
+            raise BadInput(
+                f"{plan}: its record names the targets {record.targets}; among several plans each needs one SM"
+            )
+        key = f"{target[:-1]}.{target[-1]}"
+        if key in names:
+            raise BadInput(f"{plan}: another plan is for SM {target} too; give one plan per compute capability")
+        names[key] = f"model.sm{target}.plan"
+    return names
+
+
+def _onnx_models(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Model]:
+    models = []
+    limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
+    if package.onnx is not None:
+        variant = _graph_variant(package, package.onnx, "onnx", limit)
+        files: dict[str, Path | str] = {"model.onnx": package.onnx}
+        files |= _build_files(package, variant.signature, records, release)
+        models.append(Model(variant=variant, files=files, expected=package.expected.get("onnx")))
+    if package.cpu_onnx is not None:
+        variant = _graph_variant(package, package.cpu_onnx, "cpu", limit)
+        code = {"model.py": BACKEND_MODEL} if package.serving.cpu_backend == "python" else {}
+        files = {"model.onnx": package.cpu_onnx, **code}
+        models.append(Model(variant=variant, files=files, expected=package.expected.get("cpu")))
+    return models
+
+
+def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None) -> Variant:
+    signature = signature_from_onnx(path)
+    if any(size == -1 for tensor in signature.inputs for size in tensor.dims(batched=True)):
+        raise BadInput(f"{path}: sizes behind the batch are open ({signature.inputs}); export it for one image size")
+    on_cpu = suffix == "cpu"
+    return Variant(
+        name=f"{package.name}_{suffix}",
+        backend=package.serving.cpu_backend if on_cpu else "onnxruntime",
+        kind="KIND_CPU" if on_cpu else "KIND_GPU",
+        signature=signature,
+        max_batch=0 if signature.fixed_batch is not None else limit or DEFAULT_MAX_BATCH,
+        cc_filenames={},
+        threads=package.serving.cpu_threads if on_cpu else None,
+    )
+
+
+def _build_files(
+    package: Package, signature: Signature, records: tuple[EngineRecord, ...], release: ServerRelease | None
+) -> dict[str, Path | str]:
+    """The build script, and the plan's config for when there is no plan yet."""
+    assert package.onnx is not None
+    if signature.fixed_batch is not None:
+        profiles: tuple[BatchProfile, ...] = ()
+    elif records:
+        profiles = signature_from_record(records[0]).profiles
+    else:
+        profiles = package.profiles or (_default_profile(package.serving),)
+    names = {} if len(records) < 2 else _cc_filenames(package.plans, records)
+    script = build_script(
+        name=package.name,
+        version=package.version,
+        tensor=signature.inputs[0],
+        profiles=profiles,
+        onnx_sha256=sha256_of(package.onnx.read_bytes()),
+        cc_filenames=names,
+        image_tag=f"{server_tags()[0]}-py3" if release is None else release.tag,
+        pending=not records,
+    )
+    files: dict[str, Path | str] = {SCRIPT_NAME: script}
+    if not records:
+        variant = _plan_variant(package, replace(signature, profiles=profiles), {})
+        files[PENDING_NAME] = config_text(variant, package.serving, package.version, labelled=bool(package.labels))
+    return files
+
+
+def _default_profile(serving: Serving) -> BatchProfile:
+    largest = serving.max_batch or max((DEFAULT_MAX_BATCH, *serving.preferred_batches))
+    tuned = min(serving.preferred_batches, default=largest)
+    return BatchProfile(smallest=1, tuned=tuned, largest=largest)
+
+
+def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Model]:
+    """The plan model, the ONNX model and the CPU model, those whose artefacts were given."""
+    return [*_plan_model(package, records), *_onnx_models(package, records, release)]

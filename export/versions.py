@@ -1,0 +1,88 @@
+"""Versions of a packaged model: which are there, which one is served, and the way back."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BadInput
+from .expected import EXPECTED_NAME, expected_text, read_expected
+
+SUFFIXES = ("", "_onnx", "_cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """The models whose config now names another version, and those that lack it and stayed as they were."""
+
+    version: int
+    models: tuple[str, ...]
+    unchanged: tuple[str, ...]
+
+
+def model_names(repository: Path, name: str) -> tuple[str, ...]:
+    """The variants of `name` that the repository holds."""
+    return tuple(name + suffix for suffix in SUFFIXES if (repository / (name + suffix)).is_dir())
+
+
+def versions_of(model: Path) -> tuple[int, ...]:
+    """The version directories of one model, rising."""
+    names = [entry.name for entry in model.iterdir() if entry.is_dir()]
+    return tuple(sorted(int(name) for name in names if name.isdecimal() and not name.startswith("0")))
+
+
+def config_path(model: Path, version: int) -> Path:
+    """Where the config of one version is kept; a server also takes it by --model-config-name=<version>."""
+    return model / "configs" / f"{version}.pbtxt"
+
+
+def serve_version(repository: Path, name: str, version: int) -> Changed:
+    """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
+    names = _known(repository, name)
+    able = [each for each in names if config_path(repository / each, version).is_file()]
+    if not able:
+        have = sorted({number for each in names for number in versions_of(repository / each)})
+        raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")
+    for each in able:
+        install_text(config_path(repository / each, version).read_text(), repository / each / "config.pbtxt")
+    return Changed(version=version, models=tuple(able), unchanged=tuple(each for each in names if each not in able))
+
+
+def remove_newest(repository: Path, name: str) -> Changed:
+    """Deletes the newest version of every variant and serves the one before; BadInput when there is none before."""
+    names = _known(repository, name)
+    newest = max(number for each in names for number in versions_of(repository / each))
+    holders = [each for each in names if newest in versions_of(repository / each)]
+    alone = [each for each in holders if len(versions_of(repository / each)) == 1]
+    if alone:
+        raise BadInput(f"{repository}: {', '.join(alone)} has version {newest} alone; package another one first")
+    before = max(number for each in holders for number in versions_of(repository / each) if number != newest)
+    for each in holders:
+        previous = max(number for number in versions_of(repository / each) if number != newest)
+        install_text(config_path(repository / each, previous).read_text(), repository / each / "config.pbtxt")
+        shutil.rmtree(repository / each / str(newest))
+        config_path(repository / each, newest).unlink(missing_ok=True)
+    entries = read_expected(repository / EXPECTED_NAME)
+    for each in holders:
+        entries.get(each, {}).pop(str(newest), None)
+    install_text(expected_text(entries), repository / EXPECTED_NAME)
+    unchanged = tuple(each for each in names if each not in holders)
+    return Changed(version=before, models=tuple(holders), unchanged=unchanged)
+
+
+def install_text(text: str, path: Path) -> None:
+    """Whole or not at all: a server may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    with beside.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(path)
+
+
+def _known(repository: Path, name: str) -> tuple[str, ...]:
+    names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
+    if not names:
+        raise BadInput(f"{repository}: there is no model {name!r} with a version in it")
+    return names

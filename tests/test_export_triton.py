@@ -1,0 +1,360 @@
+"""A written Triton repository: what each config says, versions and the way back, the build script, the refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from export.errors import BadInput
+from export.expected import Agreement, Expected, Latency
+from export.package import Package
+from export.pbtxt import Message, Name, parse
+from export.record import record_path
+from export.server_releases import onnx_warnings, plan_warnings, server_release, server_tags
+from export.triton import Written, write_repository
+from export.triton_config import Serving
+from export.triton_lint import lint_repository
+from export.versions import config_path, remove_newest, serve_version, versions_of
+from tests.export_served import CLASSES, SHAPE, write_onnx, write_plan
+
+LABELS = tuple(f"class {index}" for index in range(CLASSES))
+SERVING = Serving(preferred_batches=(4,), queue_delay_us=700, graph_batches=(1, 4))
+FIGURES = Expected(
+    measured_on="a GPU",
+    latencies=(Latency(batch=4, measure="end_to_end", p50_ms=1.5, low_ms=1.4, high_ms=1.7),),
+    top1_agreement=Agreement(share=0.99, images=1000, low=0.98, high=0.995),
+)
+
+
+def full(folder: Path, **changes: object) -> Package:
+    """A plan, its ONNX and one for the CPU, labelled and measured."""
+    graph = write_onnx(folder / "model.onnx")
+    values: dict[str, object] = {
+        "name": "vit",
+        "plans": (write_plan(folder / "model.plan", graph),),
+        "onnx": graph,
+        "cpu_onnx": graph,
+        "labels": LABELS,
+        "serving": SERVING,
+        "expected": {"plan": FIGURES},
+    }
+    return Package(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def config_of(model: Path) -> Message:
+    return parse((model / "config.pbtxt").read_text())
+
+
+def numbers(message: Message, name: str) -> list[object]:
+    return [field.value for field in message.all(name)]
+
+
+def test_the_plan_model_says_what_its_record_and_the_measurements_say(tmp_path: Path) -> None:
+    write_repository(full(tmp_path), tmp_path / "repo")
+    config = config_of(tmp_path / "repo/vit")
+    assert config.text("name") == "vit"
+    assert config.text("platform") == "tensorrt_plan"
+    assert config.number("max_batch_size") == 16
+    images, logits = config.messages("input")[0], config.messages("output")[0]
+    assert (images.text("name"), images.text("data_type"), numbers(images, "dims")) == ("images", "TYPE_FP32", [*SHAPE])
+    assert (logits.text("name"), numbers(logits, "dims")) == ("logits", [CLASSES])
+    assert (tmp_path / "repo/vit" / logits.text("label_filename")).read_text().splitlines() == list(LABELS)
+    batching = config.message("dynamic_batching")
+    assert batching is not None
+    assert numbers(batching, "preferred_batch_size") == [4]
+    assert batching.number("max_queue_delay_microseconds") == 700
+    assert [sample.number("batch_size") for sample in config.messages("model_warmup")] == [1, 4, 16]
+    cuda = (config.message("optimization") or config).message("cuda")
+    assert cuda is not None
+    assert [spec.number("batch_size") for spec in cuda.messages("graph_spec")] == [1, 4]
+    assert config.messages("instance_group")[0].text("kind") == "KIND_GPU"
+    policy = config.message("version_policy")
+    assert policy is not None
+    assert policy.message("latest") is not None
+    assert (tmp_path / "repo/vit/1/model.plan").read_bytes() == (tmp_path / "model.plan").read_bytes()
+
+
+def test_each_variant_is_one_model_with_its_own_backend_and_place(tmp_path: Path) -> None:
+    written = write_repository(full(tmp_path), tmp_path / "repo")
+    assert written == Written(models=("vit", "vit_onnx", "vit_cpu"), warnings=())
+    backends = {name: config_of(tmp_path / "repo" / name).text("backend") for name in written.models}
+    assert backends == {"vit": "tensorrt", "vit_onnx": "onnxruntime", "vit_cpu": "python"}
+    assert config_of(tmp_path / "repo/vit_cpu").messages("instance_group")[0].text("kind") == "KIND_CPU"
+    assert config_of(tmp_path / "repo/vit_onnx").message("optimization") is None
+    assert "class TritonPythonModel" in (tmp_path / "repo/vit_cpu/1/model.py").read_text()
+    assert sorted(path.name for path in (tmp_path / "repo").iterdir()) == ["expected.json", *sorted(written.models)]
+    assert lint_repository(tmp_path / "repo") == ()
+
+
+def test_the_cpu_variant_can_use_the_servers_own_onnx_runtime(tmp_path: Path) -> None:
+    serving = Serving(cpu_backend="onnxruntime", max_batch=32)
+    write_repository(full(tmp_path, plans=(), onnx=None, serving=serving), tmp_path / "repo")
+    config = config_of(tmp_path / "repo/vit_cpu")
+    assert (config.text("backend"), config.number("max_batch_size")) == ("onnxruntime", 32)
+    assert not (tmp_path / "repo/vit_cpu/1/model.py").exists()
+
+
+def test_plans_for_several_gpus_are_chosen_by_compute_capability(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "model.onnx")
+    plans = tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "120"))
+    write_repository(full(tmp_path, plans=plans), tmp_path / "repo")
+    entries = config_of(tmp_path / "repo/vit").messages("cc_model_filenames")
+    found = {entry.text("key"): entry.text("value") for entry in entries}
+    assert found == {"8.6": "model.sm86.plan", "12.0": "model.sm120.plan"}
+    for plan, name in zip(plans, found.values(), strict=True):
+        assert (tmp_path / "repo/vit/1" / name).read_bytes() == plan.read_bytes()
+    assert lint_repository(tmp_path / "repo") == ()
+
+
+def test_a_fixed_batch_is_served_without_batching_and_said(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
+    plan = write_plan(tmp_path / "fixed.plan", graph, profiles=(), batch=2)
+    package = full(tmp_path, plans=(plan,), onnx=graph, cpu_onnx=graph, serving=Serving(preferred_batches=(4,)))
+    written = write_repository(package, tmp_path / "repo")
+    assert [text.split(", so")[0] for text in written.warnings] == [
+        f"{name}: it takes batches of 2 only" for name in ("vit", "vit_onnx", "vit_cpu")
+    ]
+    for name in written.models:
+        config = config_of(tmp_path / "repo" / name)
+        assert config.number("max_batch_size", -1) == 0
+        assert numbers(config.messages("input")[0], "dims") == [2, *SHAPE]
+        assert config.message("dynamic_batching") is None
+        assert [sample.number("batch_size") for sample in config.messages("model_warmup")] == [1]
+    assert lint_repository(tmp_path / "repo") == ()
+
+
+def test_figures_and_the_clients_command_lines_stand_in_expected_json(tmp_path: Path) -> None:
+    write_repository(full(tmp_path), tmp_path / "repo")
+    models = json.loads((tmp_path / "repo/expected.json").read_text())["models"]
+    entry = models["vit"]["1"]
+    assert entry["latencies"] == [{"batch": 4, "measure": "end_to_end", "p50_ms": 1.5, "interval_ms": [1.4, 1.7]}]
+    assert entry["top1_agreement"] == {"share": 0.99, "interval": [0.98, 0.995], "images": 1000}
+    assert "-m vit -x 1" in entry["client"][0]
+    assert "-b 4 --shape images:3,4,4" in entry["client"][0]
+    assert models["vit_cpu"]["1"]["latencies"] is None
+
+
+def test_versions_stand_side_by_side_and_the_way_back_is_whole(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    write_repository(full(tmp_path), repository)
+    before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    bigger = write_plan(tmp_path / "bigger.plan", tmp_path / "model.onnx", profiles=("1:8:32",))
+    write_repository(full(tmp_path, version=2, plans=(bigger,)), repository)
+    assert versions_of(repository / "vit") == (1, 2)
+    assert config_of(repository / "vit").number("max_batch_size") == 32
+
+    changed = serve_version(repository, "vit", 1)
+    assert (changed.models, changed.unchanged) == (("vit", "vit_onnx", "vit_cpu"), ())
+    config = config_of(repository / "vit")
+    assert config.number("max_batch_size") == 16, "the config of version 1 came back with it"
+    assert numbers((config.message("version_policy") or config).message("specific") or config, "versions") == [1]
+    assert lint_repository(repository) == ()
+
+    assert serve_version(repository, "vit", 2).version == 2
+    assert remove_newest(repository, "vit").version == 1
+    after = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    pinned = {repository / name / "config.pbtxt" for name in ("vit", "vit_onnx", "vit_cpu")}
+    assert {path: text for path, text in after.items() if path not in pinned} == {
+        path: text for path, text in before.items() if path not in pinned
+    }
+    assert config_of(repository / "vit").number("max_batch_size") == 16
+    with pytest.raises(BadInput, match="has version 1 alone"):
+        remove_newest(repository, "vit")
+    with pytest.raises(BadInput, match="has no version 7, only 1"):
+        serve_version(repository, "vit", 7)
+    with pytest.raises(BadInput, match="there is no model 'cat'"):
+        serve_version(repository, "cat", 1)
+
+
+def test_a_version_that_only_some_variants_have(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    write_repository(full(tmp_path, plans=(), onnx=None), repository)
+    written = write_repository(full(tmp_path, version=2), repository)
+    assert written.models == ("vit", "vit_onnx", "vit_cpu")
+    changed = serve_version(repository, "vit", 1)
+    assert (changed.models, changed.unchanged) == (("vit_cpu",), ("vit", "vit_onnx"))
+    assert config_path(repository / "vit_cpu", 2).exists()
+
+
+def test_an_older_version_added_later_is_not_the_one_served(tmp_path: Path) -> None:
+    write_repository(full(tmp_path, version=5, plans=(), onnx=None), tmp_path / "repo")
+    written = write_repository(full(tmp_path, version=3, plans=(), onnx=None), tmp_path / "repo")
+    assert written.warnings == ("vit_cpu: the server takes version 5, the newest, and not 3",)
+
+
+def run_script(script: Path, folder: Path, *, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The script as the container would run it, with a trtexec that writes down its arguments."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "trtexec").write_text(
+        '#!/bin/sh\nprintf \'%s\\n\' "$@" > "$ARGUMENTS"\n'
+        'for each in "$@"; do case "$each" in --saveEngine=*) echo built > "${each#--saveEngine=}" ;; esac; done\n'
+        f"exit {exit_code}\n"
+    )
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 12.0\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    environment = {"PATH": f"{tools}:{os.defpath}", "ARGUMENTS": str(folder / "arguments")}
+    return subprocess.run(
+        ["sh", str(script), "inside"], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def test_the_build_script_makes_the_plan_of_a_model_that_has_none(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    write_repository(full(tmp_path, plans=(), server="25.12"), repository)
+    assert not (repository / "vit").exists(), "a model without a plan would keep the server from starting"
+    script = repository / "vit_onnx/1/build_plan.sh"
+    assert "tritonserver:25.12-py3" in script.read_text()
+    done = run_script(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (repository / "vit/1/model.plan").read_text() == "built\n"
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert {"--stronglyTyped", "--profile=0", "--minShapes=images:1x3x4x4", "--optShapes=images:4x3x4x4"} <= {
+        *arguments
+    }
+    assert "--maxShapes=images:8x3x4x4" in arguments
+    config = config_of(repository / "vit")
+    assert (config.text("platform"), config.number("max_batch_size")) == ("tensorrt_plan", 8)
+    severities = {finding.severity for finding in lint_repository(repository)}
+    assert severities == {"warning"}, "only that a plan without record can't be compared"
+    assert serve_version(repository, "vit", 1).models == ("vit", "vit_onnx", "vit_cpu")
+
+
+def test_the_build_script_replaces_the_plan_of_this_gpu(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "model.onnx")
+    plans = tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "120"))
+    repository = tmp_path / "repo"
+    write_repository(full(tmp_path, plans=plans), repository)
+    config = (repository / "vit/config.pbtxt").read_bytes()
+    assert run_script(repository / "vit_onnx/1/build_plan.sh", tmp_path).returncode == 0
+    assert (repository / "vit/1/model.sm120.plan").read_text() == "built\n"
+    assert (repository / "vit/1/model.sm86.plan").read_bytes() == plans[0].read_bytes()
+    assert not record_path(repository / "vit/1/model.sm120.plan").exists()
+    assert (repository / "vit/config.pbtxt").read_bytes() == config
+
+
+def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_changed(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    write_repository(full(tmp_path), repository)
+    script, plan = repository / "vit_onnx/1/build_plan.sh", repository / "vit/1/model.plan"
+    before = plan.read_bytes()
+    assert run_script(script, tmp_path, exit_code=1).returncode == 1
+    write_onnx(repository / "vit_onnx/1/model.onnx", seed=1)
+    assert run_script(script, tmp_path).returncode != 0
+    assert plan.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"name": "a/b"}, "model name 'a/b'"),
+        ({"version": 0}, "at least 1, got 0"),
+        ({"plans": (), "onnx": None, "cpu_onnx": None}, "nothing to serve"),
+        ({"labels": ("a", "b")}, "2 labels for 5 outputs"),
+        ({"labels": ("a", "a", "b", "c", "d")}, "stands once"),
+        ({"serving": Serving(preferred_batches=(32,))}, "preferred batch 32 is beyond the largest batch 16"),
+        ({"serving": Serving(graph_batches=(17,))}, "CUDA graph of batch 17"),
+        ({"expected": {"gpu": FIGURES}}, "by plan, onnx and cpu, got gpu"),
+        ({"server": "19.01"}, "'19.01' is not in the table"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_and_nothing_is_written(
+    tmp_path: Path, changes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(BadInput, match=told):
+        write_repository(full(tmp_path, **changes), tmp_path / "repo")
+    assert not (tmp_path / "repo").exists()
+
+
+def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "model.onnx")
+
+    def refused(*plans: Path) -> str:
+        with pytest.raises(BadInput) as caught:
+            write_repository(full(tmp_path, plans=plans), tmp_path / "repo")
+        return str(caught.value)
+
+    assert "built for tensorrt-rtx" in refused(write_plan(tmp_path / "a.plan", graph, backend="tensorrt-rtx"))
+    twins = [write_plan(tmp_path / f"{name}.plan", graph) for name in ("b", "c")]
+    assert "another plan is for SM 86" in refused(*twins)
+    other = write_plan(tmp_path / "d.plan", graph, target="89", profiles=("1:4:8",))
+    assert "profiles differ" in refused(twins[0], other)
+    unknown = write_plan(tmp_path / "e.plan", graph, target="unknown")
+    assert "needs one SM" in refused(twins[0], unknown)
+    twins[0].write_bytes(b"another plan")
+    assert "its bytes are not those" in refused(twins[0])
+    record_path(twins[1]).unlink()
+    assert "both needed" in refused(twins[1])
+    (tmp_path / "cut.onnx").write_bytes(graph.read_bytes()[:40])
+    with pytest.raises(BadInput, match="cut short"):
+        write_repository(full(tmp_path, onnx=tmp_path / "cut.onnx"), tmp_path / "repo")
+    assert not (tmp_path / "repo").exists()
+
+
+def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
+    write_repository(full(tmp_path), tmp_path / "repo")
+    with pytest.raises(BadInput, match=r"version 1 is already there .* --model-version 2"):
+        write_repository(full(tmp_path), tmp_path / "repo")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="a file is in the way"):
+        write_repository(full(tmp_path), tmp_path / "file")
+
+
+def test_a_copy_that_fails_leaves_no_half_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_repository(full(tmp_path), tmp_path / "repo")
+    assert [*(tmp_path / "repo").iterdir()] == []
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".package")]
+
+
+def test_a_named_server_with_other_versions_is_warned_about(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "new.onnx", opset=23, ir=11)
+    package = full(tmp_path, onnx=graph, server="25.10-trtllm-python-py3")
+    told = write_repository(package, tmp_path / "repo").warnings
+    assert any(
+        "built with TensorRT 10.14.1.48 and" in text and "has 10.11.0.33: it will not load" in text for text in told
+    )
+    assert any("was built from another ONNX" in text for text in told)
+    assert any("vit_cpu" in text and "pip install" in text for text in told)
+    assert not any("opset" in text for text in told), "ONNX Runtime 1.23 reads opset 23"
+
+
+def test_server_releases_and_what_they_warn_about() -> None:
+    release = server_release("25.12-trtllm-python-py3")
+    assert (release.tensorrt, release.onnxruntime, release.server) == ("10.13.3.9", "1.23.2", "2.64.0")
+    assert plan_warnings(release, "10.13.3.9") == []
+    assert "will not load" in plan_warnings(release, "11.4.0.106")[0]
+    assert "version-compatible=true" in plan_warnings(release, "10.14.1.48", version_compatible=True)[0]
+    assert "will not load" in plan_warnings(release, "9.3.0", version_compatible=True)[0]
+    assert "does not know the TensorRT" in plan_warnings(server_release("26.07"), "11.4.0.106")[0]
+    old = server_release("25.01")
+    assert onnx_warnings(old, opset=20, ir=10) == []
+    assert len(onnx_warnings(old, opset=23, ir=11)) == 2
+    for tag in server_tags():
+        assert server_release(tag).image.endswith(f":{tag}-py3")
+    with pytest.raises(BadInput, match=r"known are 26\.07"):
+        server_release("26.07-sdk")
+
+
+def test_bad_figures_and_bad_choices_are_refused() -> None:
+    with pytest.raises(BadInput, match="low <= p50 <= high"):
+        Latency(batch=1, measure="compute", p50_ms=1.0, low_ms=1.1, high_ms=1.2)
+    with pytest.raises(BadInput, match="compute or end_to_end"):
+        Latency(batch=1, measure="wall", p50_ms=1.0, low_ms=1.0, high_ms=1.2)
+    with pytest.raises(BadInput, match=r"share in \[0, 1\]"):
+        Agreement(share=1.2, images=3)
+    with pytest.raises(BadInput, match="version policy 'newest'"):
+        Serving(policy="newest")
+    with pytest.raises(BadInput, match="stand once"):
+        Serving(preferred_batches=(4, 4))
+    with pytest.raises(BadInput, match="queue delay us must be at least 0"):
+        Serving(queue_delay_us=-1)
+    assert Name("TYPE_FP32") == "TYPE_FP32"

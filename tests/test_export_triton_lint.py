@@ -1,0 +1,354 @@
+"""The linter: a clean repository has no findings, and each planted fault is found in its file, on its line."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from export.errors import BadInput
+from export.findings import Finding
+from export.package import Package
+from export.pbtxt import Message, Name, ParseError, Plain, parse, pbtxt_from
+from export.record import record_path
+from export.triton import write_repository
+from export.triton_config import Serving
+from export.triton_lint import lint_repository
+from tests.export_served import CLASSES, write_onnx, write_plan
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """vit, vit_onnx and vit_cpu; plans for two GPUs, profile 1:4:16, labels, CUDA graphs."""
+    graph = write_onnx(tmp_path / "model.onnx")
+    package = Package(
+        name="vit",
+        plans=tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "89")),
+        onnx=graph,
+        cpu_onnx=graph,
+        labels=tuple(f"class {index}" for index in range(CLASSES)),
+        serving=Serving(preferred_batches=(4,), graph_batches=(1, 4), cpu_threads=1),
+    )
+    write_repository(package, tmp_path / "repo")
+    return tmp_path / "repo"
+
+
+def replaced(path: Path, old: str, new: str) -> None:
+    """Puts `new` for the first `old`, which must be there."""
+    text = path.read_text()
+    assert old in text, (old, text)
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_what_was_packaged_is_clean(repository: Path) -> None:
+    assert lint_repository(repository) == ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`new` for `old` in the config of `model`; found there with these words on the line that holds `line`."""
+
+    model: str = "vit"
+    old: str
+    new: str
+    line: str
+    told: str
+    remedy: str
+    severity: str = "error"
+
+
+WARM = 'model_warmup {\n  name: "batch_16"\n  batch_size: 16'
+FAULTS = {
+    "name": Fault(old='name: "vit"', new='name: "vid"', line='"vid"', told="the directory 'vit'", remedy='name: "vit"'),
+    "dtype": Fault(old="TYPE_FP32", new="TYPE_FP16", line="TYPE_FP16", told="is TYPE_FP32", remedy="TYPE_FP32"),
+    "dims": Fault(
+        old="dims: [3, 4, 4]", new="dims: [3, 4, 5]", line="[3, 4, 5]", told="has dims", remedy="dims: [3, 4, 4]"
+    ),
+    "dims with the batch": Fault(
+        old="dims: [3, 4, 4]", new="dims: [-1, 3, 4, 4]", line="[-1, 3", told="has dims", remedy="without the batch"
+    ),
+    "classes": Fault(old="dims: [5]", new="dims: [6]", line="[6]", told="logits has dims [5]", remedy="dims: [5]"),
+    "input name": Fault(
+        old='name: "images"', new='name: "image"', line="input {", told="no input", remedy="name it as"
+    ),
+    "beyond the profile": Fault(
+        old="max_batch_size: 16",
+        new="max_batch_size: 32",
+        line="max_batch_size",
+        told="batches up to 16",
+        remedy="max_batch_size: 16",
+    ),
+    "below the profile": Fault(
+        old="max_batch_size: 16",
+        new="max_batch_size: 8",
+        line="max_batch_size",
+        told="though",
+        remedy="max_batch_size: 16",
+        severity="warning",
+    ),
+    "no batching": Fault(
+        model="vit_onnx",
+        old="max_batch_size: 16",
+        new="max_batch_size: 0",
+        line="dynamic_batching",
+        told="without batches",
+        remedy="remove it",
+    ),
+    "preferred": Fault(
+        old="preferred_batch_size: [4]",
+        new="preferred_batch_size: [4, 17]",
+        line="17]",
+        told="preferred batch 17",
+        remedy="up to 16",
+    ),
+    "warm-up beyond": Fault(
+        old=WARM, new=WARM.replace(": 16", ": 99"), line="99", told="has batch 99", remedy="sizes that the model takes"
+    ),
+    "warm-up cold": Fault(
+        old=WARM,
+        new=WARM.replace(": 16", ": 4"),
+        line="model_warmup",
+        told="no warm-up for batch 16",
+        remedy="model_warmup entry",
+        severity="warning",
+    ),
+    "warm-up dims": Fault(
+        old="dims: [3, 4, 4]\n      zero_data",
+        new="dims: [3, 4]\n      zero_data",
+        line="[3, 4]\n",
+        told="gives images dims [3, 4]",
+        remedy="dims: [3, 4, 4]",
+    ),
+    "warm-up data": Fault(
+        old="      zero_data: true\n", new="", line="    value {", told="has no data", remedy="zero_data: true"
+    ),
+    "warm-up input": Fault(
+        old='key: "images"',
+        new='key: "pixels"',
+        line="model_warmup",
+        told="'pixels', which is no",
+        remedy="fill images",
+    ),
+    "graph beyond": Fault(
+        old="graph_spec {\n      batch_size: 4",
+        new="graph_spec {\n      batch_size: 64",
+        line="graph_spec {\n      batch_size: 64",
+        told="graph for batch 64",
+        remedy="up to 16",
+    ),
+    "missing plan": Fault(
+        old='value: "model.sm86.plan"',
+        new='value: "model.sm87.plan"',
+        line="cc_model_filenames",
+        told="model.sm87.plan is missing",
+        remedy="build or package",
+    ),
+    "wrong GPU": Fault(
+        old='key: "8.6"', new='key: "8.0"', line="cc_model_filenames", told="was built for SM 86", remedy="of that GPU"
+    ),
+    "capability": Fault(
+        old='key: "8.6"', new='key: "sm86"', line="cc_model_filenames", told="not like", remedy="write it so"
+    ),
+    "labels": Fault(
+        old='"1/labels.txt"', new='"names.txt"', line="names.txt", told="names.txt is missing", remedy="labels again"
+    ),
+    "policy": Fault(
+        old="latest {\n    num_versions: 1",
+        new="specific {\n    versions: [3]",
+        line="versions: [3]",
+        told="version 3 is to be served, on disk are 1",
+        remedy="version that is there",
+    ),
+    "typo": Fault(
+        old="max_queue_delay_microseconds: 500",
+        new="max_queue_delay_ms: 500",
+        line="max_queue_delay_ms",
+        told="nearest known is 'max_queue_delay_microseconds'",
+        remedy="correct or remove",
+    ),
+    "kind of value": Fault(
+        old="max_batch_size: 16", new='max_batch_size: "16"', line='"16"', told="whole number", remedy="correct"
+    ),
+    "backend": Fault(
+        old='backend: "tensorrt"', new='backend: "python"', line='"python"', told="belongs", remedy="right"
+    ),
+    "CPU": Fault(old="KIND_GPU", new="KIND_CPU", line="KIND_CPU", told="don't run on the CPU", remedy="KIND_GPU"),
+    "unclosed": Fault(
+        old="input {", new="input", line='  name: "images"', told="expected ':' or '{'", remedy="correct"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_fault_is_found_on_its_line(repository: Path, fault: Fault) -> None:
+    path = repository / fault.model / "config.pbtxt"
+    replaced(path, fault.old, fault.new)
+    text = path.read_text()
+    found = [each for each in lint_repository(repository) if each.path == path and fault.told in each.what]
+    assert len({each.line for each in found}) == 1, lint_repository(repository)
+    assert len(found) <= 2, "once for each of the two plans"
+    starts = [text[: match.start()].count("\n") + 1 for match in re.finditer(re.escape(fault.line), text)]
+    assert found[0].line in starts, (found[0], starts)
+    assert found[0].severity == fault.severity
+    assert fault.remedy in found[0].remedy
+
+
+def overwrite(name: str, content: bytes) -> Callable[[Path], None]:
+    def damage(repository: Path) -> None:
+        (repository / name).write_bytes(content)
+
+    return damage
+
+
+def rename(name: str, to: str) -> Callable[[Path], None]:
+    def damage(repository: Path) -> None:
+        (repository / name).rename(repository / to)
+
+    return damage
+
+
+def unlink(name: str) -> Callable[[Path], None]:
+    return lambda repository: (repository / name).unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "config": (unlink("vit/config.pbtxt"), "vit", "config.pbtxt is missing"),
+    "model.py": (unlink("vit_cpu/1/model.py"), "vit_cpu/1", "model.py is missing"),
+    "onnx": (unlink("vit_onnx/1/model.onnx"), "vit_onnx/1", "model.onnx is missing"),
+    "plan": (overwrite("vit/1/model.sm86.plan", b"x"), "vit/1/model.sm86.plan", "its bytes are not those"),
+    "record": (overwrite("vit/1/model.sm86.plan.json", b"{}"), "vit/1/model.sm86.plan.json", "expected an object"),
+    "no record": (unlink("vit/1/model.sm86.plan.json"), "vit/1/model.sm86.plan", "there is no record"),
+    "cut graph": (overwrite("vit_onnx/1/model.onnx", b"\x08\x0a"), "vit_onnx/1/model.onnx", "cut short"),
+    "labels": (overwrite("vit/1/labels.txt", b"a\nb\n"), "vit/1/labels.txt", "2 labels for 5 outputs"),
+    "zero": (rename("vit_onnx/1", "vit_onnx/01"), "vit_onnx/01", "without leading zeros"),
+    "no version": (rename("vit_onnx/1", "vit_onnx/one"), "vit_onnx", "no version directory"),
+    "binary config": (overwrite("vit/config.pbtxt", b"\xff\xfe"), "vit/config.pbtxt", "not text"),
+}
+
+
+@pytest.mark.parametrize(("damage", "path", "told"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_is_found(repository: Path, damage: Callable[[Path], None], path: str, told: str) -> None:
+    damage(repository)
+    found = [each for each in lint_repository(repository) if told in each.what]
+    assert [each.path for each in found] == [repository / path], lint_repository(repository)
+    assert found[0].remedy
+
+
+def test_graphs_that_the_config_does_not_fit(repository: Path) -> None:
+    write_onnx(repository / "vit_onnx/1/model.onnx", batch=2)
+    write_onnx(repository / "vit_cpu/1/model.onnx", batch=2)
+    found = [each for each in lint_repository(repository) if "takes batches of 2 only" in each.what]
+    assert {each.path.parent.name for each in found} == {"vit_onnx", "vit_cpu"}
+    assert all("max_batch_size: 0" in each.remedy for each in found)
+
+
+def test_a_profile_that_begins_above_one_image(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "model.onnx")
+    plan = write_plan(tmp_path / "model.plan", graph, profiles=("2:4:16",))
+    written = write_repository(Package(name="vit", plans=(plan,)), tmp_path / "repo")
+    assert written.warnings == ("vit: requests below 2 images fail; build the profile from 1 on",)
+    assert any("a single image is refused" in each.what for each in lint_repository(tmp_path / "repo"))
+
+
+def test_versions_against_a_named_server(tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "model.onnx", opset=23, ir=11)
+    plan = write_plan(tmp_path / "model.plan", graph, version="11.4.0.106")
+    write_repository(Package(name="vit", plans=(plan,), onnx=graph, cpu_onnx=graph), tmp_path / "repo")
+    assert lint_repository(tmp_path / "repo") == ()
+    found = lint_repository(tmp_path / "repo", server="25.01-trtllm-python-py3")
+    assert {(each.path.name, each.severity) for each in found} == {("model.plan", "warning"), ("model.onnx", "warning")}
+    told = "\n".join(map(str, found))
+    assert "opset 23" in told
+    assert "IR version 11" in told
+    assert "10.8.0.43: it will not load" in told
+    assert not any("vit_cpu" in str(each) for each in found), "the Python backend brings its own ONNX Runtime"
+
+
+def test_only_served_versions_are_held_against_the_config(repository: Path, tmp_path: Path) -> None:
+    bigger = write_onnx(tmp_path / "other.onnx", seed=1)
+    write_repository(Package(name="vit", version=2, onnx=bigger, serving=Serving(max_batch=64)), repository)
+    (repository / "vit_onnx/1/model.onnx").unlink()
+    assert lint_repository(repository) == ()
+    replaced(repository / "vit_onnx/config.pbtxt", "latest {\n    num_versions: 1\n  }", "all { }")
+    assert ["model.onnx is missing" in each.what for each in lint_repository(repository)] == [True]
+
+
+def test_configs_written_by_others(tmp_path: Path) -> None:
+    """Platform alone, no version policy, comments, the older bracket styles; dims that are open."""
+    model = tmp_path / "repo/net"
+    (model / "1").mkdir(parents=True)
+    write_onnx(model / "1/model.onnx")
+    (model / "config.pbtxt").write_text(
+        "# by hand\nplatform: 'onnxruntime_onnx'\nmax_batch_size: 8\n"
+        "input [ { name: 'images', data_type: TYPE_FP32, dims: [ 3, -1, -1 ] } ]\n"
+        "output < name: 'logits' data_type: TYPE_FP32 dims: 5 >;\n"
+        "model_warmup [{ name: 'w' batch_size: 1 inputs { key: 'images' "
+        "value: { data_type: TYPE_FP32 dims: [3, 4, 4] random_data: true } } }]\n"
+    )
+    assert lint_repository(tmp_path / "repo") == ()
+    assert record_path(model / "1/model.plan").name == "model.plan.json"
+
+
+def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such directory"):
+        lint_repository(tmp_path / "absent")
+    with pytest.raises(BadInput, match="no model directory"):
+        lint_repository(tmp_path)
+
+
+def test_a_finding_reads_like_a_compilers() -> None:
+    finding = Finding(severity="error", path=Path("a/config.pbtxt"), line=3, what="it is wrong", remedy="mend it")
+    assert str(finding) == "a/config.pbtxt:3: error: it is wrong; mend it"
+
+
+def test_text_form_of_protocol_buffers_there_and_back() -> None:
+    fields: dict[str, Plain] = {
+        "text": 'a "quoted" back\\slash\nline',
+        "number": -3,
+        "share": 0.5,
+        "flag": True,
+        "kind": Name("KIND_GPU"),
+        "sizes": [1, 2, 3],
+        "inner": {"deep": {"empty": {}}},
+        "several": [{"key": "a"}, {"key": "b"}],
+    }
+    message = parse(pbtxt_from(fields))
+    assert message.text("text") == fields["text"]
+    assert isinstance((message.one("kind") or message.fields[0]).value, Name)
+    assert [field.value for field in message.all("sizes")] == [1, 2, 3]
+    assert [each.text("key") for each in message.messages("several")] == ["a", "b"]
+    deep = message.message("inner") or Message((), 0)
+    assert (deep.message("deep") or deep).line == message.line_of("inner") + 1
+    assert message.number("number") == -3
+    assert [field.value for field in message.fields if field.name in ("share", "flag")] == [0.5, True]
+
+
+def test_text_form_of_protocol_buffers_by_its_rules() -> None:
+    message = parse("a: 1 a: 2, b: 'x' \"y\\x41\\101\\t\"; c: 0x1F d: 1.5e2f e: inf # end\nf <g: 1>")
+    assert message.number("a") == 2
+    assert message.text("b") == "xyAA\t"
+    assert message.number("c") == 31
+    assert (message.one("d") or message.fields[0]).value == 150.0
+    assert (message.message("f") or message).number("g") == 1
+    assert parse("").fields == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("a {\n b: 1\n", 3, "or '}', opened on line 2"),
+        ("a: 1\n}", 2, "expected a field name, got '}'"),
+        ("a: [1 2]", 1, "expected ',' or ']'"),
+        ("\n\na 5", 3, "expected ':' or '{' after a"),
+        ("a: ]", 1, "expected a value of a"),
+        ('a: "open\n', 1, "is not understood"),
+        ("a: 12abc", 1, "is not understood"),
+        ("a:", 1, "got 'the end of the file'"),
+    ],
+)
+def test_text_that_breaks_the_grammar_names_its_line(text: str, line: int, told: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        parse(text)
+    assert caught.value.line == line
+    assert told in caught.value.what
