@@ -1,18 +1,78 @@
-"""Calibrate a checkpoint: calib's one pass at the sites of a vision transformer."""
+"""Calibrate a checkpoint: calib's one pass at the sites of a vision transformer, by one process or under torchrun."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from calib.collect import collect
+import torch
+from torch import nn
+
+from calib import calibrate as passes
+from calib.checkpoint import Checkpoint as Saved
+from calib.collect import Precision
+from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.images import Images
+from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import MlpMoments, Moments
+from calib.sites import MlpSite, Site
 
 from . import vit
 from .checkpoint import Checkpoint
 from .errors import BadInput
 from .files import sha256_of_file
 from .inputs import lineage_for_moments
+
+PIXEL_RANGE = "pixel_range"
+
+
+@contextmanager
+def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
+    """The least and largest input value of every forward pass while the context is open."""
+    seen: list[tuple[float, float]] = []
+
+    def look(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        low, high = given[0].aminmax()
+        seen.append((float(low), float(high)))
+
+    handle = model.register_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system."""
+
+    patterns: tuple[str, ...] = ()
+    attention: bool = True
+    attention_system: bool = False
+    precision: Precision = "float32"
+
+
+def chosen_sites(checkpoint: Checkpoint, wanted: Wanted) -> list[Site]:
+    """The model's sites that are wanted. Raises BadInput where nothing is left, with the reason."""
+    every = vit.calibration_sites(checkpoint.model)
+    if not every:
+        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.parts(checkpoint.model).refused)
+        raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
+    for pattern in wanted.patterns:
+        if not any(fnmatchcase(site.name, pattern) for site in every):
+            raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
+    sites = [site for site in every if wanted.attention or isinstance(site, MlpSite)]
+    return [site for site in sites if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
+
+
+def memory_needed(checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted) -> int:
+    """Bytes that the sums of these sites will take, known before the run."""
+    shapes = shapes_of_sites(
+        checkpoint.model, sites, image_shape=vit.input_spec(checkpoint.model).shape, device=vit.device(checkpoint.model)
+    )
+    return sum(bytes_needed(shapes, attention_system=wanted.attention_system).values())
 
 
 def calibrate(
@@ -21,31 +81,50 @@ def calibrate(
     *,
     batch_size: int,
     device: str = "cpu",
-    attention_system: bool = False,
+    wanted: Wanted | None = None,
+    saved: Saved | None = None,
+    ranks: Ranks = passes.ALONE,
     done: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of every site of the model, with the lineage that ties them to it.
+    """The moments of the wanted sites, with the lineage that ties them to this model and these images.
 
-    Raises BadInput where there is no site.
+    `saved` makes an interrupted run go on where it was. Raises BadInput where there is no site or too little memory.
     """
-    sites = vit.calibration_sites(checkpoint.model)
-    if not sites:
-        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.parts(checkpoint.model).refused)
-        raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
-    return collect(
-        checkpoint.model.to(device),
-        sites,
-        images.batches(batch_size),
-        device=device,
-        attention_system=attention_system,
-        lineage=lineage_for_moments(checkpoint, images),
-        progress=done,
-    )
+    wanted = wanted or Wanted()
+    sites = chosen_sites(checkpoint, wanted)
+
+    def take() -> Moments:
+        return passes.calibrate(
+            checkpoint.model.to(device),
+            sites,
+            images,
+            batch_size=batch_size,
+            device=device,
+            options=passes.Options(attention_system=wanted.attention_system, precision=wanted.precision),
+            lineage=lineage_for_moments(checkpoint, images),
+            checkpoint=saved,
+            ranks=ranks,
+            progress=done,
+        )
+
+    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
+    if saved is not None or device != "cpu":
+        return take()
+    with _watched_range(checkpoint.model) as seen:
+        moments = take()
+    ranges = [pair for part in ranks.gathered(seen) for pair in part]
+    low, high = min(pair[0] for pair in ranges), max(pair[1] for pair in ranges)
+    return replace(moments, lineage={**moments.lineage, PIXEL_RANGE: f"{low!r}:{high!r}"})
+
+
+def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
+    """The processes of torchrun when it started this one, else this process alone."""
+    return joined_ranks(device) if under_torchrun() else nullcontext(passes.ALONE)
 
 
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     """What a moments file holds, for people and machines."""
-    mlps = sum(isinstance(site, MlpMoments) for site in moments.sites.values())
+    mlps = sum(isinstance(moments.sites[name], MlpMoments) for name in moments.sites)
     return {
         "moments": str(path),
         "sha256": sha256_of_file(path),

@@ -1,34 +1,33 @@
-"""The parity chain: dense torch -> reduced torch -> ONNX FP32 -> ONNX FP16, on real images, link by link."""
+"""The parity chain: dense torch -> reduced torch -> ONNX FP32 -> ONNX FP16 -> engine, on real images, link by link."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from calib.images import Images
+from calib.moments import Moments
 from export.precision import typed_copy
 from perf import accuracy as labelled
 from perf import structure, tolerance
+from perf.headroom import headroom
+from perf.locate import Located
 from perf.measures import Measures, measures
 from perf.module_runner import ModuleRunner
-from perf.onnx_runner import OnnxRunner
-from perf.parity import ImageSet, Link, Parity, figures, link
-from perf.runners import Runner
+from perf.parity import ImageSet, Link, LinkKind, Parity, figures, link
+from perf.structure import Finding
 from perf.tolerance import Tolerance
 
 from . import vit
-from .checkpoint import Checkpoint, load_checkpoint
-from .errors import BadInput
-from .graphs import facts_of_onnx
+from .candidates import Candidate, Logits, Pixels, Run, logits_at
+from .checkpoint import Checkpoint
+from .diagnosing import located, worst_images
+from .shift_check import pixel_range, shift_of_images
 
-Logits = NDArray[np.float32]
-Run = Callable[[NDArray[np.float32]], Logits]
 DENSE = "dense torch fp32"
-HALF_PRECISIONS = ("fp16", "mixed")
+HEADROOM_IMAGES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +40,13 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One more step of the chain: a label, its kind of link, and how to run it."""
+class Given:
+    """What a proof is made on: pixels [N,3,H,W], what they are, labels where there are any."""
 
-    label: str
-    name: str
-    half: bool
-    torch: bool
-    open: Callable[[], Runner]
-    batch: int | None = None
+    pixels: Pixels
+    digest: str
+    kind: str = "images"
+    labels: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,177 +57,193 @@ class Proof:
     figures: dict[str, NDArray[np.generic]]
 
 
-def candidate_from_path(path: Path) -> Candidate:
-    """A model directory or an ONNX file as a step of the chain. Raises BadInput for anything else."""
-    if path.is_dir():
-        checkpoint = load_checkpoint(path)
-        return Candidate(
-            label=f"{path.name} torch fp32",
-            name=path.name,
-            half=False,
-            torch=True,
-            open=lambda: ModuleRunner(checkpoint.model),
-        )
-    if path.suffix != ".onnx":
-        raise BadInput(f"{path}: expected a model directory written by corp-deploy or an .onnx file")
-    facts = facts_of_onnx(path)
-    return Candidate(
-        label=f"{path.parent.name}/{path.name} ONNX {facts.precision}",
-        name=f"{path.parent.name}-onnx-{facts.precision}",
-        half=facts.precision in HALF_PRECISIONS,
-        torch=False,
-        open=lambda: OnnxRunner(path),
-        batch=facts.batch,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A candidate that has been run: its logits by batch size, its link, what was found about its structure."""
+
+    candidate: Candidate
+    by_batch: Mapping[int, Logits]
+    link: Link
+    findings: tuple[Finding, ...]
+
+    @property
+    def logits(self) -> Logits:
+        return self.by_batch[max(self.by_batch)]
 
 
-def _logits(run: Run, images: NDArray[np.float32], batch: int) -> Logits:
-    """Logits of all images at one batch size; the last batch is filled up by repeating images, so every run has that
-    size.
-    """
-    rows = []
-    for start in range(0, len(images), batch):
-        part = images[start : start + batch]
-        filled = part if len(part) == batch else np.resize(part, (batch, *part.shape[1:]))
-        rows.append(run(filled)[: len(part)])
-    return np.concatenate(rows)
+def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -> Given:
+    """All images of a source as they are fed to the model."""
+    pixels = np.concatenate([batch.numpy() for batch in images.batches(64)])
+    return Given(pixels=pixels, digest=images.digest, labels=labels)
 
 
-@contextmanager
-def _opened(candidate: Candidate, images: NDArray[np.float32]) -> Iterator[Run]:
-    """The candidate as a function of any number of images; a static graph is fed in its own batch size."""
-    with candidate.open() as runner:
-        yield runner if candidate.batch is None else lambda given: _logits(runner, given, candidate.batch or 1)
+def random_inputs(dense: Checkpoint, count: int, seed: int) -> Given:
+    """Normal noise instead of images, for who asks for it; the record says so."""
+    shape = vit.input_spec(dense.model).shape
+    pixels = np.random.default_rng(seed).standard_normal((count, *shape), dtype=np.float32)
+    return Given(pixels=pixels, digest=f"random seed {seed}", kind="random")
 
 
-def _half_noise(dense: Checkpoint, images: NDArray[np.float32], reference: Logits, batch: int) -> Measures:
+def _half_noise(dense: Checkpoint, images: Pixels, reference: Logits, batch: int) -> Measures:
     """The dense model's own FP16-against-FP32 error on these images, with the same safe LayerNorm and softmax."""
     half = typed_copy(vit.exportable(dense.model), "fp16")
 
-    def run(given: NDArray[np.float32]) -> Logits:
+    def run(given: Pixels) -> Logits:
         with torch.inference_mode():
             logits: Logits = half(torch.from_numpy(given)).numpy()
         return logits
 
-    return measures(reference, _logits(run, images, batch))
+    return measures(reference, logits_at(run, images, batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """Everything a link is judged by."""
+
+    limits: Limits
+    noise: Measures
+    depth: int
+    largest_logit: float
+
+    def rounding(self, half: bool) -> Tolerance:
+        """How far two computations of one model may lie apart in this precision."""
+        if half:
+            return tolerance.half(self.noise, factor=self.limits.half_factor)
+        return tolerance.exact(depth=self.depth, largest_logit=self.largest_logit)
+
+    def of_user(self) -> Tolerance:
+        """What the reduced model may differ from the dense one by."""
+        limits = self.limits
+        return tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error, noise=self.noise)
 
 
 def _structure(
-    candidate: Candidate, run: Run, images: NDArray[np.float32], by_batch: dict[int, Logits], bound: float
-) -> list[structure.Finding]:
+    candidate: Candidate, run: Run, images: Pixels, by_batch: Mapping[int, Logits], bound: float
+) -> list[Finding]:
     slots = candidate.batch or max(by_batch)
     found = [
         structure.batch_slot(candidate.label, run, images[:1], batch=slots, bound=bound),
         structure.permutation(candidate.label, run, images[: max(slots, 2)], bound=bound),
         *structure.outputs(candidate.label, by_batch[max(by_batch)]),
+        structure.extremes(candidate.label, run, images[:slots]),
     ]
     return found + structure.batch_sizes(candidate.label, by_batch, bound=bound)
 
 
-def _all_images(images: Images, batch_size: int) -> NDArray[np.float32]:
-    return np.concatenate([batch.numpy() for batch in images.batches(batch_size)])
+def _step(
+    candidate: Candidate, before: tuple[str, Logits], given: Given, batches: Sequence[int], rules: _Rules
+) -> Step:
+    bound = rules.rounding(candidate.half).max_relative_error
+    assert bound is not None, candidate.label
+    with candidate.opened() as run:
+        sizes = [candidate.batch] if candidate.batch else sorted(set(batches))
+        by_batch = {size: logits_at(run, given.pixels, size) for size in sizes}
+        findings = _structure(candidate, run, given.pixels, by_batch, bound)
+    kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.half else "exact"
+    judged = link(
+        name=candidate.name,
+        kind=kind,
+        reference=before[0],
+        candidate=candidate.label,
+        reference_NC=before[1],
+        candidate_by_batch=by_batch,
+        tolerance=rules.of_user() if candidate.form == "torch" else rules.rounding(candidate.half),
+    )
+    return Step(candidate=candidate, by_batch=by_batch, link=judged, findings=tuple(findings))
+
+
+def _headroom(single: Candidate | None, half: Candidate, pixels: Pixels) -> list[Finding]:
+    """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it."""
+    if single is None or single.form != "graph" or half.form != "graph":
+        return []
+    return [headroom(half.label, single.graph(), half.graph(), pixels[:HEADROOM_IMAGES])]
+
+
+def _whole(last: Step, dense_logits: Logits, rules: _Rules) -> Link:
+    return link(
+        name="whole",
+        kind="whole",
+        reference=DENSE,
+        candidate=last.candidate.label,
+        reference_NC=dense_logits,
+        candidate_by_batch=last.by_batch,
+        tolerance=rules.of_user(),
+    )
 
 
 def prove(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
-    images: Images,
+    given: Given,
     *,
     batches: Sequence[int],
     limits: Limits,
-    labels: NDArray[np.int64] | None = None,
+    moments: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
-    A torch candidate is held against the dense model and the user's limits; an ONNX FP32 graph against the torch model
-    it came from and a float32 bound; an FP16 graph against the FP32 step before it and a multiple of the dense model's
-    own FP16 error. `done` is told how many candidates are finished. Raises BadInput for images or labels that don't
-    fit.
+    A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
+    came from and a float32 bound; an FP16 graph or engine against the FP32 step before it and a multiple of the dense
+    model's own FP16 error. A failing graph's block is located. `moments` adds the shift check. `done` is told how many
+    candidates are finished. Raises BadInput for images or labels that don't fit.
     """
-    pixels = _all_images(images, max(batches))
-    depth = len(vit.parts(dense.model).mlps) or 1
     with ModuleRunner(dense.model) as runner:
-        dense_logits = _logits(runner, pixels, max(batches))
-    noise = _half_noise(dense, pixels, dense_logits, max(batches))
-    links: list[Link] = []
-    findings: list[structure.Finding] = []
-    outputs: dict[str, Logits] = {DENSE: dense_logits}
-    previous, single = (DENSE, dense_logits), DENSE
+        dense_logits = logits_at(runner, given.pixels, max(batches))
+    rules = _Rules(
+        limits=limits,
+        noise=_half_noise(dense, given.pixels, dense_logits, max(batches)),
+        depth=vit.depth(dense.model),
+        largest_logit=float(np.abs(dense_logits).max()),
+    )
+    steps: list[Step] = []
+    blocks: list[Located] = []
+    findings: list[Finding] = []
+    single: Step | None = None
     for candidate in candidates:
-        with _opened(candidate, pixels) as run:
-            sizes = [candidate.batch] if candidate.batch else sorted(set(batches))
-            by_batch = {size: _logits(run, pixels, size) for size in sizes}
-            bounds = _tolerance(candidate, previous[1], noise, limits, depth)
-            findings += _structure(
-                candidate, run, pixels, by_batch, _slot_bound(candidate, noise, limits, depth, dense_logits)
-            )
-        reference = (DENSE, dense_logits) if candidate.torch else previous
-        links.append(
-            link(
-                name=candidate.name,
-                kind="reduced" if candidate.torch else "half" if candidate.half else "exact",
-                reference=reference[0],
-                candidate=candidate.label,
-                reference_NC=reference[1],
-                candidate_by_batch=by_batch,
-                tolerance=bounds,
-            )
-        )
-        outputs[candidate.label] = by_batch[max(by_batch)]
+        fresh = candidate.form == "torch" or single is None
+        before = (DENSE, dense_logits) if fresh or single is None else (single.candidate.label, single.logits)
+        step = _step(candidate, before, given, batches, rules)
+        findings += step.findings
+        if candidate.half:
+            findings += _headroom(None if single is None else single.candidate, candidate, given.pixels)
+        if step.link.status == "FAIL":
+            worst = worst_images(given.pixels, before[1], step.logits)
+            previous = None if single is None else single.candidate
+            found = located(candidate.name, candidate, previous, dense, worst, rules.depth)
+            blocks += [found] if found is not None else []
         if not candidate.half:
-            previous, single = (candidate.label, by_batch[max(by_batch)]), candidate.label
-        last = by_batch
+            single = step
+        steps.append(step)
         if done is not None:
-            done(len(links))
-    assert single in outputs, single
-    if len(candidates) > 1:
-        links.append(_whole(candidates[-1], dense_logits, last, limits, noise))
+            done(len(steps))
+    links = [step.link for step in steps]
+    if len(steps) > 1:
+        links.append(_whole(steps[-1], dense_logits, rules))
+    if moments is not None:
+        findings += pixel_range(moments, given.pixels)
+    outputs = {DENSE: dense_logits} | {step.candidate.label: step.logits for step in steps}
     return Proof(
         parity=Parity(
-            images=ImageSet(count=images.count, digest=images.digest),
+            images=ImageSet(count=len(given.pixels), digest=given.digest, kind=given.kind),
             links=tuple(links),
             structure=tuple(findings),
-            accuracy=tuple(labelled.accuracy(name, rows, labels) for name, rows in outputs.items())
-            if labels is not None
-            else (),
-            comparisons=_comparisons(outputs, labels),
+            located=tuple(blocks),
+            shift=None if moments is None else shift_of_images(dense, moments, given.pixels),
+            accuracy=_accuracy(outputs, given.labels),
+            comparisons=_comparisons(outputs, given.labels),
         ),
         figures=figures(dense_logits, {name: rows for name, rows in outputs.items() if name != DENSE}),
     )
 
 
-def _tolerance(candidate: Candidate, reference: Logits, noise: Measures, limits: Limits, depth: int) -> Tolerance:
-    if candidate.torch:
-        return tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error, noise=noise)
-    if candidate.half:
-        return tolerance.half(noise, factor=limits.half_factor)
-    return tolerance.exact(depth=depth, largest_logit=float(np.abs(reference).max()))
+def _accuracy(outputs: Mapping[str, Logits], labels: NDArray[np.int64] | None) -> tuple[labelled.Accuracy, ...]:
+    if labels is None:
+        return ()
+    return tuple(labelled.accuracy(name, rows, labels) for name, rows in outputs.items())
 
 
-def _slot_bound(candidate: Candidate, noise: Measures, limits: Limits, depth: int, reference: Logits) -> float:
-    """How far one image's answers may lie apart inside one candidate: rounding in its own precision."""
-    if candidate.half:
-        bound = tolerance.half(noise, factor=limits.half_factor).max_relative_error
-    else:
-        bound = tolerance.exact(depth=depth, largest_logit=float(np.abs(reference).max())).max_relative_error
-    assert bound is not None, candidate.label
-    return bound
-
-
-def _whole(last: Candidate, dense_logits: Logits, by_batch: dict[int, Logits], limits: Limits, noise: Measures) -> Link:
-    return link(
-        name="whole",
-        kind="whole",
-        reference=DENSE,
-        candidate=last.label,
-        reference_NC=dense_logits,
-        candidate_by_batch=by_batch,
-        tolerance=tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error, noise=noise),
-    )
-
-
-def _comparisons(outputs: dict[str, Logits], labels: NDArray[np.int64] | None) -> tuple[labelled.Comparison, ...]:
+def _comparisons(outputs: Mapping[str, Logits], labels: NDArray[np.int64] | None) -> tuple[labelled.Comparison, ...]:
     if labels is None:
         return ()
     dense = outputs[DENSE]

@@ -12,17 +12,21 @@ import perf.errors
 
 from . import __version__, errors
 from .commands.bench import bench
+from .commands.build import audit, build
 from .commands.calibrate import calibrate
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.export import export_command
+from .commands.gate import compare, gate
 from .commands.inspect import inspect
+from .commands.moments import merge_moments, redundancy
 from .commands.reduce import reduce_command
 from .commands.report import report
+from .commands.sweep import sweep
 from .commands.verify import verify
 
 BAD_INPUT = (calib.errors.BadInput, errors.BadInput, export.errors.BadInput, perf.errors.BadInput)
-MISSING = (errors.Missing, export.errors.Missing, perf.errors.Missing)
+MISSING = (calib.errors.RankLost, errors.Missing, export.errors.Missing, perf.errors.Missing)
 
 EXIT_BAD_INPUT, EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 2, 4, 5, 70, 130
 
@@ -77,5 +81,22 @@ def main() -> None:
     """
 
 
-for _command in (demo, doctor, inspect, calibrate, reduce_command, export_command, verify, bench, report):
+for _command in (
+    demo,
+    doctor,
+    inspect,
+    calibrate,
+    merge_moments,
+    redundancy,
+    reduce_command,
+    sweep,
+    export_command,
+    build,
+    audit,
+    verify,
+    bench,
+    gate,
+    compare,
+    report,
+):
     main.add_command(_command)

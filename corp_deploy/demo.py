@@ -23,7 +23,8 @@ from perf.timing import Plan
 
 from . import vit
 from .calibration import calibrate
-from .chain import Limits, candidate_from_path, prove
+from .candidates import candidate_from_path
+from .chain import Limits, given_from_images, prove
 from .checkpoint import Checkpoint, load_checkpoint
 from .choices import Choices, choices_from_preset
 from .cost import macs
@@ -35,7 +36,7 @@ from .manifest import write_manifest
 from .proofs import save_proof
 from .records import EFFECTS_KIND, record_of_directory
 from .reduce import reduce
-from .reducing import reduce_checkpoint
+from .reducing import Asked, reduce_checkpoint
 from .side_by_side import measure
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "digits"
@@ -48,13 +49,14 @@ LIMITS = Limits(min_agreement=0.98, max_error=0.05)
 # Relative to the demo's directory, and to the repository for the example's own model.
 MODEL = "examples/digits/model"
 REDUCED = "reduced reduced/model.onnx reduced/model.fp16.onnx"
+LIMITS_GIVEN = "--moments moments.safetensors --min-agreement 0.98 --max-error 0.05"
 HELD_OUT = "--images images/held-out.npz --labels images/held-out.npz"
 COMMANDS = {
     "moments.safetensors": f"calibrate --model {MODEL} --images images/calibration.npz -o moments.safetensors",
     "reduced/config.json": f"reduce --model {MODEL} --moments moments.safetensors --mlp 0.5 --attn 0.5 -o reduced",
     "dense/model.onnx": f"export --model {MODEL} --precision fp32,fp16 -o dense/model.onnx",
     "reduced/model.onnx": "export --model reduced --precision fp32,fp16 -o reduced/model.onnx",
-    "parity.json": f"verify {MODEL} {REDUCED} {HELD_OUT} --min-agreement 0.98 --max-error 0.05 -o parity.json",
+    "parity.json": f"verify {MODEL} {REDUCED} {HELD_OUT} {LIMITS_GIVEN} -o parity.json",
     "bench.json": "bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json",
     "report.html": "report . -o report.html",
 }
@@ -150,8 +152,8 @@ def run_demo(directory: Path, *, said: Callable[[str], None], step: Callable[[in
     step(2)
 
     said("reducing to half the channels and head dimensions")
-    best = _choices("best")
-    reduce_checkpoint(dense, directory / "moments.safetensors", best, preset="best", directory=directory / "reduced")
+    best = Asked(preset="best", choices=_choices("best"))
+    reduce_checkpoint(dense, directory / "moments.safetensors", best, directory=directory / "reduced")
     reduced = load_checkpoint(directory / "reduced")
     without = reduce(dense.model, moments, _choices("none")).model
     step(3)
@@ -167,7 +169,8 @@ def run_demo(directory: Path, *, said: Callable[[str], None], step: Callable[[in
     labels = labels_from_path(directory / "images" / "held-out.npz", held_out)
     chain = [directory / "reduced", directory / "reduced" / "model.onnx", directory / "reduced" / "model.fp16.onnx"]
     steps = [candidate_from_path(path) for path in chain]
-    proof = prove(dense, steps, held_out, batches=(1, 7, 32), limits=LIMITS, labels=labels)
+    given = given_from_images(held_out, labels)
+    proof = prove(dense, steps, given, batches=(1, 7, 32), limits=LIMITS, moments=moments)
     save_proof(proof, directory / "parity.json")
     pixels = torch.cat(list(held_out.batches(64)))
     effects = _effects(dense, reduced.model, without, pixels, labels)

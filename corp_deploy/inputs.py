@@ -14,17 +14,23 @@ from calib.images import Images, open_images
 
 from . import vit
 from .checkpoint import Checkpoint
-from .errors import BadInput
+from .errors import BadInput, Missing
 from .files import sha256_of_text
 
 
 def images_for_model(
-    model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0
+    model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> Images:
     """Open images at the model's input shape, folders through timm's evaluation transform. Raises calib's BadInput."""
     spec = vit.input_spec(model)
     return open_images(
-        path, image_shape=spec.shape, transform=spec.transform(), samples=samples, seed=seed, workers=workers
+        path,
+        image_shape=spec.shape,
+        transform=spec.transform(),
+        samples=samples,
+        seed=seed,
+        workers=workers,
+        max_bad=max_bad,
     )
 
 
@@ -69,3 +75,9 @@ def labels_from_path(path: Path, images: Images) -> NDArray[np.int64]:
             f"{path}: {len(labels)} labels for images up to number {chosen.max() + 1}; give one label an image"
         )
     return np.asarray(labels[chosen], dtype=np.int64)
+
+
+def require_device(device: str) -> None:
+    """Raise Missing when a GPU is asked for and there is none; the CPU is never used in its place."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Missing("--device cuda: torch sees no CUDA GPU here; run with --device cpu, or on a machine with a GPU")

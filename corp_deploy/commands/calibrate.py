@@ -1,19 +1,15 @@
 """corp-deploy calibrate."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..console import Output, output_options
-from .options import (
-    FILE,
-    ModelChoice,
-    batch_size_option,
-    images_option,
-    model_options,
-    samples_option,
-    seed_option,
-)
+from .options import FILE, ModelChoice, batch_size_option, images_option, model_options, samples_option, seed_option
+
+if TYPE_CHECKING:
+    from calib.collect import Precision
 
 
 @click.command()
@@ -27,8 +23,21 @@ from .options import (
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs."
 )
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that decode images.")
+@click.option("--max-bad", type=click.IntRange(0), default=0, show_default=True, help="Unreadable images to skip.")
+@click.option("--sites", "patterns", multiple=True, help="Only sites that fit this pattern, such as 'blocks.3.*'.")
+@click.option("--no-attention", is_flag=True, help="Take MLP statistics only.")
 @click.option(
     "--attention-system", is_flag=True, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "tf32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case.",
+)
+@click.option(
+    "--checkpoint-every", type=click.IntRange(1), default=None, help="Save the state every N images, to go on from."
 )
 @output_options
 def calibrate(
@@ -40,30 +49,60 @@ def calibrate(
     batch_size: int,
     device: str,
     workers: int,
+    max_bad: int,
+    patterns: tuple[str, ...],
+    no_attention: bool,
     attention_system: bool,
+    dtype: "Precision",
+    checkpoint_every: int | None,
     out: Output,
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
 
-    Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/ -o
-    moments.safetensors
+    With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
+    its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ...
+
+    Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
+    -o moments.safetensors
     """
+    from calib.checkpoint import Checkpoint as Saved
     from calib.store import save
 
-    from ..calibration import calibrate as calibrate_model
-    from ..calibration import summary_of_moments
+    from ..calibration import Wanted, chosen_sites, memory_needed, ranks_of_this_run, summary_of_moments
+    from ..calibration import calibrate as calibrate_checkpoint
     from ..files import replacing
-    from ..inputs import images_for_model
+    from ..inputs import images_for_model, require_device
 
-    checkpoint = model.load()
-    source = images_for_model(checkpoint.model, images, samples=samples, seed=seed, workers=workers)
-    with out.progress("calibrating", source.count, unit="images") as done:
-        moments = calibrate_model(
-            checkpoint, source, batch_size=batch_size, device=device, attention_system=attention_system, done=done
+    require_device(device)
+    wanted = Wanted(patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype)
+    saved = None
+    if checkpoint_every is not None:
+        saved = Saved(path=output.with_suffix(".partial.safetensors"), every=checkpoint_every)
+    with ranks_of_this_run(device) as ranks:
+        out = out if ranks.rank == 0 else Output(json=False, quiet=True)
+        checkpoint = model.load()
+        source = images_for_model(
+            checkpoint.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad
         )
-    with replacing(output) as temporary:
-        save(moments, temporary)
-    record = summary_of_moments(moments, output)
-    out.result(
-        record, f"{output}: {len(moments.sites)} sites, {moments.images} images, {output.stat().st_size / 1e6:.1f} MB"
-    )
+        needed = memory_needed(checkpoint, chosen_sites(checkpoint, wanted), wanted)
+        out.note(f"the sums will take {needed / 2**20:,.0f} MiB")
+        with out.progress("calibrating", len(ranks.share(source.count)), unit="images") as done:
+            moments = calibrate_checkpoint(
+                checkpoint,
+                source,
+                batch_size=batch_size,
+                device=device,
+                wanted=wanted,
+                saved=saved,
+                ranks=ranks,
+                done=done,
+            )
+        if ranks.rank == 0:
+            with replacing(output) as temporary:
+                save(moments, temporary)
+        if saved is not None:
+            saved.of_rank(ranks).clear()
+    if ranks.rank == 0:
+        record = summary_of_moments(moments, output)
+        size = f"{len(moments.sites)} sites, {moments.images} images, {record['size_bytes'] / 1e6:.1f} MB"
+        out.result(record, f"{output}: {size}")

@@ -1,13 +1,28 @@
 """corp-deploy reduce."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..choices import DEFAULT_RIDGE_REL, PRESETS
 from ..console import Output, output_options
-from .options import DIRECTORY, FILE, SPARSITY, ModelChoice, model_options
+from .options import (
+    ANY_PATH,
+    DIRECTORY,
+    FILE,
+    SPARSITY,
+    ModelChoice,
+    model_options,
+    samples_option,
+    seed_option,
+)
+
+if TYPE_CHECKING:
+    from ..choices import Choices
+    from ..reducing import Budget
+
+SHARE_KEPT = click.FloatRange(0, 1, min_open=True)
 
 
 class Alignment(click.ParamType[dict[str, int]]):
@@ -28,6 +43,37 @@ class Alignment(click.ParamType[dict[str, int]]):
         return aligned
 
 
+def _budget(macs: float | None, params: float | None, mlp: float, attn: float) -> "Budget | None":
+    from ..reducing import Budget
+
+    if macs is not None and params is not None:
+        raise click.UsageError("--macs and --params are two budgets; give one")
+    if macs is None and params is None:
+        if mlp == 0.0 and attn == 0.0:
+            raise click.UsageError("nothing to remove: give --mlp or --attn a share above 0, or a budget: --macs 0.6")
+        return None
+    if mlp > 0.0 or attn > 0.0:
+        raise click.UsageError("a budget chooses the widths itself; give --macs or --params without --mlp and --attn")
+    return Budget(currency="macs", share=macs) if macs is not None else Budget(currency="params", share=params or 1.0)
+
+
+def _choices(preset: str, mlp: float, attn: float, heads: str, align: dict[str, int], ridge: float) -> "Choices":
+    from ..choices import choices_from_preset
+
+    try:
+        return choices_from_preset(
+            preset,
+            mlp_sparsity=mlp,
+            attention_sparsity=attn,
+            geometry="padded" if heads == "auto" else heads,
+            align_hidden=align.get("mlp"),
+            align_head=align.get("head"),
+            ridge_rel=ridge,
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
 @click.command("reduce")
 @model_options
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
@@ -39,11 +85,17 @@ class Alignment(click.ParamType[dict[str, int]]):
 )
 @click.option(
     "--heads",
-    type=click.Choice(["padded", "ragged"]),
+    type=click.Choice(["padded", "square", "ragged", "auto"]),
     default="padded",
     show_default=True,
-    help="padded keeps engines' fused attention; ragged saves QK' and loses it.",
+    help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
 )
+@click.option("--macs", type=SHARE_KEPT, default=None, help="Share of the dense MACs to keep: widths differ by site.")
+@click.option("--params", type=SHARE_KEPT, default=None, help="Share of the dense parameters to keep, likewise.")
+@click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
+@click.option("--images", type=ANY_PATH, default=None, help="Unlabelled images for a budget, auto or the closed loop.")
+@samples_option
+@seed_option
 @click.option(
     "--align",
     type=Alignment(),
@@ -67,6 +119,12 @@ def reduce_command(
     attn: float,
     preset: str,
     heads: str,
+    macs: float | None,
+    params: float | None,
+    closed_loop: bool,
+    images: Path | None,
+    samples: int | None,
+    seed: int,
     align: dict[str, int],
     ridge: float,
     out: Output,
@@ -76,22 +134,26 @@ def reduce_command(
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
     moments.safetensors --mlp 0.5 --attn 0.5 -o reduced
     """
-    from ..choices import choices_from_preset
-    from ..reducing import reduce_checkpoint, site_table
+    from ..inputs import images_for_model
+    from ..reducing import Asked, record_of_reduction, reduce_checkpoint, site_table
 
-    if mlp == 0.0 and attn == 0.0:
-        raise click.UsageError("nothing to remove: give --mlp or --attn a share above 0")
-    choices = choices_from_preset(
-        preset,
-        mlp_sparsity=mlp,
-        attention_sparsity=attn,
-        geometry=heads,
-        align_hidden=align.get("mlp"),
-        align_head=align.get("head"),
-        ridge_rel=ridge,
+    budget = _budget(macs, params, mlp, attn)
+    asked = Asked(
+        preset=preset,
+        choices=_choices(preset, mlp, attn, heads, align, ridge),
+        budget=budget,
+        auto_heads=heads == "auto",
+        closed_loop=closed_loop,
     )
+    if images is not None and not asked.needs_images:
+        raise click.UsageError("--images is looked at for --macs, --params, --heads auto and --closed-loop only")
+    dense = model.load()
+    source = None if images is None else images_for_model(dense.model, images, samples=samples, seed=seed)
     with out.progress("reducing", None, unit="sites") as done:
-        reduction = reduce_checkpoint(model.load(), moments, choices, preset=preset, directory=output, done=done)
+        reduction, planned = reduce_checkpoint(dense, moments, asked, directory=output, images=source, done=done)
     for note in reduction.notes:
         out.warn(note)
-    out.result(reduction.as_json(), site_table(reduction.sites), f"{output}: reduced model written")
+    if heads == "ragged" and attn > 0.0:
+        out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded or square heads keep it")
+    record = record_of_reduction(reduction, planned)
+    out.result(record, site_table(reduction.sites), *planned.said, f"{output}: reduced model written")

@@ -6,16 +6,7 @@ from typing import Any
 import click
 
 from ..console import Output, output_options
-from .options import (
-    ANY_PATH,
-    FILE,
-    Integers,
-    JsonObject,
-    ModelChoice,
-    images_option,
-    samples_option,
-    seed_option,
-)
+from .options import ANY_PATH, FILE, IMAGES_HELP, Integers, JsonObject, ModelChoice, samples_option, seed_option
 
 
 @click.command()
@@ -23,7 +14,9 @@ from .options import (
 @click.argument("candidates", nargs=-1, required=True, type=ANY_PATH)
 @click.option("--weights", type=FILE, help="Weights of REFERENCE when it is a timm name.")
 @click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments of REFERENCE for timm, a JSON object.")
-@images_option
+@click.option("--images", type=ANY_PATH, default=None, help=IMAGES_HELP)
+@click.option("--random", type=click.IntRange(1), default=None, help="Random inputs instead; the record says so.")
+@click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration.")
 @click.option(
     "--labels",
     type=FILE,
@@ -59,7 +52,9 @@ def verify(
     candidates: tuple[Path, ...],
     weights: Path | None,
     model_kwargs: dict[str, Any] | None,
-    images: Path,
+    images: Path | None,
+    random: int | None,
+    moments: Path | None,
     labels: Path | None,
     output: Path,
     batch: tuple[int, ...],
@@ -76,24 +71,37 @@ def verify(
 
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
-    from ..chain import Limits, candidate_from_path, prove
+    from calib.store import load as load_moments
+
+    from ..candidates import candidate_from_path
+    from ..chain import Limits, given_from_images, prove, random_inputs
     from ..inputs import images_for_model, labels_from_path
     from ..proofs import parity_table, save_proof
 
+    if (images is None) == (random is None):
+        raise click.UsageError("give --images, or --random when random inputs are really meant")
+    if random is not None and (labels is not None or moments is not None):
+        raise click.UsageError("--labels and --moments are about real images; they don't go with --random")
     dense = ModelChoice(model=reference, weights=weights, kwargs=model_kwargs or {}).load()
     steps = [candidate_from_path(path) for path in candidates]
-    source = images_for_model(dense.model, images, samples=samples, seed=seed)
+    if images is None:
+        given = random_inputs(dense, random or 1, seed)
+    else:
+        source = images_for_model(dense.model, images, samples=samples, seed=seed)
+        given = given_from_images(source, None if labels is None else labels_from_path(labels, source))
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,
             steps,
-            source,
+            given,
             batches=batch,
             limits=Limits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor),
-            labels=None if labels is None else labels_from_path(labels, source),
+            moments=None if moments is None else load_moments(moments),
             done=done,
         )
     save_proof(proof, output)
-    out.result(proof.parity.to_json(), parity_table(proof.parity), f"{proof.parity.verdict}: {proof.parity.reason}")
+    found = [f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in proof.parity.located]
+    verdict = f"{proof.parity.verdict}: {proof.parity.reason}"
+    out.result(proof.parity.to_json(), parity_table(proof.parity), *found, verdict)
     if proof.parity.verdict == "FAIL":
         ctx.exit(1)

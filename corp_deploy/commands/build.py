@@ -1,0 +1,136 @@
+"""corp-deploy build and corp-deploy audit."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import FILE
+
+
+def _command_line() -> str:
+    """What was typed, with paths as given: it goes into the record and into the message for another machine."""
+    return " ".join(["corp-deploy", *sys.argv[1:]])
+
+
+@click.command()
+@click.argument("graph", type=FILE)
+@click.option(
+    "--output", "-o", type=FILE, required=True, help="Plan (or optimised graph) to write; its record goes beside."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["tensorrt", "tensorrt-rtx", "onnxruntime"]),
+    default="tensorrt",
+    show_default=True,
+    help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU.",
+)
+@click.option("--batch", multiple=True, help="A profile min:opt:max, such as 1:8:64; may be given several times.")
+@click.option(
+    "--sm", multiple=True, help="TensorRT-RTX target such as 86; may be given several times; none is portable."
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "mixed"]), default=None, help="Refuse other graphs.")
+@click.option("--timing-cache", type=FILE, default=None, help="TensorRT's timing cache: read, reused, written whole.")
+@click.option("--optimization-level", type=click.IntRange(0, 5), default=None, help="The builder's effort.")
+@click.option("--workspace-mib", type=click.IntRange(1), default=None, help="Limit of the builder's workspace.")
+@click.option("--version-compatible", is_flag=True, help="A plan that newer TensorRT versions load too.")
+@click.option("--sparse", is_flag=True, help="Sparse kernels; refused unless the weights really are 2:4.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="For onnxruntime.")
+@output_options
+def build(
+    graph: Path,
+    output: Path,
+    backend: str,
+    batch: tuple[str, ...],
+    sm: tuple[str, ...],
+    precision: str | None,
+    timing_cache: Path | None,
+    optimization_level: int | None,
+    workspace_mib: int | None,
+    version_compatible: bool,
+    sparse: bool,
+    device: str,
+    out: Output,
+) -> None:
+    """Build an engine from a typed ONNX graph and write its record beside it.
+
+    Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
+    """
+    from export.choices import BatchProfile, BuildChoices
+    from export.engine import build_engine
+    from export.ort_artifact import build_ort_artifact
+
+    from ..engines import engine_table, write_whole_engine
+
+    with out.progress("building", None, unit="steps") as done:
+
+        def told(phase: str, steps: int, _: int) -> None:
+            if phase == "Building engine":
+                done(steps)
+
+        if backend == "onnxruntime":
+            _refuse_engine_options(
+                batch, sm, timing_cache, optimization_level, workspace_mib, version_compatible, sparse
+            )
+            engine = build_ort_artifact(graph, device=device, precision=precision, command=_command_line())
+        else:
+            choices = BuildChoices(
+                backend=backend,
+                precision=precision,
+                profiles=tuple(map(BatchProfile.from_text, batch)),
+                sms=sm,
+                timing_cache=timing_cache,
+                optimization_level=optimization_level,
+                workspace_bytes=None if workspace_mib is None else workspace_mib * 2**20,
+                version_compatible=version_compatible,
+                sparse=sparse,
+                command=_command_line(),
+            )
+            engine = build_engine(graph, choices, progress=told)
+    write_whole_engine(engine, output)
+    out.result(json.loads(engine.record.to_json()), engine_table(engine.record), f"{output}: written")
+
+
+def _refuse_engine_options(*given: object) -> None:
+    if any(given):
+        raise click.UsageError("--backend onnxruntime takes --precision and --device only; the rest shapes engines")
+
+
+@click.command()
+@click.argument("dense", type=FILE)
+@click.argument("reduced", type=FILE)
+@click.option(
+    "--backend",
+    type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+    default="tensorrt-rtx",
+    show_default=True,
+    help="What builds both; TensorRT-RTX needs no GPU.",
+)
+@click.option("--sm", multiple=True, default=("86",), show_default=True, help="Targets; may be given several times.")
+@click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
+@output_options
+@click.pass_context
+def audit(
+    ctx: click.Context, dense: Path, reduced: Path, backend: str, sm: tuple[str, ...], output: Path | None, out: Output
+) -> None:
+    """Count the attention kernels that stay fused, dense beside reduced; exit 1 when a block lost its own.
+
+    Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
+    """
+    from export.audit import audit_fusion, audit_to_json
+
+    from ..engines import audit_table
+    from ..files import write_text
+
+    targets = sm if backend == "tensorrt-rtx" else ()
+    with out.progress("auditing", None, unit="steps"):
+        found = audit_fusion(dense, reduced, backend=backend, sms=targets, command=_command_line())
+    text = audit_to_json(found, dense=dense.name, reduced=reduced.name)
+    if output is not None:
+        write_text(output, text)
+    lost = [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in found if each.lost]
+    out.result(json.loads(text), audit_table(found), *lost)
+    if not all(each.passed for each in found):
+        ctx.exit(1)

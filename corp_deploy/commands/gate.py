@@ -1,0 +1,87 @@
+"""corp-deploy gate and corp-deploy compare."""
+
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import FILE
+
+RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
+
+
+@click.command()
+@click.argument("records", nargs=-1, required=True, type=FILE)
+@click.option("--fail-if", "rules", multiple=True, required=True, help=RULE_HELP)
+@click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means.")
+@click.option("--init-baseline", is_flag=True, help="Make this bench.json the baseline when there is none yet.")
+@click.option(
+    "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
+)
+@click.option(
+    "--track", type=click.Path(file_okay=False, path_type=Path), help="Write files for benchmark tracking here."
+)
+@output_options
+@click.pass_context
+def gate(
+    ctx: click.Context,
+    records: tuple[Path, ...],
+    rules: tuple[str, ...],
+    baseline: Path | None,
+    init_baseline: bool,
+    output: tuple[Path, ...],
+    track: Path | None,
+    out: Output,
+) -> None:
+    """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE.
+
+    Exit codes: 0 pass, 1 fail, 3 inconclusive, 5 not comparable.
+
+    Example: corp-deploy gate bench.json parity.json --fail-if 'speedup@b8 < 1.2' --fail-if 'top1_agreement < 0.99'
+    """
+    import json
+
+    from perf.rule import rule_from_text
+
+    from ..gating import (
+        evidence_of_files,
+        gate_as_json,
+        gate_table,
+        judged,
+        settle_baseline,
+        write_gate,
+        write_tracking,
+    )
+
+    for path in output:
+        if path.suffix not in (".json", ".md", ".xml"):
+            raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
+    parsed = [rule_from_text(text) for text in rules]
+    now = evidence_of_files(records)
+    older = settle_baseline(parsed, now, records, baseline, init=init_baseline)
+    found = judged(parsed, now, older)
+    for path in output:
+        write_gate(found, path)
+    if track is not None:
+        write_tracking(now, track)
+    out.result(json.loads(gate_as_json(found)), gate_table(found), f"gate {found.verdict}")
+    ctx.exit(found.exit_code)
+
+
+@click.command()
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+@output_options
+def compare(before: Path, after: Path, out: Output) -> None:
+    """Put two bench records side by side: what differs about the machines first, then the figures.
+
+    Example: corp-deploy compare last-week.json bench.json
+    """
+    from perf.compare import compare as compare_records
+    from perf.compare import markdown_from_comparison
+    from perf.runs import load_bench
+
+    from ..gating import comparison_as_json
+
+    found = compare_records(load_bench(before), load_bench(after))
+    out.result(comparison_as_json(found), markdown_from_comparison(found))

@@ -1,0 +1,61 @@
+"""corp-deploy merge-moments and corp-deploy redundancy."""
+
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import FILE
+
+
+@click.command("merge-moments")
+@click.argument("parts", nargs=-1, required=True, type=FILE)
+@click.option("--output", "-o", type=FILE, required=True, help="Moments file to write.")
+@output_options
+def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
+    """Add calibrations made apart; refuses other models, other preprocessing and overlapping images.
+
+    Example: corp-deploy merge-moments monday.safetensors tuesday.safetensors -o both.safetensors
+    """
+    from functools import reduce
+
+    from calib.moments import merge
+    from calib.store import load, save
+
+    from ..calibration import summary_of_moments
+    from ..files import replacing
+
+    if len(parts) < 2:
+        raise click.UsageError("one file is nothing to merge; give two or more")
+    merged = reduce(merge, (load(path) for path in parts))
+    with replacing(output) as temporary:
+        save(merged, temporary)
+    out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
+
+
+@click.command()
+@click.option("--moments", type=FILE, required=True, help="Moments written by calibrate.")
+@click.option("--output", "-o", type=FILE, default=None, help="Also write the record (.json) or its plot (.svg).")
+@output_options
+def redundancy(moments: Path, output: Path | None, out: Output) -> None:
+    """Show how far a model can go before anything is pruned: effective ranks and the dimensions that hold the energy.
+
+    Example: corp-deploy redundancy --moments moments.safetensors -o redundancy.svg
+    """
+    from calib.redundancy import record_from_redundancy
+    from calib.redundancy import redundancy as redundancy_of
+    from calib.store import load
+
+    from ..files import write_json, write_text
+    from ..redundancy_view import redundancy_plot, redundancy_tables
+
+    if output is not None and output.suffix not in (".json", ".svg"):
+        raise click.BadParameter(f"{output}: expected .json or .svg", param_hint="--output")
+    found = load(moments)
+    entries = redundancy_of(found)
+    record = record_from_redundancy(entries, found.lineage)
+    if output is not None and output.suffix == ".json":
+        write_json(output, record)
+    elif output is not None:
+        write_text(output, redundancy_plot(entries))
+    out.result(record, *redundancy_tables(entries))

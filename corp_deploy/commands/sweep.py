@@ -1,0 +1,137 @@
+"""corp-deploy sweep."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..choices import PRESETS
+from ..console import Output, output_options
+from .options import (
+    DIRECTORY,
+    FILE,
+    ModelChoice,
+    Words,
+    batch_size_option,
+    images_option,
+    model_options,
+    samples_option,
+    seed_option,
+)
+from .reduce import Alignment
+
+
+class Shares(click.ParamType[tuple[float, ...]]):
+    """Comma-separated shares in [0, 1): 0.3,0.5,0.7."""
+
+    name = "s,s,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shares = tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            shares = (-1.0,)
+        if not all(0.0 <= share < 1.0 for share in shares):
+            self.fail(f"{value!r}: expected shares in [0, 1), separated by commas, such as 0.3,0.5", param, ctx)
+        return shares
+
+
+@click.command()
+@model_options
+@click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
+@images_option
+@click.option("--labels", type=FILE, default=None, help="Class indices of the images, for accuracy.")
+@click.option(
+    "--output", "-o", type=DIRECTORY, required=True, help="Directory for sweep.json, sweep.csv and sweep.svg."
+)
+@click.option("--sparsity", type=Shares(), default="0.3,0.5,0.7", show_default=True, help="Shares removed.")
+@click.option(
+    "--parts",
+    type=click.Choice(["joint", "mlp", "attn"]),
+    default="joint",
+    show_default=True,
+    help="What the shares are removed from.",
+)
+@click.option("--preset", type=Words(*PRESETS), default="best,none", show_default=True, help="One or several.")
+@click.option(
+    "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
+)
+@click.option("--align", type=Alignment(), default="mlp=64,head=16", show_default=True, help="Multiples of widths.")
+@click.option(
+    "--min-agreement", type=click.FloatRange(0, 1), default=None, help="Name the smallest model that meets it."
+)
+@samples_option
+@seed_option
+@batch_size_option
+@output_options
+def sweep(
+    model: ModelChoice,
+    moments: Path,
+    images: Path,
+    labels: Path | None,
+    output: Path,
+    sparsity: tuple[float, ...],
+    parts: str,
+    preset: tuple[str, ...],
+    heads: str,
+    align: dict[str, int],
+    min_agreement: float | None,
+    samples: int | None,
+    seed: int,
+    batch_size: int,
+    out: Output,
+) -> None:
+    """Try many sparsities and presets from the same moments and show error and agreement against MACs.
+
+    Example: corp-deploy sweep --model dense --moments moments.safetensors --images held-out/ --sparsity 0.3,0.5,0.7
+    --min-agreement 0.99 -o sweep
+    """
+    import torch
+
+    from calib.store import load
+
+    from ..choices import choices_from_preset
+    from ..files import write_json, write_text
+    from ..inputs import images_for_model, labels_from_path
+    from ..sweep import Scored, logits, record_of_sweep, smallest_that_agrees
+    from ..sweep import sweep as sweep_of
+    from ..sweep_view import csv_of_sweep, sweep_plot, sweep_table
+
+    checkpoint = model.load()
+    source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
+    pixels = torch.cat(list(source.batches(batch_size)))
+    scored = Scored(
+        images=pixels,
+        dense_NC=logits(checkpoint.model, pixels, batch_size),
+        labels_N=None if labels is None else labels_from_path(labels, source),
+        batch_size=batch_size,
+    )
+    wanted = [
+        (
+            name,
+            choices_from_preset(
+                name,
+                mlp_sparsity=share if parts != "attn" else 0.0,
+                attention_sparsity=share if parts != "mlp" else 0.0,
+                geometry=heads if name == "best" or heads != "square" else "padded",
+                align_hidden=align.get("mlp"),
+                align_head=align.get("head"),
+            ),
+        )
+        for name in preset
+        for share in sparsity
+    ]
+    with out.progress("sweeping", len(wanted), unit="models") as done:
+        trials = sweep_of(checkpoint.model, load(moments), wanted, scored, done=done)
+    answer = None if min_agreement is None else smallest_that_agrees(trials, min_agreement)
+    record = record_of_sweep(trials, answer)
+    write_json(output / "sweep.json", record)
+    write_text(output / "sweep.csv", csv_of_sweep(trials))
+    write_text(output / "sweep.svg", sweep_plot(trials))
+    shown: list[Any] = [sweep_table(trials)]
+    if answer is not None:
+        how = f"--preset {answer.preset} --mlp {answer.mlp_sparsity:g} --attn {answer.attention_sparsity:g}"
+        shown.append(f"smallest model with {min_agreement:.2%} agreement: {how} ({answer.macs_share:.1%} of the MACs)")
+    out.result(record, *shown)

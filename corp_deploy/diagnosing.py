@@ -1,0 +1,66 @@
+"""Name the block where a link breaks, and the command that mends it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from export.to_onnx import onnx_from_model
+from perf.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.locate import Located
+from perf.measures import per_image
+
+from . import vit
+from .candidates import Candidate, Logits, Pixels
+from .checkpoint import Checkpoint
+from .errors import BadInput
+
+WORST_IMAGES = 16
+
+
+def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels:
+    """The images on which the candidate is off most; those with NaN or Inf first."""
+    off_N = np.nan_to_num(per_image(reference, candidate).relative_error_N, nan=np.inf)
+    return images[np.argsort(-off_N, kind="stable")[:WORST_IMAGES]]
+
+
+def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: tuple[str, ...] = ()) -> onnx.ModelProto:
+    """The model's graph in memory."""
+    return onnx_from_model(
+        vit.exportable(checkpoint.model),
+        image_shape=vit.input_spec(checkpoint.model).shape,
+        precision=precision,
+        keep_fp32=keep_fp32,
+        metadata={},
+    )
+
+
+def dense_noise(dense: Checkpoint, images: Pixels) -> Mapping[str, float]:
+    """Every block's own FP16 error in the dense model."""
+    return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), images)
+
+
+def mend_command(graph: Path) -> str:
+    """How to export again with the guilty site in float32."""
+    name = graph.name.replace(".fp16.", ".")
+    return f"corp-deploy export --model DIR --precision mixed --keep-fp32 '{{site}}*' -o {name}"
+
+
+def located(
+    name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, images: Pixels, depth: int
+) -> Located | None:
+    """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
+    if failing.form != "graph" or before is None:
+        return None
+    try:
+        if failing.half and before.form == "graph":
+            noise = dense_noise(dense, images)
+            mend = mend_command(failing.path)
+            return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
+        if before.form == "torch" and before.checkpoint is not None and not failing.half:
+            model = vit.exportable(before.checkpoint.model)
+            return locate_in_exact(name, model, failing.graph(), images, depth=depth)
+    except BadInput:
+        raise
+    return None

@@ -1,0 +1,49 @@
+"""Square or padded heads: which loses less at the same MACs, by the error curves of both."""
+
+from dataclasses import dataclass, replace
+
+from .budget import Allocated, Offer, Probe, dense_cost, offers, spend
+from .choices import Choices, HeadWidths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadChoice:
+    """The geometry taken, its widths, and the sentence that says why."""
+
+    choices: Choices
+    allocated: Allocated
+    reason: str
+
+
+def _uniform_share(sites: list[Offer], dense: int, mlp_sparsity: float, head_sparsity: float) -> float:
+    """Share of the dense MACs that uniform sparsities leave, from the offers' own costs."""
+    fixed = dense - sum(offer.costs[-1] for offer in sites)
+    kept = 0
+    for offer in sites:
+        sparsity = head_sparsity if isinstance(offer.widths[-1], HeadWidths) else mlp_sparsity
+        sizes = [width.qk if isinstance(width, HeadWidths) else width for width in offer.widths]
+        wanted = min(range(len(sizes)), key=lambda n: abs(sizes[n] - sizes[-1] * (1.0 - sparsity)))
+        kept += offer.costs[wanted]
+    return (fixed + kept) / dense
+
+
+def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
+    """Spend the same MACs on padded and on square heads and take the one whose curves predict less logit error.
+
+    `share` of the dense MACs is the budget; None takes what the choices' uniform sparsities leave with padded heads.
+    """
+    dense = dense_cost(probe.model, "macs")
+    padded = replace(probe, choices=replace(probe.choices, geometry="padded"))
+    square = replace(probe, choices=replace(probe.choices, geometry="square"))
+    padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
+    if share is None:
+        asked = probe.choices
+        share = _uniform_share(padded_offers, dense, asked.mlp_sparsity, asked.attention_sparsity)
+    ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))
+    better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
+    name, other = better[0].choices.geometry, worse[0].choices.geometry
+    reason = (
+        f"heads: {name}, because at {share:.1%} of the dense MACs its predicted logit error is "
+        f"{better[1].predicted_error:.4f}, that of {other} heads {worse[1].predicted_error:.4f}"
+    )
+    return HeadChoice(choices=better[0].choices, allocated=better[1], reason=reason)

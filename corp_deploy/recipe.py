@@ -1,0 +1,378 @@
+"""A release as one TOML file: strict keys, everything checked before anything runs. Imports no torch."""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import export.errors
+import perf.errors
+from export.choices import BatchProfile, BuildChoices
+from perf.rule import Rule, rule_from_text
+
+from .choices import DEFAULT_RIDGE_REL, PRESETS, Choices, choices_from_preset
+from .errors import BadInput
+
+ENGINES = ("tensorrt", "tensorrt-rtx")
+TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", *ENGINES)
+HEADS = ("padded", "square", "ragged", "auto")
+PRECISIONS = ("fp32", "fp16", "mixed")
+_ABSENT = object()
+
+Check = Callable[[Any], str | None]
+"""What was expected of a value, or None when it will do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of a table. Without a default it must be given; a path is taken relative to the recipe."""
+
+    check: Check
+    default: Any = _ABSENT
+    path: bool = False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(value: object) -> str | None:
+    return None if isinstance(value, str) and value.strip() else "a text that is not empty"
+
+
+def _flag(value: object) -> str | None:
+    return None if isinstance(value, bool) else "true or false"
+
+
+def _table(value: object) -> str | None:
+    return None if isinstance(value, dict) else "a table of arguments"
+
+
+def _whole(low: int) -> Check:
+    def check(value: object) -> str | None:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        return None if good else f"a whole number of at least {low}"
+
+    return check
+
+
+def _number(words: str, holds: Callable[[float], bool]) -> Check:
+    def check(value: Any) -> str | None:
+        return None if _is_number(value) and holds(float(value)) else words
+
+    return check
+
+
+def _word(*allowed: str) -> Check:
+    def check(value: object) -> str | None:
+        return None if value in allowed and isinstance(value, str) else f"one of {', '.join(allowed)}"
+
+    return check
+
+
+def _list(each: Check, words: str, *, empty: bool = False) -> Check:
+    def check(value: object) -> str | None:
+        if not isinstance(value, list) or not (value or empty):
+            return words
+        return None if all(each(item) is None for item in value) and len({*map(str, value)}) == len(value) else words
+
+    return check
+
+
+_share_removed = _number("a share in [0, 1)", lambda value: 0.0 <= value < 1.0)
+_share_kept = _number("a share in (0, 1]", lambda value: 0.0 < value <= 1.0)
+_share = _number("a share in [0, 1]", lambda value: 0.0 <= value <= 1.0)
+_positive = _number("a number above 0", lambda value: 0.0 < value < float("inf"))
+_at_least_one = _number("a number of at least 1", lambda value: 1.0 <= value < float("inf"))
+_not_negative = _number("a number of at least 0", lambda value: 0.0 <= value < float("inf"))
+_words = _list(_text, "a list of different texts", empty=True)
+_batches = _list(_whole(1), "a list of different whole numbers of at least 1")
+
+SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
+    {
+        "release": {"name": Key(check=_text, default=None)},
+        "model": {
+            "model": Key(check=_text),
+            "weights": Key(check=_text, default=None, path=True),
+            "kwargs": Key(check=_table, default={}),
+        },
+        "calibration": {
+            "images": Key(check=_text, path=True),
+            "samples": Key(check=_whole(1), default=None),
+            "seed": Key(check=_whole(0), default=0),
+            "batch_size": Key(check=_whole(1), default=32),
+            "device": Key(check=_word("cpu", "cuda"), default="cpu"),
+            "workers": Key(check=_whole(0), default=0),
+            "max_bad": Key(check=_whole(0), default=0),
+        },
+        "held_out": {
+            "images": Key(check=_text, path=True),
+            "labels": Key(check=_text, default=None, path=True),
+            "samples": Key(check=_whole(1), default=None),
+            "seed": Key(check=_whole(0), default=0),
+        },
+        "reduce": {
+            "preset": Key(check=_word(*PRESETS), default="best"),
+            "mlp": Key(check=_share_removed, default=0.0),
+            "attn": Key(check=_share_removed, default=0.0),
+            "macs": Key(check=_share_kept, default=None),
+            "params": Key(check=_share_kept, default=None),
+            "heads": Key(check=_word(*HEADS), default="padded"),
+            "align_mlp": Key(check=_whole(1), default=64),
+            "align_head": Key(check=_whole(1), default=16),
+            "ridge": Key(check=_positive, default=DEFAULT_RIDGE_REL),
+            "closed_loop": Key(check=_flag, default=False),
+        },
+        "export": {
+            "precisions": Key(check=_list(_word(*PRECISIONS), "a list of fp32, fp16, mixed"), default=["fp32", "fp16"]),
+            "keep_fp32": Key(check=_words, default=[]),
+        },
+        "parity": {
+            "batches": Key(check=_batches, default=[1, 7, 32]),
+            "min_agreement": Key(check=_share, default=None),
+            "max_error": Key(check=_not_negative, default=None),
+            "half_factor": Key(check=_at_least_one, default=4.0),
+        },
+        "bench": {
+            "batches": Key(check=_batches, default=[1, 8, 32]),
+            "time_limit_s": Key(check=_positive, default=20.0),
+            "half_width": Key(check=_number("a share in (0, 1)", lambda value: 0.0 < value < 1.0), default=0.01),
+            "block_ms": Key(check=_positive, default=50.0),
+            "min_rounds": Key(check=_whole(6), default=10),
+            "threads": Key(check=_whole(1), default=None),
+        },
+        "gate": {"fail_if": Key(check=_words, default=[])},
+        "samples": {"count": Key(check=_whole(1), default=16)},
+        "package": {"name": Key(check=_text, default=None), "labels": Key(check=_text, default=None, path=True)},
+    }
+)
+TARGET_KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        "precision": Key(check=_word(*PRECISIONS), default=None),
+        "batch": Key(check=_text, default=None),
+        "sms": Key(check=_words, default=[]),
+        "fail_if": Key(check=_words, default=[]),
+    }
+)
+TABLES = (*SECTIONS, "targets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One place where the model is to run; `profile` and `sms` shape engines only. `rules` are judged there alone."""
+
+    name: str
+    precision: str
+    profile: BatchProfile
+    sms: tuple[str, ...]
+    rules: tuple[Rule, ...]
+
+    @property
+    def is_engine(self) -> bool:
+        return self.name in ENGINES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A checked recipe. `tables` is all of it with defaults filled in and paths made absolute, targets among it."""
+
+    name: str
+    tables: Mapping[str, Mapping[str, Any]]
+    targets: tuple[Target, ...]
+    rules: tuple[Rule, ...]
+
+    def __getitem__(self, table: str) -> Mapping[str, Any]:
+        return self.tables[table]
+
+    def path(self, table: str, key: str) -> Path:
+        return Path(self.tables[table][key])
+
+    def optional_path(self, table: str, key: str) -> Path | None:
+        value = self.tables[table][key]
+        return None if value is None else Path(value)
+
+    @property
+    def model_is_directory(self) -> bool:
+        return Path(self.tables["model"]["model"]).is_absolute()
+
+    @property
+    def choices(self) -> Choices:
+        """The reduction's choices; heads = auto starts from padded ones."""
+        wanted = self.tables["reduce"]
+        return choices_from_preset(
+            wanted["preset"],
+            mlp_sparsity=wanted["mlp"],
+            attention_sparsity=wanted["attn"],
+            geometry="padded" if wanted["heads"] == "auto" else wanted["heads"],
+            align_hidden=wanted["align_mlp"],
+            align_head=wanted["align_head"],
+            ridge_rel=wanted["ridge"],
+        )
+
+
+def nearest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    """A hint at what may have been meant."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such recipe; write one with: corp-deploy release {path} --init MODEL") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"{path}: not TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: can't be read ({error})") from None
+
+
+def _refuse_unknown(where: str, given: Mapping[str, Any], known: Mapping[str, object] | tuple[str, ...]) -> None:
+    for word in given:
+        if word not in known:
+            raise BadInput(f"{where}: unknown key {word!r}; {nearest(word, known)}")
+
+
+def _model_text(base: Path, model: str) -> str:
+    """A directory, relative to the recipe, as an absolute path; a timm name as it is."""
+    beside = base / model
+    return str(beside.resolve()) if "/" in model or beside.is_dir() else model
+
+
+def _checked_table(
+    path: Path, name: str, given: Any, keys: Mapping[str, Key], *, model: bool = False
+) -> dict[str, Any]:
+    """The given keys only, checked, with paths made absolute."""
+    if not isinstance(given, dict):
+        raise BadInput(f"{path}: {name} is {given!r}, expected a table: [{name}]")
+    _refuse_unknown(f"{path}: [{name}]", given, keys)
+    checked: dict[str, Any] = {}
+    for word, value in given.items():
+        expected = keys[word].check(value)
+        if expected is not None:
+            raise BadInput(f"{path}: {name}.{word} is {value!r}, expected {expected}")
+        checked[word] = str((path.parent / value).resolve()) if keys[word].path else value
+    if model and "model" in checked:
+        checked["model"] = _model_text(path.parent, checked["model"])
+    return checked
+
+
+def _own_tables(path: Path, raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    _refuse_unknown(str(path), raw, ("extends", *TABLES))
+    tables = {
+        name: _checked_table(path, name, raw[name], keys, model=name == "model")
+        for name, keys in SECTIONS.items()
+        if name in raw
+    }
+    targets = raw.get("targets", {})
+    if not isinstance(targets, dict):
+        raise BadInput(f"{path}: targets is {targets!r}, expected tables such as [targets.onnxruntime-cpu]")
+    _refuse_unknown(f"{path}: [targets]", targets, TARGETS)
+    tables["targets"] = {
+        name: _checked_table(path, f"targets.{name}", given, TARGET_KEYS) for name, given in targets.items()
+    }
+    return tables
+
+
+def _with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+    """The file's tables over those of the recipe it extends: tables are merged key by key, lists are replaced."""
+    if path in seen:
+        raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*seen, path))}")
+    raw = _read(path)
+    own = _own_tables(path, raw)
+    if "extends" not in raw:
+        return own
+    if _text(raw["extends"]) is not None:
+        raise BadInput(f"{path}: extends is {raw['extends']!r}, expected the path of another recipe")
+    merged = _with_bases((path.parent / raw["extends"]).resolve(), (*seen, path))
+    for name, table in own.items():
+        if name == "targets":
+            for target, given in table.items():
+                merged["targets"][target] = merged["targets"].get(target, {}) | given
+        else:
+            merged[name] = merged.get(name, {}) | table
+    return merged
+
+
+def _filled(path: Path, name: str, given: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
+    missing = [word for word, key in keys.items() if key.default is _ABSENT and word not in given]
+    if missing:
+        raise BadInput(f"{path}: {name}.{missing[0]} is missing; write it under [{name}]")
+    return {word: given.get(word, key.default) for word, key in keys.items()}
+
+
+def _rules(path: Path, where: str, texts: list[str], batches: list[int]) -> tuple[Rule, ...]:
+    try:
+        rules = tuple(map(rule_from_text, texts))
+    except perf.errors.BadInput as error:
+        raise BadInput(f"{path}: {where}: {error}") from None
+    for rule in rules:
+        if rule.batch is not None and rule.batch not in batches:
+            raise BadInput(f"{path}: {where}: {rule.text!r} asks for batch {rule.batch}, bench.batches has {batches}")
+    return rules
+
+
+def _target(path: Path, name: str, given: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Target:
+    where, batches, precisions = f"targets.{name}", tables["bench"]["batches"], tables["export"]["precisions"]
+    half = "fp16" if "fp16" in precisions else precisions[-1]
+    precision = given["precision"] or (half if name != "onnxruntime-cpu" else precisions[0])
+    if precision not in precisions:
+        raise BadInput(f"{path}: {where}.precision is {precision!r}, but export.precisions has {precisions}")
+    if name not in ENGINES and (given["batch"] or given["sms"]):
+        raise BadInput(f"{path}: {where}: batch and sms shape engines; leave them out for {name}")
+    try:
+        profile = BatchProfile.from_text(given["batch"] or f"1:{max(batches)}:{max(batches)}")
+        if name in ENGINES:
+            BuildChoices(backend=name, profiles=(profile,), sms=tuple(given["sms"]))
+    except export.errors.BadInput as error:
+        raise BadInput(f"{path}: {where}: {error}") from None
+    outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
+    if name in ENGINES and outside:
+        raise BadInput(f"{path}: {where}.batch is {profile}, but bench.batches asks for {outside[0]}")
+    rules = _rules(path, f"{where}.fail_if", given["fail_if"], batches)
+    if any(rule.wants_baseline for rule in rules):
+        raise BadInput(f"{path}: {where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
+    return Target(name=name, precision=precision, profile=profile, sms=tuple(given["sms"]), rules=rules)
+
+
+def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    wanted = tables["reduce"]
+    budgets = [name for name in ("macs", "params") if wanted[name] is not None]
+    if len(budgets) > 1:
+        raise BadInput(f"{path}: [reduce] has macs and params; give one budget")
+    if budgets and (wanted["mlp"] or wanted["attn"]):
+        raise BadInput(f"{path}: [reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
+    if not budgets and not wanted["mlp"] and not wanted["attn"] and wanted["heads"] != "auto":
+        raise BadInput(f"{path}: [reduce] removes nothing; give mlp or attn a share above 0, or a budget")
+    if budgets and wanted["preset"] != "best":
+        raise BadInput(f"{path}: reduce.{budgets[0]} needs preset best, got {wanted['preset']!r}")
+    if tables["export"]["keep_fp32"] and "mixed" not in tables["export"]["precisions"]:
+        raise BadInput(f"{path}: export.keep_fp32 is for precision mixed, which export.precisions does not have")
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe and what it extends. Raises BadInput, naming file and key, for anything that will not do.
+
+    Whether the model and images exist is not asked here: see release.require_inputs.
+    """
+    path = path.resolve()
+    given = _with_bases(path, ())
+    tables: dict[str, Any] = {name: _filled(path, name, given.get(name, {}), keys) for name, keys in SECTIONS.items()}
+    asked = given["targets"] or {"onnxruntime-cpu": {}}
+    tables["targets"] = {name: _filled(path, f"targets.{name}", table, TARGET_KEYS) for name, table in asked.items()}
+    tables["release"]["name"] = tables["release"]["name"] or path.stem
+    _refuse_contradictions(path, tables)
+    recipe = Recipe(
+        name=tables["release"]["name"],
+        tables=tables,
+        targets=tuple(_target(path, name, table, tables) for name, table in tables["targets"].items()),
+        rules=_rules(path, "gate.fail_if", tables["gate"]["fail_if"], tables["bench"]["batches"]),
+    )
+    try:
+        assert recipe.choices
+    except ValueError as error:
+        raise BadInput(f"{path}: [reduce]: {error}") from None
+    return recipe

@@ -1,0 +1,45 @@
+"""The redundancy of a model as tables and as a plot."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from calib.redundancy import AttentionRedundancy, MlpRedundancy
+from perf.plots import Point, Series, curve
+from perf.svg import standalone
+
+Entry = MlpRedundancy | AttentionRedundancy
+
+
+def redundancy_tables(entries: Sequence[Entry]) -> tuple[Table, Table]:
+    """The paper's Table 9 for MLPs, and the same for Q/K (largest head)."""
+    mlps = Table("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity", title="MLP")
+    heads = Table("site", "head dim", "effective rank", "95 % of logit energy", "99 %", title="Q/K, largest head")
+    for entry in entries:
+        if isinstance(entry, MlpRedundancy):
+            rank = f"{entry.effective_rank:.1f}", f"{entry.effective_rank_ratio:.3f}"
+            held = str(entry.k95), f"{entry.k95_ratio:.3f}", f"{entry.activation_sparsity:.2f}"
+            mlps.add_row(entry.site, str(entry.dim), *rank, *held)
+        else:
+            rank_of_heads = f"{max(entry.effective_rank):.1f}"
+            heads.add_row(entry.site, str(entry.dim), rank_of_heads, str(max(entry.k95)), str(max(entry.k99)))
+    return mlps, heads
+
+
+def _share(entry: Entry) -> float:
+    return entry.k95 / entry.dim if isinstance(entry, MlpRedundancy) else max(entry.k95) / entry.dim
+
+
+def _point(entry: Entry) -> Point:
+    share = _share(entry)
+    return Point(label=entry.site.split(".")[1], value=share, low=share, high=share)
+
+
+def redundancy_plot(entries: Sequence[Entry]) -> str:
+    """Share of dimensions that hold 95 % of the energy, block by block, as an SVG file."""
+    mlps = tuple(_point(entry) for entry in entries if isinstance(entry, MlpRedundancy))
+    heads = tuple(_point(entry) for entry in entries if isinstance(entry, AttentionRedundancy))
+    series = [Series(name="MLP", tone="dense", points=mlps), Series(name="Q/K", tone="reduced", points=heads)]
+    shown = [each for each in series if each.points]
+    title = "Share of dimensions that hold 95 % of the energy"
+    return standalone(curve(shown, title=title, unit="share", across="block", log=False))

@@ -1,0 +1,58 @@
+"""Do these images look like the calibration images? Pixel range, and mean and covariance at every site."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from calib.collect import collect
+from calib.moments import MlpMoments, Moments
+from perf import structure
+from perf.shift import Shift, Stats, shift
+from perf.structure import Finding
+
+from . import vit
+from .calibration import PIXEL_RANGE
+from .checkpoint import Checkpoint
+from .errors import BadInput
+from .reduce import require_same_model
+
+PARTS = 8
+
+
+def _stats(moments: Moments, name: str) -> Stats:
+    """Mean and covariance of x of an MLP, of z of an attention layer."""
+    site = moments.sites[name]
+    if isinstance(site, MlpMoments):
+        mean, covariance = site.mean_F, site.covariance_FF
+    else:
+        mean, covariance = site.z_mean_C, site.z_covariance_CC
+    return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
+
+
+def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.float32]) -> Shift:
+    """Compare the images with the calibration at every site that the moments hold.
+
+    Raises BadInput for moments of another model and for fewer than 8 images, from which no noise can be told.
+    """
+    require_same_model(dense.model, moments)
+    if len(pixels) < PARTS:
+        raise BadInput(f"the shift check needs at least {PARTS} images, got {len(pixels)}; leave --moments out")
+    sites = [site for site in vit.calibration_sites(dense.model) if site.name in moments.sites]
+    each = len(pixels) // PARTS
+    parts = [
+        collect(dense.model, sites, torch.from_numpy(pixels[at * each : (at + 1) * each]).split(16), device="cpu")
+        for at in range(PARTS)
+    ]
+    names = [site.name for site in sites]
+    calibrated = {name: _stats(moments, name) for name in names}
+    return shift(calibrated, {name: [_stats(part, name) for part in parts] for name in names})
+
+
+def pixel_range(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:
+    """Images with values outside the range that calibration saw; nothing where the moments don't tell it."""
+    told = moments.lineage.get(PIXEL_RANGE)
+    if told is None:
+        return []
+    bounds = [tuple(map(float, part.split(":"))) for part in told.split("+")]
+    low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+    return [structure.calibrated_range("calibration images", pixels, low=low, high=high)]
