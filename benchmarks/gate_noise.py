@@ -25,9 +25,10 @@ import numpy as np
 from perf.environment import environment
 from perf.evidence import Evidence
 from perf.gate import judge
+from perf.kept import LOST_REL, is_disturbed, quiet_rounds, samples
 from perf.rule import rule_from_text
 from perf.runners import HostBound
-from perf.runs import LOST_REL, Bench, Block, Described, Row, Trial, is_disturbed, quiet_rounds, samples
+from perf.runs import Bench, Block, Described, Row, Trial
 from perf.timing import Plan, measure_pair, warm_up
 
 RULE = rule_from_text("speedup@b8 < 0.97")

@@ -19,8 +19,8 @@ from time import perf_counter_ns, process_time_ns
 import numpy as np
 
 from perf.environment import environment
+from perf.kept import samples
 from perf.runners import HostBound
-from perf.runs import samples
 from perf.stats import ratio_of_medians
 from perf.timing import Bound, Clock, Laps, measure_rounds
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import BadInput
+from .kept import samples
 from .rule import COUNTED, TIMED, Rule
-from .runs import Bench, Described, samples
+from .runs import Bench, Described
 from .stats import Interval, needed_samples, percentile_interval
 from .summary import Summary, SummaryRow, summarise
 

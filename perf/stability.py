@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .runs import Block, Row, comparison_measure, is_disturbed, quiet_rounds, samples
+from .kept import comparison_measure, is_disturbed, quiet_rounds, samples
+from .runs import Block, Row
 from .stats import coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine

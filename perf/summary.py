@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .kept import comparison_measure, is_disturbed, quiet_rounds, samples, whole_rounds
 from .knee import Knee, knee
-from .runs import Bench, Block, Row, comparison_measure, is_disturbed, quiet_rounds, samples, whole_rounds
+from .runs import Bench, Block, Row
 from .stats import (
     Floats,
     Interval,

@@ -14,7 +14,8 @@ from statistics import fmean
 from typing import Protocol
 
 from .errors import BadInput
-from .runs import Block, comparison_measure, quiet_rounds, samples
+from .kept import comparison_measure, quiet_rounds, samples
+from .runs import Block
 from .stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score
 from .watch import Watch, unwatched
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from perf.errors import BadInput
-from perf.runs import Block, GpuState, is_disturbed, quiet_rounds, samples, whole_rounds
+from perf.kept import is_disturbed, quiet_rounds, samples, whole_rounds
+from perf.runs import Block, GpuState
 from perf.stability import drift
 from perf.summary import speedup
 from perf.timing import (

@@ -1,0 +1,71 @@
+"""Which of the recorded times statistics keep: uninterrupted calls of rounds in which nothing was throttled."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from .runs import Block
+from .stats import MIN_ROUNDS, Floats
+
+LOST_REL = (
+    0.02  # a call whose threads waited longer than this share of it, others having the CPU, says little of itself
+)
+CLEAN_CALLS = 2  # of each subject that a round must have to be compared
+
+
+def quiet_rounds(blocks: Iterable[Block]) -> list[int]:
+    """The rounds of which no block was dropped and every subject has calls that no other program interrupted."""
+    blocks = tuple(blocks)
+    rounds, subjects = whole_rounds(blocks), {block.subject for block in blocks}
+    clean = Counter((block.round, block.subject) for block in blocks for call in _clean(block) if call)
+    return [index for index in rounds if all(clean[index, subject] >= CLEAN_CALLS for subject in subjects)]
+
+
+def whole_rounds(blocks: Iterable[Block]) -> list[int]:
+    """The rounds of which no block was dropped."""
+    blocks = tuple(blocks)
+    return sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
+
+
+def is_disturbed(blocks: Iterable[Block]) -> bool:
+    """Whether too few rounds are quiet; statistics then use the interrupted calls as well and must not be relied on.
+
+    Threads that wait for one another are delayed by whole scheduler slices: such times are biased, not only noisy.
+    """
+    blocks = tuple(blocks)
+    return len(quiet_rounds(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
+
+
+def comparison_measure(blocks: Iterable[Block]) -> str:
+    """What a speed-up is computed from: each call's compute time, or wall time per call where calls overlap."""
+    return "compute" if all(block.compute_ms for block in blocks) else "wall"
+
+
+def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> list[Floats]:
+    """Kept times of one subject in milliseconds, one array for each kept round; no array is empty.
+
+    Kept are the uninterrupted calls of the quiet rounds, or all calls of the whole rounds when `is_disturbed`.
+    `measure` is compute or end_to_end (a time for each call), or wall (for each block, divided by its calls).
+    """
+    blocks = tuple(blocks)
+    disturbed = is_disturbed(blocks)
+    rounds = whole_rounds(blocks) if disturbed else quiet_rounds(blocks)
+    own = {index: [b for b in blocks if b.round == index and b.subject == subject] for index in rounds}
+    times = {index: [ms for b in found for ms in _times(b, measure, disturbed)] for index, found in own.items()}
+    return [np.asarray(found, dtype=np.float64) for found in times.values() if found]
+
+
+def _times(block: Block, measure: str, disturbed: bool) -> list[float]:
+    assert measure in ("compute", "end_to_end", "wall"), measure
+    if measure == "wall":
+        return [block.wall_ms / block.calls]
+    own = block.end_to_end_ms if measure == "end_to_end" and block.end_to_end_ms is not None else block.compute_ms
+    return [ms for ms, clean in zip(own, _clean(block), strict=True) if clean or disturbed]
+
+
+def _clean(block: Block) -> list[bool]:
+    """For each call, whether it kept the CPU; all did where nothing is known, or where calls can't be told apart."""
+    if block.lost_ms is None:
+        return [True] * (len(block.compute_ms) or block.calls)
+    return [lost <= LOST_REL * ms for lost, ms in zip(block.lost_ms, block.compute_ms, strict=True)]
