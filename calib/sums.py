@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .hooks import Role
 from .moments import AttentionMoments, MlpMoments, SiteMoments
-from .products import add_active, add_gram, add_sum, grams_of_heads, half, mirror
+from .products import add_active, add_gram, add_sum, gram_of_heads, half, mirror
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ class AttentionSums:
 
     def _add_queries(self, q_BHND: Tensor) -> None:
         self._allocate_heads(q_BHND)
-        self._qq_BHDD = grams_of_heads(q_BHND).double()
+        self._qq_BHDD = torch.stack([gram_of_heads(q_HND) for q_HND in q_BHND])
         self.totals["q_sum_HD"].add_(q_BHND.float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
         self._join()
@@ -114,7 +114,7 @@ class AttentionSums:
         count = k_BHND.shape[2]
         mean_BH1D = k_BHND.float().mean(2, keepdim=True)
         centred = [(k_HND - mean_H1D) for k_HND, mean_H1D in zip(k_BHND, mean_BH1D, strict=True)]
-        grams_BHDD = torch.stack([grams_of_heads(c[None])[0] for c in centred]).double()
+        grams_BHDD = torch.stack([gram_of_heads(c_HND) for c_HND in centred])
         rest_BHD = torch.stack([c.sum(1) for c in centred]).double()
         mean_BHD = mean_BH1D.squeeze(2).double()
         cross_BHDD = mean_BHD[..., :, None] * rest_BHD[..., None, :]
