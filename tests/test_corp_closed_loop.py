@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from calib.collect import collect
 from calib.images import Images, open_images
 from corp_deploy import vit
-from corp_deploy.calibration import calibrate
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
 from corp_deploy.closed_loop import correction, reduce_closed_loop
 from corp_deploy.errors import BadInput
+from corp_deploy.inputs import lineage_for_moments
 from corp_deploy.reduce import reduce
 from corp_deploy.regression_sums import RegressionSums
 from corp_deploy.streams import Streams
@@ -169,7 +170,8 @@ def test_on_the_example_the_loop_lowers_the_held_out_error(geometry: Any, count:
     choices = best(mlp_sparsity=0.75, attention_sparsity=0.75, geometry=geometry)
     dense = logits(model, held_out)
     looped = reduce_closed_loop(model, source, choices)
-    opened_loop = reduce(model, calibrate(example(), source, batch_size=32), choices)
+    sites, lineage = vit.calibration_sites(model), lineage_for_moments(example(), source)
+    opened_loop = reduce(model, collect(model, sites, source.batches(32), device="cpu", lineage=lineage), choices)
     assert relative_error(logits(looped.model, held_out), dense) < 0.98 * relative_error(
         logits(opened_loop.model, held_out), dense
     )
