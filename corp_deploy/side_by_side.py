@@ -6,15 +6,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from export.record import record_from_json, record_path
 from perf.bench import Subject, bench
-from perf.module_runner import ModuleRunner
-from perf.onnx_runner import OnnxRunner
+from perf.engine_runner import EngineRunner
+from perf.environment import environment
+from perf.module_runner import Mode, ModuleRunner, Precision
+from perf.onnx_runner import OnnxRunner, Provider
 from perf.runs import Bench
 from perf.timing import Plan
+from perf.watch import watching
 
 from . import vit
 from .checkpoint import WEIGHTS, Checkpoint, load_checkpoint
@@ -23,36 +28,68 @@ from .errors import BadInput
 from .files import sha256_of_file
 from .graphs import export_checkpoint, facts_of_onnx
 
-BACKENDS = ("onnxruntime", "torch")
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """How both are run. `backend` is for model directories: torch, or onnxruntime after an export to FP32."""
+
+    backend: str = "onnxruntime"
+    device: Device = "cpu"
+    provider: Provider = "cpu"
+    mode: Mode = "eager"
+    precision: Precision = "fp32"
+    threads: int | None = None
+    streams: int = 1
+    flush_l2: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One of the two as perf's subject, and the image shape it takes."""
+    """One of the two as perf's subject, the image shape it takes (None: its runner knows), its fixed batch if any."""
 
     subject: Subject
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, int, int] | None
     static_batch: int | None
 
 
-def _from_module(name: str, checkpoint: Checkpoint, weights: Path, threads: int | None) -> Contender:
-    shape = vit.input_spec(checkpoint.model).shape
+def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Running) -> Contender:
+    open_module = partial(
+        ModuleRunner,
+        checkpoint.model,
+        device=running.device,
+        mode=running.mode,
+        precision=running.precision,
+        threads=running.threads,
+        flush_l2=running.flush_l2,
+        label=weights.parent.name,
+    )
     subject = Subject(
         name=name,
-        open=partial(ModuleRunner, checkpoint.model, threads=threads, label=weights.parent.name),
+        open=open_module,
         macs=None if vit.parts(checkpoint.model).refused else macs(vit.shape(checkpoint.model)),
         params=sum(parameter.numel() for parameter in checkpoint.model.parameters()),
         size_bytes=weights.stat().st_size,
         sha256=sha256_of_file(weights),
     )
-    return Contender(subject=subject, image_shape=shape, static_batch=None)
+    return Contender(subject=subject, image_shape=vit.input_spec(checkpoint.model).shape, static_batch=None)
 
 
-def _from_onnx(name: str, path: Path, threads: int | None) -> Contender:
+def _from_onnx(name: str, path: Path, running: Running) -> Contender:
     facts = facts_of_onnx(path)
+    cuda_graph = running.mode == "cuda_graph"
+    open_graph = partial(
+        OnnxRunner,
+        path,
+        provider=running.provider,
+        threads=running.threads,
+        cuda_graph=cuda_graph,
+        flush_l2=running.flush_l2,
+    )
     subject = Subject(
         name=name,
-        open=partial(OnnxRunner, path, threads=threads),
+        open=open_graph,
         macs=facts.macs,
         params=facts.parameters,
         size_bytes=path.stat().st_size,
@@ -61,28 +98,52 @@ def _from_onnx(name: str, path: Path, threads: int | None) -> Contender:
     return Contender(subject=subject, image_shape=facts.image_shape, static_batch=facts.batch)
 
 
-def _contender(name: str, path: Path, backend: str, threads: int | None, scratch: Path) -> Contender:
+def _from_engine(name: str, path: Path, running: Running) -> Contender:
+    beside = record_path(path)
+    if not beside.is_file():
+        raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
+    record = record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
+    open_engine = partial(
+        EngineRunner,
+        path,
+        backend="tensorrt_rtx" if record.backend == "tensorrt-rtx" else "tensorrt",
+        cuda_graph=running.mode == "cuda_graph",
+        flush_l2=running.flush_l2,
+        precision=record.precision,
+    )
+    subject = Subject(
+        name=name,
+        open=open_engine,
+        size_bytes=record.plan_bytes,
+        sha256=record.plan_sha256,
+        fused_attention=record.fused_attention,
+    )
+    shape = [int(dim) for dim in record.inputs[0].shape[1:]]
+    return Contender(subject=subject, image_shape=(shape[0], shape[1], shape[2]), static_batch=None)
+
+
+def _contender(name: str, path: Path, running: Running, scratch: Path) -> Contender:
+    if path.suffix == ".plan" and path.is_file():
+        return _from_engine(name, path, running)
     if path.suffix == ".onnx" and path.is_file():
-        if backend == "torch":
-            raise BadInput(
-                f"{path}: an ONNX file runs in ONNX Runtime; give the model directory, or --backend onnxruntime"
-            )
-        return _from_onnx(name, path, threads)
+        if running.backend == "torch":
+            raise BadInput(f"{path}: an ONNX file runs in ONNX Runtime; give the model directory, or leave out torch")
+        return _from_onnx(name, path, running)
     if not path.is_dir():
-        raise BadInput(f"{path}: expected an .onnx file or a model directory written by corp-deploy")
+        raise BadInput(f"{path}: expected an .onnx file, a .plan or a model directory written by corp-deploy")
     checkpoint = load_checkpoint(path)
-    if backend == "torch":
-        return _from_module(name, checkpoint, path / WEIGHTS, threads)
+    if running.backend == "torch":
+        return _from_module(name, checkpoint, path / WEIGHTS, running)
     graph = scratch / f"{name}.onnx"
     export_checkpoint(checkpoint, graph, precision="fp32")
-    return _from_onnx(name, graph, threads)
+    return _from_onnx(name, graph, running)
 
 
 @contextmanager
-def _contenders(dense: Path, reduced: Path, backend: str, threads: int | None) -> Iterator[tuple[Contender, Contender]]:
+def _contenders(dense: Path, reduced: Path, running: Running) -> Iterator[tuple[Contender, Contender]]:
     with tempfile.TemporaryDirectory() as scratch:
         at = Path(scratch)
-        yield _contender("dense", dense, backend, threads, at), _contender("reduced", reduced, backend, threads, at)
+        yield _contender("dense", dense, running, at), _contender("reduced", reduced, running, at)
 
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
@@ -101,9 +162,8 @@ def measure(
     reduced: Path,
     *,
     batches: Sequence[int],
-    backend: str = "onnxruntime",
     plan: Plan,
-    threads: int | None = None,
+    running: Running | None = None,
     images: NDArray[np.float32] | None = None,
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
@@ -112,9 +172,23 @@ def measure(
 
     `images` [N,3,H,W] float32 are what is fed; None feeds normal noise, which costs the same time.
     """
-    with _contenders(dense, reduced, backend, threads) as (one, other):
+    running = running or Running()
+    with _contenders(dense, reduced, running) as (one, other):
         _refuse_unequal(one, other, batches)
         fed = images
         if fed is None:
+            assert one.image_shape is not None, dense
             fed = np.random.default_rng(0).standard_normal((max(batches), *one.image_shape), dtype=np.float32)
-        return bench((one.subject, other.subject), fed, batches, plan, command=command, progress=progress)
+        with watching() as (watch, gpu):
+            return bench(
+                (one.subject, other.subject),
+                fed,
+                batches,
+                plan,
+                streams=running.streams,
+                flush_l2=running.flush_l2,
+                described=environment(gpu),
+                command=command,
+                watch=watch,
+                progress=progress,
+            )

@@ -68,3 +68,9 @@ def speed_record(bench: Bench) -> dict[str, Any]:
         "preferred_batch_size": summary.preferred_batch_size,
         "warnings": list(bench.warnings),
     }
+
+
+def best_batch(bench: Bench) -> list[str]:
+    """The knee of the throughput curve in a sentence, where there is one."""
+    knee = summarise(bench).knee
+    return [] if knee is None else [f"preferred_batch_size {knee.batch}: {knee.reason}"]

@@ -2,11 +2,18 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..console import Output, output_options
 from .options import ANY_PATH, FILE, Integers
+
+if TYPE_CHECKING:
+    from perf.module_runner import Mode, Precision
+    from perf.onnx_runner import Provider
+
+    from ..side_by_side import Device
 
 
 @click.command()
@@ -45,6 +52,12 @@ def bench(
     output: Path,
     batch: tuple[int, ...],
     backend: str,
+    device: "Device",
+    provider: "Provider",
+    mode: "Mode",
+    dtype: "Precision",
+    streams: int,
+    flush_l2: bool,
     threads: int | None,
     time_limit: float,
     half_width: float,
@@ -52,7 +65,7 @@ def bench(
 ) -> None:
     """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
 
-    Both are .onnx files or model directories.
+    Both are .onnx files, .plan engines or model directories.
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
@@ -60,18 +73,27 @@ def bench(
     from perf.timing import Plan
 
     from ..files import replacing
-    from ..side_by_side import measure
-    from ..speed_table import speed_record, speed_table
+    from ..side_by_side import Running, measure
+    from ..speed_table import best_batch, speed_record, speed_table
 
+    running = Running(
+        backend=backend,
+        device=device,
+        provider=provider,
+        mode=mode,
+        precision=dtype,
+        threads=threads,
+        streams=streams,
+        flush_l2=flush_l2,
+    )
     plan = Plan(time_limit_s=time_limit, half_width_rel=half_width)
     with out.progress("measuring", 100, unit="%") as done:
         measured = measure(
             dense,
             reduced,
             batches=batch,
-            backend=backend,
             plan=plan,
-            threads=threads,
+            running=running,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: done(int(100 * share)),
         )
@@ -80,4 +102,4 @@ def bench(
         save_bench(measured, temporary)
     for warning in measured.warnings:
         out.warn(warning)
-    out.result(speed_record(measured), speed_table(measured))
+    out.result(speed_record(measured), speed_table(measured), *best_batch(measured))

@@ -1,15 +1,16 @@
 """corp-deploy export."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..console import Output, output_options
-from .options import FILE, ModelChoice, Words, model_options
+from .options import ANY_PATH, FILE, ModelChoice, Words, model_options, samples_option, seed_option
 
 if TYPE_CHECKING:
     from ..attention import Geometry
+    from ..checkpoint import Checkpoint
 
 
 @click.command("export")
@@ -18,8 +19,18 @@ if TYPE_CHECKING:
     "--output", "-o", type=FILE, required=True, help="ONNX file to write; fp16 goes to NAME.fp16.onnx beside it."
 )
 @click.option(
-    "--precision", type=Words("fp32", "fp16"), default="fp32", show_default=True, help="One or several, with commas."
+    "--precision",
+    type=Words("fp32", "fp16", "mixed"),
+    default="fp32",
+    show_default=True,
+    help="One or several, with commas.",
 )
+@click.option("--keep-fp32", multiple=True, help="Modules that mixed keeps in FP32, such as 'blocks.7.*'.")
+@click.option("--auto", is_flag=True, help="Let mixed find the blocks that break in FP16, on --images.")
+@click.option("--images", type=ANY_PATH, default=None, help="Images for --auto.")
+@samples_option
+@seed_option
+@click.option("--dense", default=None, help="For --auto: the dense model's directory; its FP16 error is the yardstick.")
 @click.option("--opset", type=click.IntRange(20, 23), default=20, show_default=True, help="ONNX operator set.")
 @click.option("--batch", type=click.IntRange(1), default=None, help="Fix the batch size; default: any batch size.")
 @click.option(
@@ -33,6 +44,12 @@ def export_command(
     model: ModelChoice,
     output: Path,
     precision: tuple[str, ...],
+    keep_fp32: tuple[str, ...],
+    auto: bool,
+    images: Path | None,
+    samples: int | None,
+    seed: int,
+    dense: str | None,
     opset: int,
     batch: int | None,
     heads: "Geometry | None",
@@ -45,20 +62,52 @@ def export_command(
     from ..files import sha256_of_file
     from ..graphs import export_checkpoint, path_for_precision
 
+    _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load()
-    written = []
+    written: list[dict[str, Any]] = []
+    kept: tuple[str, ...] = keep_fp32
     with out.progress("exporting", len(precision), unit="graphs") as done:
         for index, name in enumerate(precision, start=1):
             path = path_for_precision(output, name)
-            export_checkpoint(checkpoint, path, precision=name, opset=opset, batch=batch, geometry=heads)
-            written.append(
-                {
-                    "path": str(path),
-                    "precision": name,
-                    "sha256": sha256_of_file(path),
-                    "size_bytes": path.stat().st_size,
-                }
-            )
+            patterns = keep_fp32 if name == "mixed" else ()
+            if name == "mixed" and auto:
+                assert images is not None
+                kept = _mixed(checkpoint, dense, path, images, samples, seed, opset)
+            else:
+                export_checkpoint(
+                    checkpoint, path, precision=name, opset=opset, batch=batch, keep_fp32=patterns, geometry=heads
+                )
+            size = path.stat().st_size
+            written.append({"path": str(path), "precision": name, "sha256": sha256_of_file(path), "size_bytes": size})
             done(index)
-    shown = (f"{row['path']}: {row['precision']}, {int(str(row['size_bytes'])) / 1e6:.2f} MB" for row in written)
-    out.result({"written": written}, *shown)
+    if heads == "ragged":
+        out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
+    shown = [f"{row['path']}: {row['precision']}, {row['size_bytes'] / 1e6:.2f} MB" for row in written]
+    if auto:
+        shown.append(f"kept in FP32: {', '.join(kept) or 'nothing, FP16 is safe on these images'}")
+    out.result({"written": written, "kept_fp32": list(kept)}, *shown)
+
+
+def _refuse_mixed_options(
+    precision: tuple[str, ...], keep_fp32: tuple[str, ...], auto: bool, images: Path | None
+) -> None:
+    if (keep_fp32 or auto) and "mixed" not in precision:
+        raise click.UsageError("--keep-fp32 and --auto say what mixed keeps in FP32; add --precision mixed")
+    if "mixed" in precision and bool(keep_fp32) == auto:
+        raise click.UsageError("mixed needs either --keep-fp32 PATTERN or --auto")
+    if auto != (images is not None):
+        raise click.UsageError("--auto looks for the blocks on real images; give --auto and --images together")
+
+
+def _mixed(
+    checkpoint: "Checkpoint", dense: str | None, path: Path, images: Path, samples: int | None, seed: int, opset: int
+) -> tuple[str, ...]:
+    from ..chain import given_from_images
+    from ..checkpoint import load_checkpoint
+    from ..inputs import images_for_model
+    from ..mixed import export_mixed_automatically
+
+    source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
+    yardstick = checkpoint if dense is None else load_checkpoint(Path(dense))
+    pixels = given_from_images(source).pixels
+    return export_mixed_automatically(checkpoint, yardstick, path, pixels, opset=opset).kept
