@@ -10,10 +10,11 @@ import calib.errors
 import export.errors
 import perf.errors
 
-from . import __version__, errors
+from . import errors
 from .commands.bench import bench
 from .commands.build import audit, build
 from .commands.calibrate import calibrate
+from .commands.completion import completion, print_versions
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.export import export_command
@@ -21,6 +22,7 @@ from .commands.gate import compare, gate
 from .commands.inspect import inspect
 from .commands.moments import merge_moments, redundancy
 from .commands.reduce import reduce_command
+from .commands.release import check, release
 from .commands.report import report
 from .commands.sweep import sweep
 from .commands.verify import verify
@@ -72,7 +74,9 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="corp-deploy")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_versions, help="Versions that matter."
+)
 def main() -> None:
     """Ship smaller vision transformers: calibrate, reduce, export, prove and measure.
 
@@ -98,5 +102,8 @@ for _command in (
     gate,
     compare,
     report,
+    release,
+    check,
+    completion,
 ):
     main.add_command(_command)

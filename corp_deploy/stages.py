@@ -94,6 +94,7 @@ class Digests:
     def __init__(self, state: Path) -> None:
         self._file = state / "digests.json"
         self._known: dict[str, list[Any]] = self._read()
+        self._saved = dict(self._known)
 
     def _read(self) -> dict[str, list[Any]]:
         try:
@@ -103,6 +104,10 @@ class Digests:
         return dict(value["files"]) if isinstance(value, dict) and value.get("kind") == CACHE_KIND else {}
 
     def save(self) -> None:
+        """Write what is new; nothing when nothing is."""
+        if self._known == self._saved and self._file.is_file():
+            return
+        self._saved = dict(self._known)
         write_json(self._file, {"kind": CACHE_KIND, "version": 1, "files": self._known})
 
     def of_file(self, path: Path) -> str:
@@ -360,6 +365,5 @@ def run(stages: Sequence[Stage], root: Path, *, told: Callable[[Stage, str], Non
             made.append(stage.name)
         else:
             cached.append(stage.name)
-    if made or not (root / STATE / "digests.json").is_file():
-        digests.save()
+    digests.save()
     return Outcome(made=tuple(made), cached=tuple(cached), blocked=blocked)

@@ -52,6 +52,9 @@ class TorchAllocator:
     def reset_peak(self) -> None:
         import torch
 
+        from .device import require_cuda
+
+        require_cuda()
         torch.cuda.reset_peak_memory_stats()
 
     def now(self) -> int:
@@ -73,6 +76,9 @@ class DeviceMemory:
     _at_reset: int = field(default=0, init=False)
 
     def reset_peak(self) -> None:
+        from .device import require_cuda
+
+        require_cuda()
         self._at_reset = self.now()
 
     def now(self) -> int:

@@ -28,6 +28,26 @@ if TYPE_CHECKING:
     show_default=True,
     help="What runs them; a model directory is exported to FP32 first for onnxruntime.",
 )
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="For torch.")
+@click.option(
+    "--provider",
+    type=click.Choice(["cpu", "cuda", "tensorrt"]),
+    default="cpu",
+    show_default=True,
+    help="ONNX Runtime's execution provider; another than asked for is never used in its place.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["eager", "compiled", "cuda_graph"]),
+    default="eager",
+    show_default=True,
+    help="compiled is for torch; cuda_graph for a GPU.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True, help="For torch."
+)
+@click.option("--streams", type=click.IntRange(1), default=1, show_default=True, help="Above 1: throughput only.")
+@click.option("--flush-l2", is_flag=True, help="Overwrite the GPU's L2 cache before each call.")
 @click.option(
     "--threads", type=click.IntRange(1), default=None, help="CPU threads of both; default: the runtime's choice."
 )

@@ -1,0 +1,354 @@
+"""Budgets, sweeps, engines, gate, faults and calibrations made apart, through the commands."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from calib.store import load
+from corp_deploy import vit
+from corp_deploy.budget import Probe, dense_cost, eliminations, offers, spend, uniform_for_share
+from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.choices import aligned_width, aligned_widths, choices_from_preset
+from corp_deploy.cli import main
+from corp_deploy.cost import macs
+from corp_deploy.errors import BadInput
+from corp_deploy.head_choice import choose_heads
+from corp_deploy.reduce import reduce
+from corp_deploy.sweep import logits
+from perf.measures import measures
+from tests import tiny
+
+HAS_RTX = sys.platform == "linux"
+if HAS_RTX:
+    try:
+        import tensorrt_rtx  # noqa: F401
+    except ImportError:
+        HAS_RTX = False
+needs_rtx = pytest.mark.skipif(not HAS_RTX, reason="tensorrt-rtx is not installed")
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def done(*words: object, code: int = 0) -> Result:
+    result = run(*words)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), root / "dense")
+    np.save(root / "images.npy", tiny.images(24))
+    np.save(root / "more.npy", tiny.images(16, seed=5))
+    np.save(root / "labels.npy", np.arange(24) % 7)
+    done("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m.safetensors")
+    return root
+
+
+def reduced(home: Path, directory: Path, *extra: object) -> Path:
+    done("reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "-o", directory, *extra)
+    return directory
+
+
+# Widths
+
+
+@pytest.mark.parametrize(
+    ("dense", "kept", "align", "width"),
+    [
+        (3072, 0.5, 64, 1536),
+        (384, 0.4, 64, 128),
+        (64, 0.5, 16, 32),
+        (32, 0.1, 16, 16),
+        (48, 0.5, 64, 24),
+        (10, 0.1, 4, 8),
+    ],
+)
+def test_widths_go_to_the_nearest_multiple(dense: int, kept: float, align: int, width: int) -> None:
+    assert aligned_width(dense, kept, align) == width
+    assert aligned_width(dense, 1.0, align) == dense
+    assert width in aligned_widths(dense, align)
+    assert aligned_widths(dense, align)[-1] == dense
+
+
+# Budgets
+
+
+@pytest.fixture(scope="module")
+def probe(home: Path) -> Probe:
+    model = load_checkpoint(home / "dense").model
+    choices = choices_from_preset("best", align_hidden=16, align_head=8, mlp_sparsity=0.5, attention_sparsity=0.5)
+    moments = load(home / "m.safetensors")
+    images = torch.from_numpy(tiny.images(8))
+    known = eliminations(model, moments, choices)
+    return Probe(model=model, moments=moments, choices=choices, images=images, eliminations=known)
+
+
+@pytest.mark.parametrize("currency", ["macs", "params"])
+def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) -> None:
+    dense = dense_cost(probe.model, currency)
+    sites = list(offers(probe, currency))
+    found = spend(sites, dense, 0.7)
+    assert found.share <= 0.7
+    model = reduce(probe.model, probe.moments, probe.choices, widths=found.widths).model
+    cost = macs(vit.shape(model)) if currency == "macs" else sum(p.numel() for p in model.parameters())
+    assert cost == pytest.approx(found.share * dense, rel=1e-9)
+    uniform = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
+    even = reduce(probe.model, probe.moments, uniform).model
+    images = torch.from_numpy(tiny.images(24))
+    reference = logits(probe.model, images, 8)
+    errors = [measures(reference, logits(each, images, 8)).relative_error for each in (model, even)]
+    assert errors[0] <= errors[1]
+
+
+def test_a_budget_out_of_reach_says_what_is_reachable(probe: Probe) -> None:
+    with pytest.raises(BadInput, match="out of reach"):
+        spend(list(offers(probe, "macs")), dense_cost(probe.model, "macs"), 0.05)
+
+
+def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
+    taken = choose_heads(probe, 0.7)
+    assert taken.choices.geometry in ("square", "padded")
+    assert "predicted logit error" in taken.reason
+    reduction = reduce(probe.model, probe.moments, taken.choices, widths=taken.allocated.widths)
+    assert macs(vit.shape(reduction.model)) <= 0.7 * dense_cost(probe.model, "macs")
+
+
+def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path: Path) -> None:
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "r"]
+    assert "--images" in run("reduce", *words, "--macs", 0.7).stderr
+    assert "one" in run("reduce", *words, "--macs", 0.7, "--params", 0.7).stderr
+    assert "itself" in run("reduce", *words, "--macs", 0.7, "--mlp", 0.5).stderr
+    assert (
+        "square heads need the values"
+        in run("reduce", *words, "--attn", 0.5, "--preset", "corp", "--heads", "square").stderr
+    )
+    assert not (tmp_path / "r").exists()
+    record = json.loads(
+        done(
+            "reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "--align", "mlp=16,head=8", "--json"
+        ).stdout
+    )
+    assert "of the dense macs used" in record["decided"][0]
+
+
+@pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "vbp", "none"])
+def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset: str) -> None:
+    directory = reduced(
+        home, tmp_path / preset, "--preset", preset, "--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8"
+    )
+    parts = vit.parts(load_checkpoint(directory).model)
+    assert {part.hidden for part in parts.mlps} == {96}
+    expected = 16 if preset in ("grail", "grail-fold", "vbp") else 8
+    assert {part.qk for part in parts.attentions} == {expected}
+
+
+def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
+    directory = reduced(home, tmp_path / "r", "--attn", 0.5, "--heads", "square", "--align", "head=8")
+    parts = vit.parts(load_checkpoint(directory).model)
+    assert {(part.qk, part.v, part.geometry) for part in parts.attentions} == {(8, 8, "square")}
+
+
+# Sweep
+
+
+def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
+    result = done(
+        "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
+        "--labels", home / "labels.npy", "--sparsity", "0.25,0.5", "--preset", "best,none", "--align", "mlp=8,head=8",
+        "--min-agreement", 0.1, "-o", tmp_path,
+    )  # fmt: skip
+    assert "smallest model with" in result.stdout
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert [(row["preset"], row["mlp_sparsity"]) for row in rows] == [
+        ("best", "0.25"), ("best", "0.5"), ("none", "0.25"), ("none", "0.5"),
+    ]  # fmt: skip
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    front = [trial for trial in record["trials"] if trial["on_front"]]
+    for trial in record["trials"]:
+        assert any(one["macs"] <= trial["macs"] and one["relative_error"] <= trial["relative_error"] for one in front)
+    assert (tmp_path / "sweep.svg").read_text().startswith("<svg")
+    refused = run(
+        "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
+        "--sparsity", "0.9", "--preset", "none", "--min-agreement", 1.0, "-o", tmp_path / "x",
+    )  # fmt: skip
+    assert refused.exit_code == 2
+    assert "the best reaches" in refused.stderr
+
+
+# Moments made apart
+
+
+def test_merged_moments_are_those_of_all_images(home: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both.npy"
+    np.save(both, np.concatenate([np.load(home / "images.npy"), np.load(home / "more.npy")]))
+    for name, images in (("b", home / "more.npy"), ("all", both)):
+        done("calibrate", "--model", home / "dense", "--images", images, "-o", tmp_path / f"{name}.safetensors")
+    done("merge-moments", home / "m.safetensors", tmp_path / "b.safetensors", "-o", tmp_path / "c.safetensors")
+    merged, whole = load(tmp_path / "c.safetensors"), load(tmp_path / "all.safetensors")
+    for site in whole.sites:
+        ours, theirs = merged.sites[site], whole.sites[site]
+        name = "gram_FF" if site.endswith("mlp") else "zz_CC"
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-9, atol=1e-9)
+    again = run("merge-moments", home / "m.safetensors", tmp_path / "c.safetensors", "-o", tmp_path / "d.safetensors")
+    assert again.exit_code == 2
+    assert "count twice" in again.stderr
+
+
+def test_only_some_sites_and_redundancy(home: Path, tmp_path: Path) -> None:
+    words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
+    done("calibrate", *words, "--sites", "blocks.1.*", "--no-attention")
+    assert list(load(tmp_path / "s.safetensors").sites) == ["blocks.1.mlp"]
+    assert "fits no site" in run("calibrate", *words, "--sites", "layers.*").stderr
+    done("redundancy", "--moments", home / "m.safetensors", "-o", tmp_path / "r.svg")
+    record = json.loads(done("redundancy", "--moments", home / "m.safetensors", "--json").stdout)
+    assert [site["site"] for site in record["sites"]][:2] == ["blocks.0.attn", "blocks.0.mlp"]
+
+
+def test_asking_for_a_gpu_that_is_not_there_exits_with_4(home: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
+    assert run("calibrate", *words, "--device", "cuda").exit_code == 4
+    bench = ["bench", home / "dense", home / "dense", "--backend", "torch", "-o", tmp_path / "b.json"]
+    assert run(*bench, "--device", "cuda").exit_code == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+# Engines
+
+
+@needs_rtx
+def test_build_and_audit(home: Path, tmp_path: Path) -> None:
+    padded = reduced(home, tmp_path / "padded", "--attn", 0.5, "--align", "head=8")
+    graphs = {}
+    for name, model, extra in (
+        ("dense", home / "dense", []),
+        ("padded", padded, []),
+        ("ragged", padded, ["--heads", "ragged"]),
+    ):
+        graphs[name] = tmp_path / f"{name}.onnx"
+        done("export", "--model", model, "-o", graphs[name], "--precision", "fp16", *extra)
+        graphs[name] = tmp_path / f"{name}.fp16.onnx"
+    plan = tmp_path / "padded.plan"
+    done("build", graphs["padded"], "--backend", "tensorrt-rtx", "--batch", "1:2:4", "--sm", "86", "-o", plan)
+    record = json.loads((tmp_path / "padded.plan.json").read_text())
+    assert record["precision"] == "fp16"
+    assert record["fused_attention"] == 2
+    done("audit", graphs["dense"], graphs["padded"])
+    lost = done("audit", graphs["dense"], graphs["ragged"], "-o", tmp_path / "audit.json", code=1)
+    assert "blocks.0.attn" in lost.stdout
+
+
+def test_a_backend_that_is_absent_exits_with_4_and_says_how(home: Path, tmp_path: Path) -> None:
+    try:
+        import tensorrt  # noqa: F401
+
+        pytest.skip("TensorRT is installed")
+    except ImportError:
+        pass
+    done("export", "--model", home / "dense", "-o", tmp_path / "d.onnx", "--precision", "fp16")
+    result = run("build", tmp_path / "d.fp16.onnx", "--batch", "1:2:4", "-o", tmp_path / "d.plan")
+    assert result.exit_code == 4
+    assert "pip install" in result.stderr
+    assert not (tmp_path / "d.plan").exists()
+
+
+# Proof
+
+
+def test_a_swapped_channel_is_found_and_located(home: Path, tmp_path: Path) -> None:
+    """The graph of another model than the torch one: the block where they part is named."""
+    dense = load_checkpoint(home / "dense")
+    done("export", "--model", home / "dense", "-o", tmp_path / "good.onnx")
+    faulty = vit.replaced(dense.model, {})
+    fc1 = vit.parts(faulty).mlps[1].fc1
+    with torch.no_grad():
+        fc1.weight[[0, 1]] = fc1.weight[[1, 0]]
+    save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
+    done("export", "--model", tmp_path / "faulty", "-o", tmp_path / "bad.onnx")
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
+    done("verify", home / "dense", home / "dense", tmp_path / "good.onnx", *words)
+    result = done("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
+    record = json.loads(result.stdout)
+    assert record["located"][0]["site"] == "blocks.1.mlp"
+
+
+def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
+    far = tmp_path / "far.npy"
+    np.save(far, 3.0 * tiny.images(24, seed=9) + 1.0)
+    words = ["verify", home / "dense", home / "dense", "-o", tmp_path / "p.json", "--batch", "4", "--json"]
+    near = json.loads(done(*words, "--images", home / "images.npy", "--moments", home / "m.safetensors").stdout)
+    assert near["shift"]["status"] == "PASS"
+    shifted = json.loads(done(*words, "--images", far, "--moments", home / "m.safetensors").stdout)
+    assert shifted["shift"]["status"] == "NOTED"
+    assert any(row["test"] == "calibrated-range" and row["status"] == "NOTED" for row in shifted["structure"])
+    noise = json.loads(done(*words, "--random", 8).stdout)
+    assert noise["images"]["kind"] == "random"
+    assert run(*words).exit_code == 2
+
+
+def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> None:
+    """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
+    dense = load_checkpoint(home / "dense")
+    hot = vit.replaced(dense.model, {})
+    part = vit.parts(hot).mlps[1]
+    with torch.no_grad():
+        part.fc1.weight.mul_(3e4)
+        part.fc1.bias.mul_(3e4)
+        part.fc2.weight.div_(3e4)
+    save(Checkpoint(model=hot, architecture=dense.architecture, lineage={}), tmp_path / "hot")
+    result = done(
+        "export", "--model", tmp_path / "hot", "--dense", home / "dense", "--precision", "mixed", "--auto",
+        "--images", home / "images.npy", "-o", tmp_path / "hot.onnx", "--json",
+    )  # fmt: skip
+    assert json.loads(result.stdout)["kept_fp32"] == ["blocks.1.mlp"]
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4", "--half-factor", 8]
+    done("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
+    done("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
+    assert (
+        "needs either"
+        in run("export", "--model", home / "dense", "--precision", "mixed", "-o", tmp_path / "x.onnx").stderr
+    )
+
+
+# Gate
+
+
+def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
+    small = reduced(home, tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
+    bench = tmp_path / "bench.json"
+    done("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
+    done("verify", home / "dense", small, "--images", home / "images.npy", "-o", tmp_path / "parity.json")
+    files = [bench, tmp_path / "parity.json"]
+    out = [word for suffix in ("json", "md", "xml") for word in ("-o", tmp_path / f"gate.{suffix}")]
+    done(
+        "gate",
+        *files,
+        "--fail-if",
+        "relative_error > 10",
+        "--fail-if",
+        "size_bytes > dense",
+        *out,
+        "--track",
+        tmp_path / "t",
+    )
+    assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "PASS"
+    assert (tmp_path / "t" / "smaller-is-better.json").is_file()
+    done("gate", *files, "--fail-if", "size_bytes < dense", code=1)
+    words = ["gate", bench, "--fail-if", "size_bytes > baseline", "--baseline", tmp_path / "base.json"]
+    assert "--init-baseline" in run(*words).stderr
+    done(*words, "--init-baseline")
+    done(*words)
+    assert run("gate", *files, "--fail-if", "speed is good").exit_code == 2
+    assert "no difference" in done("compare", bench, bench).stdout
