@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from export.record import EngineRecord, Port, record_path, sha256_of
@@ -13,12 +12,21 @@ SHAPE = (3, 4, 4)
 CLASSES = 5
 
 
-def write_onnx(path: Path, *, batch: int | None = None, opset: int = 20, ir: int = 10, seed: int = 0) -> Path:
-    """images [batch,3,4,4] -> logits [batch,5], logits = flat @ W + b with weights of the given seed."""
+def write_onnx(
+    path: Path,
+    *,
+    batch: int | None = None,
+    shape: tuple[int, int, int] = SHAPE,
+    classes: int = CLASSES,
+    opset: int = 20,
+    ir: int = 10,
+    seed: int = 0,
+) -> Path:
+    """images [batch,*shape] -> logits [batch,classes], logits = flat @ W + b with weights of the given seed."""
     rng = np.random.default_rng(seed)
     size: int | str = "batch" if batch is None else batch
-    weights = rng.standard_normal((int(np.prod(SHAPE)), CLASSES)).astype(np.float32)
-    bias = rng.standard_normal(CLASSES).astype(np.float32)
+    weights = rng.standard_normal((int(np.prod(shape)), classes)).astype(np.float32)
+    bias = rng.standard_normal(classes).astype(np.float32)
     graph = helper.make_graph(
         [
             helper.make_node("Flatten", ["images"], ["flat"], axis=1),
@@ -26,21 +34,14 @@ def write_onnx(path: Path, *, batch: int | None = None, opset: int = 20, ir: int
             helper.make_node("Add", ["product", "bias"], ["logits"]),
         ],
         "linear",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [size, *SHAPE])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [size, CLASSES])],
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [size, *shape])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [size, classes])],
         [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(bias, "bias")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
     onnx.checker.check_model(model)
     path.write_bytes(model.SerializeToString())
     return path
-
-
-def logits_of(path: Path, images: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The same by numpy in float64."""
-    weights, bias = (numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer)
-    flat = images.reshape(len(images), -1).astype(np.float64)
-    return np.asarray(flat @ weights.astype(np.float64) + bias)
 
 
 def write_plan(

@@ -1,0 +1,177 @@
+"""The packaged repository in a real server: warm-up, batching, answers over HTTP and gRPC, versions, a clean end."""
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from export.package import Package
+from export.to_onnx import onnx_from_model, save
+from export.triton import write_repository
+from export.triton_config import Serving
+from export.triton_lint import lint_repository
+from export.versions import serve_version
+from tests.export_served import write_onnx, write_plan
+from tests.export_vit import Vit
+from tests.triton_server import Server, lack, run_clients
+
+REASON = lack()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+CLASSES, SIZE, IMAGES = 10, 16, 96
+LABELS = tuple(f"digit {index}" for index in range(CLASSES))
+SERVING = Serving(preferred_batches=(4,), queue_delay_us=20_000, max_batch=8, cpu_threads=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server, the repository it reads, and the graph of vit's version 1."""
+
+    server: Server
+    repository: Path
+    graph: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    graph, repository = folder / "vit.onnx", folder / "models"
+    model = Vit(dim=32, heads=2, qk=8, v=16, hidden=48, depth=2, size=SIZE, classes=CLASSES, padded=True)
+    save(onnx_from_model(model, image_shape=(3, SIZE, SIZE), precision="fp32", metadata={}), graph)
+    write_repository(Package(name="vit", cpu_onnx=graph, labels=LABELS, serving=SERVING), repository)
+    with Server(repository, folder) as server:
+        yield Served(server, repository, graph)
+    assert server.exit_code == 0, server.log.read_text()[-2000:]
+    with socket.socket() as after:
+        assert after.connect_ex(("127.0.0.1", server.http_port)) != 0, "nothing listens any more"
+
+
+def images(count: int) -> Any:
+    return np.random.default_rng(5).standard_normal((count, 3, SIZE, SIZE)).astype(np.float32)
+
+
+def direct(graph: Path, batch: Any) -> Any:
+    """ONNX Runtime on the same file, one image at a time."""
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    return np.concatenate([session.run(["logits"], {"images": image[None]})[0] for image in batch])
+
+
+def request(batch: Any) -> dict[str, object]:
+    """The body of a KServe inference request."""
+    shape, data = list(batch.shape), batch.ravel().tolist()
+    return {"inputs": [{"name": "images", "datatype": "FP32", "shape": shape, "data": data}]}
+
+
+def infer(server: Server, model: str, batch: Any) -> Any:
+    status, answer = server.ask(f"models/{model}/infer", post=True, content=request(batch))
+    assert status == 200, answer
+    output = answer["outputs"][0]
+    return np.asarray(output["data"]).reshape(output["shape"])
+
+
+def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(served: Served, tmp_path: Path) -> None:
+    server = served.server
+    assert lint_repository(served.repository) == ()
+    assert server.load("vit_cpu") is None
+    assert server.ask("models/vit_cpu/ready")[0] == 200
+    (before,) = server.statistics("vit_cpu")
+    warmed = {entry["batch_size"]: entry["compute_infer"]["count"] for entry in before["batch_stats"]}
+    assert warmed == {1: 1, 4: 1, 8: 1}, "one warm-up for each size, before any request"
+
+    batch = images(IMAGES)
+    np.save(tmp_path / "images.npy", batch)
+    run_clients(server, "vit_cpu", tmp_path / "images.npy", tmp_path / "answers.npz")
+    answers = np.load(tmp_path / "answers.npz")
+    wanted = direct(served.graph, batch)
+    np.testing.assert_allclose(answers["logits"], wanted, rtol=0, atol=1e-5)
+    assert answers["labels"].tolist() == [LABELS[index] for index in wanted.argmax(1)]
+
+    (after,) = server.statistics("vit_cpu")
+    sent = int(answers["requests"])
+    assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == sent
+    assert after["inference_count"] - before["inference_count"] == 2 * IMAGES
+    executions = after["execution_count"] - before["execution_count"]
+    assert executions < sent, "requests of different clients ran together"
+    assert max(entry["batch_size"] for entry in after["batch_stats"]) <= SERVING.max_batch
+
+
+def test_the_server_knows_the_model_as_the_graph_does(served: Served) -> None:
+    assert served.server.load("vit_cpu") is None
+    metadata = served.server.ask("models/vit_cpu")[1]
+    assert metadata["inputs"] == [{"name": "images", "datatype": "FP32", "shape": [-1, 3, SIZE, SIZE]}]
+    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}]
+    config = served.server.ask("models/vit_cpu/config")[1]
+    assert config["max_batch_size"] == 8
+    assert config["dynamic_batching"]["preferred_batch_size"] == [4]
+    assert config["instance_group"][0]["kind"] == "KIND_CPU"
+
+
+def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: Served) -> None:
+    server = served.server
+    assert server.load("vit_cpu") is None
+    for wrong, told in ((images(9), "batch-size must be <= 8"), (images(1)[..., 1:], "unexpected shape")):
+        status, answer = server.ask("models/vit_cpu/infer", post=True, content=request(wrong))
+        assert status == 400
+        assert told in answer["error"]
+    np.testing.assert_allclose(infer(server, "vit_cpu", images(2)), direct(served.graph, images(2)), atol=1e-5)
+
+
+def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_path: Path) -> None:
+    server, batch = served.server, images(2)
+    newer = write_onnx(tmp_path / "newer.onnx", shape=(3, SIZE, SIZE), classes=CLASSES)
+    write_repository(Package(name="vit", version=2, cpu_onnx=newer, labels=LABELS, serving=SERVING), served.repository)
+    for change, version, graph in ((None, "2", newer), (1, "1", served.graph)):
+        if change is not None:
+            serve_version(served.repository, "vit", change)
+        assert server.load("vit_cpu") is None
+        assert [entry["version"] for entry in server.statistics("vit_cpu")] == [version]
+        np.testing.assert_allclose(infer(server, "vit_cpu", batch), direct(graph, batch), atol=1e-4)
+
+
+def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
+    write_repository(Package(name="fixed", cpu_onnx=graph), served.repository)
+    assert served.server.load("fixed_cpu") is None
+    batch = images(2)[..., :4, :4]
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    wanted = session.run(["logits"], {"images": np.ascontiguousarray(batch)})[0]
+    np.testing.assert_allclose(infer(served.server, "fixed_cpu", batch), wanted, atol=1e-5)
+    status, answer = served.server.ask("models/fixed_cpu/infer", post=True, content=request(batch[:1]))
+    assert (status, "unexpected shape" in answer["error"]) == (400, True)
+
+
+def test_the_plans_config_is_taken_up_to_the_backend_that_is_not_here(served: Served, tmp_path: Path) -> None:
+    graph = write_onnx(tmp_path / "model.onnx")
+    plans = tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "89"))
+    serving = Serving(preferred_batches=(4, 8), graph_batches=(1, 4), policy="specific")
+    labels = tuple("abcde")
+    write_repository(Package(name="gpu", plans=plans, onnx=graph, labels=labels, serving=serving), served.repository)
+    for model, backend in (("gpu", "tensorrt"), ("gpu_onnx", "onnxruntime")):
+        told = served.server.load(model)
+        assert told is not None
+        assert f"unable to find backend library for backend '{backend}'" in told, told
+    config = served.repository / "gpu/config.pbtxt"
+    for old, new, wrong in (("graph_spec", "graf_spec", "graf_spec"), ("[4, 8]", "[4, 99]", "preferred")):
+        text = config.read_text()
+        config.write_text(text.replace(old, new))
+        told = served.server.load("gpu")
+        config.write_text(text)
+        assert told is not None
+        assert "backend library" not in told, "a wrong config does not come that far"
+        assert wrong in told + served.server.log.read_text()
+
+
+def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_path: Path) -> None:
+    repository = served.repository
+    graph = write_onnx(tmp_path / "model.onnx")
+    write_repository(Package(name="lost", cpu_onnx=graph), repository)
+    code = repository / "lost_cpu/1/model.py"
+    code.write_text(code.read_text().replace("import onnxruntime as ort", "import onnxruntime_not_here as ort"))
+    told = served.server.load("lost_cpu")
+    assert told is not None
+    assert "pip install onnxruntime" in told
