@@ -234,8 +234,7 @@ def reduce(
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
     finished = 0
-    every: tuple[vit.MlpPart | vit.AttentionPart, ...] = (*found.mlps, *found.attentions)
-    for part in every:
+    for part in found.every:
         width = wanted.get(part.name)
         if width is None:
             continue

@@ -1,9 +1,10 @@
 """Reduce a checkpoint as a command asks for it, and write the smaller model with its lineage."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -11,6 +12,8 @@ from rich.table import Table
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import load as load_moments
+from perf.summary import summarise
+from perf.timing import Plan
 
 from . import budget as budgets
 from .checkpoint import Checkpoint, save
@@ -20,17 +23,20 @@ from .errors import BadInput
 from .files import sha256_of_file
 from .head_choice import choose_heads
 from .inputs import model_digest
+from .latency_grid import Where, measure_tables, offers_in_time
 from .reduce import Reduction, SiteReport, reduce, require_same_model
+from .side_by_side import measure
 
 PROBE_IMAGES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A share of the dense model's MACs or parameters that may stay, in (0, 1]."""
+    """A share of the dense model's MACs, parameters or latency that may stay, in (0, 1]; `where` tells latency's."""
 
-    currency: budgets.Currency
+    currency: Literal["macs", "params", "latency"]
     share: float
+    where: Where | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,7 @@ class Planned:
     choices: Choices
     widths: Widths | None
     said: tuple[str, ...]
+    predicted_speedup: float | None = None
 
 
 def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images) -> budgets.Probe:
@@ -63,7 +70,23 @@ def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images
     return budgets.Probe(model=dense.model, moments=moments, choices=choices, images=pixels, eliminations=known)
 
 
+def _allocated_in_time(dense: Checkpoint, probe: budgets.Probe, budget: Budget) -> Planned:
+    where = budget.where
+    assert where is not None, budget
+    tables = measure_tables(dense, probe.choices, where)
+    batch = where.batches[0]
+    sites, total = offers_in_time(list(budgets.offers(probe, "macs")), tables, dense, probe.choices, batch)
+    found = budgets.spend(sites, total, budget.share)
+    said = (
+        f"budget: {found.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
+        f"{found.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}; predicted logit "
+        f"error {found.predicted_error:.4f}"
+    )
+    return Planned(choices=probe.choices, widths=found.widths, said=(said,), predicted_speedup=1.0 / found.share)
+
+
 def _allocated(probe: budgets.Probe, budget: Budget) -> Planned:
+    assert budget.currency != "latency", budget
     dense = budgets.dense_cost(probe.model, budget.currency)
     sites = list(budgets.offers(probe, budget.currency))
     found = budgets.spend(sites, dense, budget.share)
@@ -88,6 +111,8 @@ def plan(dense: Checkpoint, moments: Moments, asked: Asked, images: Images | Non
         taken = choose_heads(probe, None if asked.budget is None else asked.budget.share)
         return Planned(choices=taken.choices, widths=taken.allocated.widths, said=(taken.reason,))
     assert asked.budget is not None
+    if asked.budget.currency == "latency":
+        return _allocated_in_time(dense, probe, asked.budget)
     return _allocated(probe, asked.budget)
 
 
@@ -136,6 +161,16 @@ def reduce_checkpoint(
     reduction, planned = reduce_as_asked(dense, load_moments(moments), asked, images=images, done=done)
     save(reduced_checkpoint(dense, reduction, preset=asked.preset, moments=moments), directory)
     return reduction, planned
+
+
+def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
+    """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
+    with tempfile.TemporaryDirectory() as scratch:
+        save(dense, Path(scratch))
+        bench = measure(Path(scratch), directory, batches=(batch,), plan=Plan(time_limit_s=5.0, noise_rounds=0))
+    (row,) = summarise(bench).rows
+    assert row.speedup is not None, row
+    return row.speedup.value
 
 
 def record_of_reduction(reduction: Reduction, planned: Planned) -> dict[str, Any]:

@@ -72,6 +72,11 @@ class Parts:
     attentions: tuple[AttentionPart, ...]
     refused: tuple[Refusal, ...]
 
+    @property
+    def every(self) -> "tuple[MlpPart | AttentionPart, ...]":
+        """MLPs, then attentions."""
+        return (*self.mlps, *self.attentions)
+
 
 def _mlp_refusal(mlp: nn.Module) -> str:
     if type(mlp) is not TimmMlp:

@@ -43,18 +43,31 @@ class Alignment(click.ParamType[dict[str, int]]):
         return aligned
 
 
-def _budget(macs: float | None, params: float | None, mlp: float, attn: float) -> "Budget | None":
+def _budget(
+    shares: dict[str, float | None], mlp: float, attn: float, tables: Path | None, batch: int | None
+) -> "Budget | None":
+    from ..latency_grid import Where
     from ..reducing import Budget
 
-    if macs is not None and params is not None:
-        raise click.UsageError("--macs and --params are two budgets; give one")
-    if macs is None and params is None:
+    given = {currency: share for currency, share in shares.items() if share is not None}
+    if len(given) > 1:
+        raise click.UsageError(f"--{' and --'.join(given)} are several budgets; give one")
+    if "latency" not in given and (tables is not None or batch is not None):
+        raise click.UsageError("--latency-tables and --batch belong to --latency")
+    if not given:
         if mlp == 0.0 and attn == 0.0:
             raise click.UsageError("nothing to remove: give --mlp or --attn a share above 0, or a budget: --macs 0.6")
         return None
     if mlp > 0.0 or attn > 0.0:
-        raise click.UsageError("a budget chooses the widths itself; give --macs or --params without --mlp and --attn")
-    return Budget(currency="macs", share=macs) if macs is not None else Budget(currency="params", share=params or 1.0)
+        raise click.UsageError("a budget chooses the widths itself; give it without --mlp and --attn")
+    if shares["macs"] is not None:
+        return Budget(currency="macs", share=shares["macs"])
+    if shares["params"] is not None:
+        return Budget(currency="params", share=shares["params"])
+    if tables is None:
+        raise click.UsageError("--latency needs --latency-tables DIR, where the measured tables are kept")
+    where = Where(backend="onnxruntime", batches=(batch or 1,), cache=tables)
+    return Budget(currency="latency", share=given["latency"], where=where)
 
 
 def _choices(preset: str, mlp: float, attn: float, heads: str, align: dict[str, int], ridge: float) -> "Choices":
@@ -92,6 +105,11 @@ def _choices(preset: str, mlp: float, attn: float, heads: str, align: dict[str, 
 )
 @click.option("--macs", type=SHARE_KEPT, default=None, help="Share of the dense MACs to keep: widths differ by site.")
 @click.option("--params", type=SHARE_KEPT, default=None, help="Share of the dense parameters to keep, likewise.")
+@click.option("--latency", type=SHARE_KEPT, default=None, help="Share of the dense latency to keep, on this machine.")
+@click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
+@click.option(
+    "--batch", type=click.IntRange(1), default=None, help="The batch size that --latency is about; default 1."
+)
 @click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
 @click.option("--images", type=ANY_PATH, default=None, help="Unlabelled images for a budget, auto or the closed loop.")
 @samples_option
@@ -121,6 +139,9 @@ def reduce_command(
     heads: str,
     macs: float | None,
     params: float | None,
+    latency: float | None,
+    latency_tables: Path | None,
+    batch: int | None,
     closed_loop: bool,
     images: Path | None,
     samples: int | None,
@@ -135,9 +156,9 @@ def reduce_command(
     moments.safetensors --mlp 0.5 --attn 0.5 -o reduced
     """
     from ..inputs import images_for_model
-    from ..reducing import Asked, record_of_reduction, reduce_checkpoint, site_table
+    from ..reducing import Asked, measured_speedup, record_of_reduction, reduce_checkpoint, site_table
 
-    budget = _budget(macs, params, mlp, attn)
+    budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)
     asked = Asked(
         preset=preset,
         choices=_choices(preset, mlp, attn, heads, align, ridge),
@@ -156,4 +177,11 @@ def reduce_command(
     if heads == "ragged" and attn > 0.0:
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded or square heads keep it")
     record = record_of_reduction(reduction, planned)
-    out.result(record, site_table(reduction.sites), *planned.said, f"{output}: reduced model written")
+    checked = []
+    if planned.predicted_speedup is not None:
+        with out.progress("measuring the result", None):
+            speed = measured_speedup(dense, output, batch or 1)
+        record |= {"predicted_speedup": planned.predicted_speedup, "measured_speedup": speed}
+        off = planned.predicted_speedup / speed - 1.0
+        checked.append(f"speed-up predicted {planned.predicted_speedup:.3f}, measured {speed:.3f}: {off:+.1%} off")
+    out.result(record, site_table(reduction.sites), *planned.said, *checked, f"{output}: reduced model written")

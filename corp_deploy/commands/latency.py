@@ -1,0 +1,66 @@
+"""corp-deploy latency-table."""
+
+from pathlib import Path
+
+import click
+
+from ..console import Output, output_options
+from .options import DIRECTORY, Integers, ModelChoice, model_options
+from .reduce import Alignment
+
+
+@click.command("latency-table")
+@model_options
+@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
+@click.option("--batch", type=Integers(), default="1,8", show_default=True, help="Batch sizes to measure.")
+@click.option(
+    "--backend",
+    type=click.Choice(["onnxruntime", "torch"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs the blocks.",
+)
+@click.option(
+    "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
+)
+@click.option("--align", type=Alignment(), default="mlp=64,head=16", show_default=True, help="Multiples of widths.")
+@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; default: the runtime's choice.")
+@output_options
+def latency_table(
+    model: ModelChoice,
+    output: Path,
+    batch: tuple[int, ...],
+    backend: str,
+    heads: str,
+    align: dict[str, int],
+    threads: int | None,
+    out: Output,
+) -> None:
+    """Measure what a block costs at each width on this machine, for `reduce --latency`.
+
+    Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
+    """
+    from rich.table import Table
+
+    from ..choices import choices_from_preset
+    from ..latency_grid import Where, measure_tables
+
+    choices = choices_from_preset("best", geometry=heads, align_hidden=align.get("mlp"), align_head=align.get("head"))
+    where = Where(
+        backend="torch" if backend == "torch" else "onnxruntime",
+        batches=tuple(sorted(batch)),
+        cache=output,
+        threads=threads,
+    )
+    with out.progress("measuring", None, unit="tables"):
+        tables = measure_tables(model.load(), choices, where)
+    shown = Table("block", "width", *(f"batch {size} (ms)" for size in where.batches))
+    rows = []
+    for name, table in (*tables.by_name.items(), ("dense model", tables.dense)):
+        for width in table.widths:
+            cells = [table.latency_ms(width, size) for size in where.batches]
+            rows.append(
+                {"block": name, "width": width, "p50_ms": dict(zip(map(str, where.batches), cells, strict=True))}
+            )
+            shown.add_row(name, "-" if name == "dense model" else str(width), *(f"{cell:.3f}" for cell in cells))
+    out.result({"rows": rows, "measured": tables.measured}, shown, f"{output}: {tables.measured} tables measured now")

@@ -1,0 +1,177 @@
+"""What widths cost in time on this machine: one block of each kind measured alone over a grid of widths.
+
+A block is timed as its MLP or its attention, fed with tokens, through the same backend that the model will run on. The
+tables are cached under the machine's fingerprint, so a second budget measures nothing.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from export.to_onnx import onnx_from_model, save
+from perf.latency_table import Grid, LatencyTable, cached_table
+from perf.module_runner import ModuleRunner
+from perf.onnx_runner import OnnxRunner
+from perf.timing import Plan
+
+from . import vit
+from .budget import Offer, Width
+from .checkpoint import Checkpoint
+from .choices import Choices, HeadWidths, aligned_widths
+from .errors import BadInput
+
+Backend = Literal["onnxruntime", "torch"]
+POINTS = 6
+PLAN = Plan(block_ms=20.0, min_rounds=8, noise_rounds=0, warm_up_limit_s=3.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What latency means here: the backend, the batch sizes, CPU threads, and where tables are kept."""
+
+    backend: Backend
+    batches: tuple[int, ...]
+    cache: Path
+    threads: int | None = None
+    plan: Plan = PLAN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """The measured tables by site kind and shape, and the dense model's own latency under width 1."""
+
+    by_name: dict[str, LatencyTable]
+    dense: LatencyTable
+    measured: int
+
+    def refuse_disturbed(self) -> None:
+        """Raise BadInput where other programs had the CPU for too much of a measurement."""
+        named = {**self.by_name, "the dense model": self.dense}
+        disturbed = [name for name, table in named.items() if any(cell.disturbed for cell in table.cells)]
+        if disturbed:
+            raise BadInput(
+                f"latency tables of {', '.join(disturbed)}: other programs had the machine while they were measured; "
+                "delete the tables' directory and measure again when it is quiet"
+            )
+
+    def of(self, part: vit.MlpPart | vit.AttentionPart, choices: Choices) -> LatencyTable:
+        return self.by_name[_name(part, choices)]
+
+
+class TokensAlone(nn.Module):
+    """A layer of a block as a model of its own: [B,1,N,C] -> [B,C], the first token's output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the layer on the tokens of each image."""
+        out: Tensor = self.layer(tokens[:, 0])[:, 0]
+        return out
+
+
+def _name(part: vit.MlpPart | vit.AttentionPart, choices: Choices) -> str:
+    if isinstance(part, vit.MlpPart):
+        return f"mlp of {part.fc1.in_features} and {part.hidden}"
+    return f"attention of {part.qkv.in_features}, {part.heads} heads of {part.qk} and {part.v}, {choices.geometry}"
+
+
+def _layer(part: vit.MlpPart | vit.AttentionPart, choices: Choices, model: nn.Module, width: int) -> nn.Module:
+    """The layer at one width with random weights: time doesn't depend on their values."""
+    torch.manual_seed(0)
+    if isinstance(part, vit.MlpPart):
+        modules = vit.empty_mlp(part, hidden=width, output_bias=True)
+        mlp = vit.replaced(model, dict(modules)).get_submodule(part.name)
+        return mlp.eval()
+    v = width if choices.geometry == "square" else part.v
+    geometry = "square" if width == v else choices.geometry
+    return vit.empty_attention(part, qk=width, v=v, geometry=geometry, fused=False).eval()
+
+
+def _spread(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """At most POINTS of the widths, evenly, both ends included."""
+    if len(widths) <= POINTS:
+        return widths
+    picks = {round(place * (len(widths) - 1) / (POINTS - 1)) for place in range(POINTS)}
+    return tuple(widths[pick] for pick in sorted(picks))
+
+
+def _runner(module: nn.Module, shape: tuple[int, int, int], where: Where, scratch: Path) -> ModuleRunner | OnnxRunner:
+    if where.backend == "torch":
+        return ModuleRunner(module, threads=where.threads)
+    path = Path(tempfile.mkdtemp(dir=scratch)) / "block.onnx"
+    save(onnx_from_model(module, image_shape=shape, precision="fp32", metadata={}), path)
+    return OnnxRunner(path, threads=where.threads)
+
+
+def measure_tables(
+    checkpoint: Checkpoint, choices: Choices, where: Where, *, progress: Callable[[float, str], None] | None = None
+) -> Tables:
+    """One table per distinct block shape, and the dense model's latency, from the cache where it holds them."""
+    model, found = checkpoint.model, vit.parts(checkpoint.model)
+    every: dict[str, vit.MlpPart | vit.AttentionPart] = {}
+    for part in found.every:
+        every.setdefault(_name(part, choices), part)
+    tokens = vit.tokens(model)
+    measured = 0
+    by_name: dict[str, LatencyTable] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        at = Path(scratch)
+        for name, part in every.items():
+            mlp = isinstance(part, vit.MlpPart)
+            dim = part.fc1.in_features if isinstance(part, vit.MlpPart) else part.qkv.in_features
+            dense_width = part.hidden if isinstance(part, vit.MlpPart) else part.qk
+            widths = _spread(aligned_widths(dense_width, choices.align_hidden if mlp else choices.align_head))
+
+            def open_width(
+                width: int, part: vit.MlpPart | vit.AttentionPart = part, dim: int = dim
+            ) -> ModuleRunner | OnnxRunner:
+                return _runner(TokensAlone(_layer(part, choices, model, width)), (1, tokens, dim), where, at)
+
+            grid = Grid(
+                name=name, open_width=open_width, input_shape=(1, tokens, dim), widths=widths, batches=where.batches
+            )
+            by_name[name], cached = cached_table(grid, where.plan, where.cache, progress=progress)
+            measured += not cached
+        shape = vit.input_spec(model).shape
+        open_dense = partial(_runner, vit.exportable(model), shape, where, at)
+        grid = Grid(
+            name=f"dense {checkpoint.architecture.name} {dict(checkpoint.architecture.kwargs)}",
+            open_width=lambda _: open_dense(),
+            input_shape=shape,
+            widths=(1,),
+            batches=where.batches,
+        )
+        dense, cached = cached_table(grid, where.plan, where.cache, progress=progress)
+    return Tables(by_name=by_name, dense=dense, measured=measured + (not cached))
+
+
+def _size(width: Width) -> int:
+    return width.qk if isinstance(width, HeadWidths) else width
+
+
+def offers_in_time(
+    sites: list[Offer], tables: Tables, checkpoint: Checkpoint, choices: Choices, batch: int
+) -> tuple[list[Offer], int]:
+    """The offers with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
+
+    Raises BadInput for tables that were measured while other programs had the machine.
+    """
+    tables.refuse_disturbed()
+    parts = {part.name: part for part in vit.parts(checkpoint.model).every}
+    priced = []
+    for offer in sites:
+        table = tables.of(parts[offer.site], choices)
+        costs = tuple(round(1e6 * table.latency_ms(_size(width), batch)) for width in offer.widths)
+        priced.append(replace(offer, costs=costs))
+    dense = round(1e6 * tables.dense.latency_ms(1, batch))
+    alone = sum(offer.costs[-1] for offer in priced)
+    # Measured inside the model, a block can be faster than alone; what the blocks can't explain counts as fixed.
+    return priced, max(dense, alone)
