@@ -1,0 +1,33 @@
+"""corp-deploy completion, and what --version prints."""
+
+import click
+from click.shell_completion import get_completion_class
+
+SOURCES = {
+    "bash": 'bash: eval "$(corp-deploy completion bash)" in ~/.bashrc',
+    "zsh": 'zsh: eval "$(corp-deploy completion zsh)" in ~/.zshrc',
+    "fish": "fish: corp-deploy completion fish > ~/.config/fish/completions/corp-deploy.fish",
+}
+
+
+@click.command(epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
+@click.argument("shell", type=click.Choice(list(SOURCES)))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes commands and options in SHELL.
+
+    Example: corp-deploy completion fish > ~/.config/fish/completions/corp-deploy.fish
+    """
+    made = get_completion_class(shell)
+    assert made is not None, shell
+    click.echo(made(ctx.find_root().command, {}, "corp-deploy", "_CORP_DEPLOY_COMPLETE").source())
+
+
+def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """The versions that a result depends on, read from the packages' metadata without importing them."""
+    if not value or ctx.resilient_parsing:
+        return
+    from ..machine import versions
+
+    click.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
+    ctx.exit()

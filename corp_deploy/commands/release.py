@@ -1,0 +1,188 @@
+"""corp-deploy release and corp-deploy check."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..console import Output, output_options
+from .options import ANY_PATH, DIRECTORY, FILE
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..recipe import Recipe
+    from ..release import Baseline, Released
+    from ..stages import Planned, Stage
+
+EXIT_MISSING = 4
+
+
+@click.command()
+@click.argument("recipe", type=FILE)
+@click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
+@click.option("--init", "init_model", default=None, help="Write a starter RECIPE for this directory or timm name.")
+@click.option("--images", type=ANY_PATH, default=None, help="With --init: the calibration images.")
+@click.option("--held-out", type=ANY_PATH, default=None, help="With --init: the held-out images.")
+@click.option("--labels", type=FILE, default=None, help="With --init: class indices of the held-out images.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done and why; write nothing.")
+@click.option("--plan-only", is_flag=True, help="Write the stages this machine can't do as a shell script.")
+@click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable.")
+@click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means.")
+@click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline when there is none.")
+@output_options
+@click.pass_context
+def release(
+    ctx: click.Context,
+    recipe: Path,
+    output: Path | None,
+    init_model: str | None,
+    images: Path | None,
+    held_out: Path | None,
+    labels: Path | None,
+    dry_run: bool,
+    plan_only: bool,
+    only: tuple[str, ...],
+    baseline: Path | None,
+    init_baseline: bool,
+    out: Output,
+) -> None:
+    """Make a whole release from RECIPE: reduce, export, prove, measure, judge, report. Finished stages are kept.
+
+    Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
+    with another target.
+
+    Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
+    """
+    from ..recipe import load_recipe
+    from ..release import Baseline
+
+    if init_model is not None:
+        _init(recipe, init_model, images, held_out, labels, out)
+        return
+    if output is None:
+        raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
+    if images or held_out or labels:
+        raise click.UsageError("--images, --held-out and --labels fill in a new recipe; they go with --init")
+    if sum(map(bool, (dry_run, plan_only, only))) > 1:
+        raise click.UsageError("--dry-run, --plan-only and --only exclude one another")
+    asked, older = load_recipe(recipe), Baseline(path=baseline, init=init_baseline)
+    if dry_run:
+        _dry_run(asked, output, older, out)
+    elif plan_only:
+        _plan_only(asked, output, older, out)
+    elif only:
+        _only(asked, output, only, out)
+    else:
+        _release(ctx, asked, output, older, out)
+
+
+def _init(
+    recipe: Path, model: str, images: Path | None, held_out: Path | None, labels: Path | None, out: Output
+) -> None:
+    from ..files import write_text
+    from ..recipe_text import starter
+
+    if recipe.exists():
+        raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
+    write_text(recipe, starter(model, recipe, images=images, held_out=held_out, labels=labels))
+    out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR")
+
+
+def _rows(planned: "Sequence[Planned]", out: Output, *notes: str) -> None:
+    from rich.table import Table
+
+    table = Table("stage", "", "why")
+    for row in planned:
+        table.add_row(row.stage, row.state, row.why)
+    out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *notes)
+
+
+def _dry_run(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
+    from ..release import plan_release
+
+    planned = plan_release(recipe, output, baseline)
+    open_stages = sum(row.state != "cached" for row in planned)
+    _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
+
+
+def _plan_only(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
+    from ..release import write_script
+
+    script, planned = write_script(recipe, output, baseline)
+    if not planned:
+        _rows(planned, out, f"this machine can do every open stage; {script} has nothing in it")
+        return
+    _rows(planned, out, f"{script}: run it where the targets are, in this directory, then run release again")
+
+
+def _told(out: Output) -> Callable[["Stage", str], None]:
+    return lambda stage, why: out.note(f"{stage.name}: {why}")
+
+
+def _only(recipe: "Recipe", output: Path, names: Sequence[str], out: Output) -> None:
+    from ..release import run_only
+
+    outcome = run_only(recipe, output, names, told=_told(out))
+    done = f"made {', '.join(outcome.made)}" if outcome.made else "nothing to do"
+    out.result({"made": outcome.made, "cached": outcome.cached}, done)
+
+
+def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
+    from ..release import release as make_release
+
+    done = make_release(recipe, output, baseline, told=_told(out))
+    outcome = done.outcome
+    record = {
+        "directory": str(output),
+        "made": outcome.made,
+        "cached": outcome.cached,
+        "blocked": dict(outcome.blocked),
+        "gate": done.verdict,
+    }
+    if done.exit_code is None:
+        for name, why in outcome.blocked.items():
+            out.warn(f"{name}: {why}")
+        out.result(record, "stages are left for another machine; --plan-only writes them as a script")
+        ctx.exit(EXIT_MISSING)
+    out.result(record, _summary(done), *_gate_rows(output), f"{output}: gate {done.verdict}")
+    ctx.exit(done.exit_code)
+
+
+def _summary(done: "Released") -> str:
+    made, cached = done.outcome.made, done.outcome.cached
+    if not made:
+        return f"nothing to do: all {len(cached)} stages are up to date"
+    return f"{len(made)} stages done, {len(cached)} kept as they were"
+
+
+def _gate_rows(output: Path) -> "list[Table]":
+    from rich.table import Table
+
+    from ..files import read_json
+
+    table = Table("fails if", "verdict", "why")
+    for row in read_json(output / "gate.json", kind="gate")["rules"]:
+        table.add_row(row["rule"], row["verdict"], row["message"])
+    return [table]
+
+
+@click.command()
+@click.argument("directory", type=DIRECTORY)
+@output_options
+@click.pass_context
+def check(ctx: click.Context, directory: Path, out: Output) -> None:
+    """Verify a release: every digest, and the sample inputs replayed in ONNX Runtime; exit 1 naming what differs.
+
+    Example: corp-deploy check release
+    """
+    from ..release_check import check as check_release
+
+    found = check_release(directory)
+    replayed = "samples replayed" if found.graphs_replayed else "samples not replayed, as files differ"
+    verdict = f"{len(found.differs)} differ" if found.differs else "all as they were made"
+    out.result(asdict(found), *found.differs, f"{directory}: {found.files} files, {replayed}: {verdict}")
+    if found.differs:
+        ctx.exit(1)

@@ -1,0 +1,102 @@
+"""MODEL_CARD.md of a release: what was removed, on which images, agreement, speed, limits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from perf.runs import load_bench
+from perf.summary import summarise
+
+from .files import read_json
+from .recipe import Recipe
+from .release import bench_name
+
+MODEL = "corp-deploy/model"
+
+
+def _count(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
+
+
+def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    wanted = recipe["reduce"]
+    budget = next((f"{wanted[name]:.0%} of the {name} may stay" for name in ("macs", "params") if wanted[name]), None)
+    asked = budget or f"{wanted['mlp']:.0%} of the MLP channels and {wanted['attn']:.0%} of the head dimensions removed"
+    yield f"Asked for: {asked}; preset `{wanted['preset']}`, heads `{wanted['heads']}`. No labels, no training."
+    yield ""
+    yield "| site | part | dense width | width | lost without repair | lost |"
+    yield "|---|---|---|---|---|---|"
+    for site in config["lineage"]["reduction"]["sites"]:
+        energy = site["energy"] or 1.0
+        lost = f"{site['error_uncompensated'] / energy:.2%} | {site['error'] / energy:.3%}"
+        yield f"| {site['site']} | {site['part']} | {site['width_dense']} | {site['width']} | {lost} |"
+
+
+def _calibrated(root: Path, config: dict[str, Any]) -> Iterator[str]:
+    moments = read_json(root / "moments.json", kind="corp-deploy/moments-reference")
+    yield f"{moments['images']} unlabelled images, digest `{config['lineage']['images'][:16]}`; moments"
+    yield f"`{moments['sha256'][:16]}` ({moments['size_bytes'] / 1e6:.1f} MB, kept beside the release, not shipped)."
+
+
+def _agreement(parity: dict[str, Any]) -> Iterator[str]:
+    yield f"{parity['verdict']} on {parity['images']['count']} held-out images: {parity['reason']}."
+    yield ""
+    yield "| link | against | relative error | top-1 agreement | verdict |"
+    yield "|---|---|---|---|---|"
+    for link in parity["links"]:
+        errors = link["measures"]
+        figures = f"{errors['relative_error']:.2e} | {errors['top1_agreement']:.2%}"
+        yield f"| {link['name']} | {link['reference']} | {figures} | {link['status']} |"
+    rows = parity.get("accuracy") or []
+    if rows:
+        yield ""
+        yield "Accuracy: " + ", ".join(f"{row['model']} {row['accuracy']:.2%}" for row in rows) + "."
+
+
+def _speed(path: Path) -> Iterator[str]:
+    bench = load_bench(path)
+    names = [subject.name for subject in bench.subjects]
+    costs = ", ".join(
+        f"{each.name}: {_count(each.params)} parameters, {_count(each.macs)} MACs, {_count(each.size_bytes)} bytes"
+        for each in bench.subjects
+    )
+    yield f"{costs}."
+    yield ""
+    yield f"| batch | {names[0]} p50 (ms) | {names[1]} p50 (ms) | speed-up (95 % interval) |"
+    yield "|---|---|---|---|"
+    for row in summarise(bench).rows:
+        sides = [row.sides[name].p50_ms for name in names]
+        cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
+        gain = row.speedup
+        told = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+        yield f"| {row.batch} | {cells} | {told} |"
+    for warning in bench.warnings:
+        yield f"\nNote: {warning}"
+
+
+def _limits(recipe: Recipe, parity: dict[str, Any]) -> Iterator[str]:
+    yield f"* Agreement was measured on {parity['images']['count']} images; on images of another kind it may be lower."
+    yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
+    yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
+    wanted = recipe["parity"]
+    yield f"* Limits set: agreement at least {wanted['min_agreement']}, logit error at most {wanted['max_error']}."
+
+
+def card(root: Path, recipe: Recipe) -> str:
+    """The card's text, from the records of a release."""
+    config = read_json(root / "reduced" / "config.json", kind=MODEL)
+    parity = read_json(root / "parity.json", kind="parity")
+    gate = read_json(root / "gate.json", kind="gate")
+    shape = "x".join(map(str, config["input"]["shape"]))
+    lines = [f"# {recipe.name}", ""]
+    lines += [
+        f"`{config['timm']['name']}` made smaller by corp-deploy; images {shape}. Gate: **{gate['verdict']}**.",
+        "",
+    ]
+    lines += ["## What was removed", "", *_removed(config, recipe), ""]
+    lines += ["## Calibrated on", "", *_calibrated(root, config), ""]
+    lines += ["## Agreement with the dense model", "", *_agreement(parity), ""]
+    for target in recipe.targets:
+        lines += [f"## Speed on {target.name}, {target.precision}", "", *_speed(root / bench_name(recipe, target)), ""]
+    lines += ["## Limits", "", *_limits(recipe, parity), ""]
+    return "\n".join(lines)

@@ -1,0 +1,453 @@
+"""A release: the stages of a recipe, in order, and the verbs that run, plan and script them. Imports no torch."""
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import BadInput, Missing
+from .files import read_json, replacing, sha256_of_file, write_json, write_text
+from .machine import versions
+from .recipe import Recipe, Target
+from .recipe_text import text_of_recipe
+from .stages import Outcome, Place, Planned, Stage, files_of, locked, run
+from .stages import plan as plan_stages
+from .targets import artefact_name, build_lack, gpu_lack, graph_name, plan_name, run_lack
+
+SCRIPT, SUMS, MANIFEST = "remaining.sh", "SHA256SUMS", "manifest.json"
+MOMENTS = ".stages/moments.safetensors"
+SUBJECTS = ("dense", "reduced")
+# As in records.py, which imports torch.
+MANIFEST_KIND = "corp-deploy/manifest"
+MODELS = tuple(f"{name}/{file}" for name in SUBJECTS for file in ("config.json", "model.safetensors"))
+TORCH = ("torch", "timm", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The older bench.json that rules compare with; `init` lets this release become it where there is none."""
+
+    path: Path | None = None
+    init: bool = False
+
+    def __post_init__(self) -> None:
+        if self.init and self.path is None:
+            raise BadInput("--init-baseline needs --baseline FILE, which is where the baseline goes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """What a run did and the gate's verdict; both gate fields are None while stages wait for another machine."""
+
+    outcome: Outcome
+    verdict: str | None
+    exit_code: int | None
+
+
+def bench_name(recipe: Recipe, target: Target) -> str:
+    """bench.json of the first target, bench.TARGET.json of the others."""
+    return "bench.json" if target == recipe.targets[0] else f"bench.{target.name}.json"
+
+
+def parity_name(target: Target) -> str:
+    """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
+    return "parity.json" if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
+
+
+def _tool(*packages: str) -> dict[str, str]:
+    """Versions that a stage's result depends on. A GPU's stages name none: that machine has others."""
+    found = versions()
+    return {"corp-deploy": __version__} | {name: found[name] for name in packages if name in found}
+
+
+def _step(name: str, *words: Any) -> Callable[[Place], None]:
+    """A function of release_steps, imported when it is called."""
+
+    def does(place: Place) -> None:
+        from . import release_steps
+
+        functions: dict[str, Callable[..., None]] = {
+            "dense": release_steps.write_dense,
+            "moments": release_steps.write_moments,
+            "reduce": release_steps.write_reduced,
+            "export": release_steps.write_graphs,
+            "samples": release_steps.write_samples,
+            "parity": release_steps.write_parity,
+            "engine": release_steps.write_engines,
+            "target-parity": release_steps.write_target_parity,
+            "bench": release_steps.write_bench,
+            "gate": release_steps.write_gate,
+            "report": release_steps.write_report,
+        }
+        functions[name](place, *words)
+
+    return does
+
+
+def _path_words(path: Path | None, root: Path) -> str:
+    return "" if path is None else shlex.quote(os.path.relpath(path, root.resolve()))
+
+
+def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
+    model, calibration, wanted = recipe["model"], recipe["calibration"], recipe["reduce"]
+    weights = recipe.optional_path("model", "weights")
+    outside = {"model": Path(model["model"])} if recipe.model_is_directory else {}
+    if weights is not None:
+        outside["weights"] = weights
+    name = {} if recipe.model_is_directory else {"model.model": model["model"]}
+
+    def write_recipe(place: Place) -> None:
+        write_text(place.into / "recipe.toml", text_of_recipe(recipe, root))
+
+    text = text_of_recipe(recipe, root)
+    yield Stage(name="recipe", makes=("recipe.toml",), does=write_recipe, settings={"recipe": text})
+    yield Stage(
+        name="dense",
+        makes=MODELS[:2],
+        does=_step("dense", recipe),
+        outside=outside,
+        settings={**name, "model.kwargs": model["kwargs"], "versions": _tool(*TORCH)},
+    )
+    on_gpu = calibration["device"] == "cuda"
+    yield Stage(
+        name="moments",
+        makes=(MOMENTS, "moments.json"),
+        does=_step("moments", recipe),
+        reads=MODELS[:2],
+        outside={"calibration.images": recipe.path("calibration", "images")},
+        settings={f"calibration.{key}": value for key, value in calibration.items() if key not in ("images", "workers")}
+        | {"attention_system": recipe.choices.needs_attention_system, "versions": _tool(*() if on_gpu else TORCH)},
+        lack=gpu_lack if on_gpu else lambda: None,
+        command=f"calibrate --model dense --images {_path_words(recipe.path('calibration', 'images'), root)} "
+        f"--batch-size {calibration['batch_size']} --device {calibration['device']} -o {MOMENTS}",
+    )
+    looks = wanted["macs"] is not None or wanted["params"] is not None or wanted["heads"] == "auto"
+    images = {"calibration.images": recipe.path("calibration", "images")} if looks or wanted["closed_loop"] else {}
+    yield Stage(
+        name="reduce",
+        makes=MODELS[2:],
+        does=_step("reduce", recipe),
+        reads=(*MODELS[:2], MOMENTS),
+        outside=images,
+        settings={f"reduce.{key}": value for key, value in wanted.items()} | {"versions": _tool(*TORCH)},
+        command=_reduce_words(recipe, root),
+    )
+
+
+def _reduce_words(recipe: Recipe, root: Path) -> str:
+    wanted = recipe["reduce"]
+    shares = [f"--{key} {wanted[key]:g}" for key in ("mlp", "attn", "macs", "params") if wanted[key]]
+    if wanted["closed_loop"]:
+        shares.append("--closed-loop")
+    if wanted["closed_loop"] or wanted["macs"] or wanted["params"] or wanted["heads"] == "auto":
+        shares.append(f"--images {_path_words(recipe.path('calibration', 'images'), root)}")
+    return (
+        f"reduce --model dense --moments {MOMENTS} {' '.join(shares)} --preset {wanted['preset']} --heads "
+        f"{wanted['heads']} --align mlp={wanted['align_mlp']},head={wanted['align_head']} --ridge {wanted['ridge']:g} "
+        "-o reduced"
+    )
+
+
+def _graphs(recipe: Recipe, subject: str) -> tuple[str, ...]:
+    return tuple(f"{subject}/{graph_name(precision)}" for precision in recipe["export"]["precisions"])
+
+
+def _graph_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
+    precisions = recipe["export"]["precisions"]
+    for subject, model in zip(SUBJECTS, (MODELS[:2], MODELS[2:]), strict=True):
+        yield Stage(
+            name=f"export.{subject}",
+            makes=_graphs(recipe, subject),
+            does=_step("export", recipe, subject),
+            reads=model,
+            settings={f"export.{key}": value for key, value in recipe["export"].items()}
+            | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
+            command=f"export --model {subject} --precision {','.join(precisions)} -o {subject}/model.onnx",
+        )
+    graphs = (*_graphs(recipe, "dense"), *_graphs(recipe, "reduced"))
+    held_out = recipe["held_out"]
+    drawn = {f"held_out.{key}": held_out[key] for key in ("samples", "seed")}
+    images = {"held_out.images": recipe.path("held_out", "images")}
+    answers = [f"samples/{subject}.{precision}.npy" for subject in SUBJECTS for precision in precisions]
+    yield Stage(
+        name="samples",
+        makes=("samples/images.npy", "samples/samples.json", *answers),
+        does=_step("samples", recipe),
+        reads=(*MODELS[:2], *graphs),
+        outside=images,
+        settings={**drawn, "samples.count": recipe["samples"]["count"], "versions": _tool(*TORCH, "onnxruntime")},
+    )
+    labels = recipe.optional_path("held_out", "labels")
+    limits = {key: recipe["parity"][key] for key in ("min_agreement", "max_error", "half_factor")}
+    words = [f"--{key.replace('_', '-')} {value}" for key, value in limits.items() if value is not None]
+    given = f"--images {_path_words(images['held_out.images'], root)}"
+    yield Stage(
+        name="parity",
+        makes=("parity.json", "parity.npz"),
+        does=_step("parity", recipe),
+        reads=(*MODELS, MOMENTS, *_graphs(recipe, "reduced")),
+        outside=images | ({} if labels is None else {"held_out.labels": labels}),
+        settings={f"parity.{key}": value for key, value in recipe["parity"].items()}
+        | {**drawn, "versions": _tool(*TORCH, "onnxruntime")},
+        command=f"verify dense reduced {' '.join(_graphs(recipe, 'reduced'))} {given} {' '.join(words)} -o parity.json"
+        + (f" --labels {_path_words(labels, root)}" if labels else ""),
+    )
+
+
+def _only(stage: str) -> str:
+    return f"release recipe.toml --output . --only {stage}"
+
+
+def _engine_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
+    graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
+    name = f"engine.{target.name}"
+    plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
+    yield Stage(
+        name=name,
+        makes=(*plans, *(f"{plan}.json" for plan in plans)),
+        does=_step("engine", target, f"corp-deploy {_only(name)}"),
+        reads=graphs,
+        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()},
+        lack=lambda: build_lack(target),
+        command=_only(name),
+    )
+
+
+def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
+    if target.is_engine:
+        yield from _engine_stages(recipe, target)
+    local = target.name == "onnxruntime-cpu"
+    artefacts = tuple(artefact_name(target, subject) for subject in SUBJECTS)
+    records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
+    graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
+    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, "samples/images.npy")))
+    if not local:
+        parity = parity_name(target)
+        yield Stage(
+            name=f"parity.{target.name}",
+            makes=(parity, f"{parity.removesuffix('.json')}.npz"),
+            does=_step("target-parity", recipe, target),
+            reads=tuple(dict.fromkeys((*MODELS, *reads))),
+            settings={f"parity.{key}": value for key, value in recipe["parity"].items()} | {"versions": _tool()},
+            lack=lambda: run_lack(target),
+            command=_only(f"parity.{target.name}"),
+        )
+    batches = ",".join(map(str, recipe["bench"]["batches"]))
+    bench = f"bench {' '.join(artefacts)} --batch {batches} -o {bench_name(recipe, target)}"
+    command = bench if local else _only(f"bench.{target.name}")
+    yield Stage(
+        name=f"bench.{target.name}",
+        makes=(bench_name(recipe, target),),
+        does=_step("bench", recipe, target, f"corp-deploy {command}"),
+        reads=reads,
+        settings={f"bench.{key}": value for key, value in recipe["bench"].items()}
+        | {"precision": target.precision, "versions": _tool(*(("onnxruntime",) if local else ()))},
+        lack=lambda: run_lack(target),
+        command=command,
+    )
+
+
+def _older(baseline: Baseline, root: Path) -> Path | None:
+    """The baseline to judge by; None when there is none yet, or when it is this very record."""
+    path, own = baseline.path, root / "bench.json"
+    if path is None or not path.is_file():
+        return None
+    same = baseline.init and own.is_file() and sha256_of_file(path) == sha256_of_file(own)
+    return None if same else path
+
+
+def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Iterator[Stage]:
+    benches = tuple(bench_name(recipe, target) for target in recipe.targets)
+    parities = tuple(dict.fromkeys(("parity.json", *map(parity_name, recipe.targets))))
+    older = _older(baseline, root)
+    rules = {"gate.fail_if": recipe["gate"]["fail_if"]}
+    rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
+    fails = " ".join(f"--fail-if {shlex.quote(text)}" for text in recipe["gate"]["fail_if"])
+    gate = Stage(
+        name="gate",
+        makes=("gate.json",),
+        does=_step("gate", recipe, older),
+        reads=(*benches, *parities),
+        outside={} if older is None else {"baseline": older},
+        settings={**rules, "targets": [target.name for target in recipe.targets], "versions": _tool()},
+        command=f"gate {benches[0]} {parity_name(recipe.targets[0])} {fails} -o gate.json" if fails else "",
+    )
+    yield gate
+    commands = tuple(f"corp-deploy {stage.command}" for stage in (*before, gate) if stage.command)
+    pages = tuple(f"report.{target.name}.html" for target in recipe.targets[1:])
+    yield Stage(
+        name="report",
+        makes=("report.html", "report.md", "report.xml", "MODEL_CARD.md", *pages),
+        does=_step("report", recipe, commands),
+        reads=("recipe.toml", "reduced/config.json", "moments.json", *benches, *parities, "gate.json"),
+        settings={"versions": _tool()},
+        command="report . -o report.html",
+    )
+
+
+def _write_manifest(place: Place, stages: Sequence[Stage], command: str) -> None:
+    """manifest.json over all that was made, then SHA256SUMS over that and the manifest."""
+    made_by = {
+        name: f"corp-deploy {stage.command}" if stage.command else command for stage in stages for name in stage.makes
+    }
+    shipped = sorted(name for name in made_by if not name.startswith("."))
+    files = {
+        name: {
+            "sha256": sha256_of_file(place.root / name),
+            "size_bytes": (place.root / name).stat().st_size,
+            "made_by": made_by[name],
+        }
+        for name in shipped
+    }
+    lineage = read_json(place.root / "reduced" / "config.json", kind="corp-deploy/model")["lineage"]
+    kept = {key: value for key, value in lineage.items() if key not in ("reduction", "command")}
+    manifest = {
+        "kind": MANIFEST_KIND,
+        "version": 1,
+        "command": command,
+        "versions": versions(),
+        "lineage": kept,
+        "stages": [stage.name for stage in stages],
+        "files": files,
+    }
+    write_json(place.into / MANIFEST, manifest)
+    digests = {name: str(entry["sha256"]) for name, entry in files.items()}
+    digests[MANIFEST] = sha256_of_file(place.into / MANIFEST)
+    write_text(place.into / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+
+
+def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
+    """Every stage of the recipe, in an order in which each finds what it reads."""
+    stages = [*_model_stages(recipe, root), *_graph_stages(recipe, root)]
+    for target in recipe.targets:
+        stages += _target_stages(recipe, target)
+    stages += _gate_stages(recipe, root, stages, baseline)
+    before = tuple(stages)
+    command = "corp-deploy release recipe.toml -o ."
+    reads = tuple(name for stage in before for name in stage.makes if not name.startswith("."))
+    last = Stage(
+        name="manifest",
+        makes=(MANIFEST, SUMS),
+        does=lambda place: _write_manifest(place, before, command),
+        reads=reads,
+        settings={"versions": versions(), "commands": [stage.command for stage in before]},
+    )
+    return [*before, last]
+
+
+def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
+    """Raise BadInput, naming the key, when something outside that a release needs is not there."""
+    paths = {
+        "calibration.images": recipe.path("calibration", "images"),
+        "held_out.images": recipe.path("held_out", "images"),
+    }
+    for table, key in (("model", "weights"), ("held_out", "labels"), ("package", "labels")):
+        given = recipe.optional_path(table, key)
+        if given is not None:
+            paths[f"{table}.{key}"] = given
+    if recipe.model_is_directory:
+        paths["model.model"] = Path(recipe["model"]["model"]) / "config.json"
+    elif recipe["model"]["weights"] is None:
+        raise BadInput(
+            f"model.weights: the timm model {recipe['model']['model']!r} needs the weights of a trained model"
+        )
+    for key, path in paths.items():
+        if not files_of(path):
+            raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
+    asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
+    if baseline.path is not None and not baseline.path.is_file() and not baseline.init:
+        raise BadInput(
+            f"{baseline.path}: no such baseline; give an older bench.json, or --init-baseline to start with this one"
+        )
+    if asking and baseline.path is None:
+        raise BadInput(f"gate.fail_if: {asking[0]!r} needs --baseline FILE, at first with --init-baseline")
+
+
+def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[Planned]:
+    """What `release` would do now; writes nothing."""
+    require_inputs(recipe, baseline)
+    return plan_stages(stages_of(recipe, root, baseline), root)
+
+
+def _run_all(recipe: Recipe, root: Path, baseline: Baseline, told: Callable[[Stage, str], None]) -> Outcome:
+    """In two parts: whether the baseline is this very record is known only when the bench stands."""
+    stages = stages_of(recipe, root, baseline)
+    gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
+    first = run(stages[:gate], root, told=told, whole=False)
+    if first.blocked:
+        return first
+    rest = run(stages_of(recipe, root, baseline), root, told=told)
+    made = (*first.made, *rest.made)
+    return Outcome(made=made, cached=tuple(name for name in rest.cached if name not in made), blocked=rest.blocked)
+
+
+def release(
+    recipe: Recipe, root: Path, baseline: Baseline, *, told: Callable[[Stage, str], None] = lambda stage, why: None
+) -> Released:
+    """Make what is not done. Raises BadInput when another process works in the directory."""
+    require_inputs(recipe, baseline)
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root):
+        outcome = _run_all(recipe, root, baseline, told)
+        if outcome.blocked:
+            return Released(outcome=outcome, verdict=None, exit_code=None)
+        gate = read_json(root / "gate.json", kind="gate")
+        if baseline.init and baseline.path is not None and not baseline.path.exists() and gate["exit_code"] == 0:
+            with replacing(baseline.path) as temporary:
+                shutil.copyfile(root / "bench.json", temporary)
+    return Released(outcome=outcome, verdict=gate["verdict"], exit_code=gate["exit_code"])
+
+
+def run_only(recipe: Recipe, root: Path, names: Sequence[str], *, told: Callable[[Stage, str], None]) -> Outcome:
+    """The named stages alone, from what stands in the directory. Raises Missing when this machine can't do one."""
+    stages = stages_of(recipe, root, Baseline())
+    known = {stage.name for stage in stages}
+    for name in names:
+        if name not in known:
+            raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(known))}")
+    chosen = [stage for stage in stages if stage.name in names]
+    with locked(root):
+        outcome = run(chosen, root, told=told, whole=False)
+    if outcome.blocked:
+        raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
+    return outcome
+
+
+def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, list[Planned]]:
+    """remaining.sh: the stages that this machine can't do, for one that can, to be run in the same directory.
+
+    Returns its path and the stages in it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    stages = stages_of(recipe, root, baseline)
+    with locked(root):
+        run(stages[:1], root, told=lambda stage, why: None, whole=False)
+        planned = {row.stage: row for row in plan_stages(stages, root)}
+        wanted = [stage for stage in stages if _elsewhere(stage, planned[stage.name])]
+        write_text(root / SCRIPT, _script(recipe, wanted, planned))
+        (root / SCRIPT).chmod(0o755)
+    return root / SCRIPT, [planned[stage.name] for stage in wanted]
+
+
+def _elsewhere(stage: Stage, row: Planned) -> bool:
+    return row.state != "cached" and stage.lack() is not None
+
+
+def _script(recipe: Recipe, stages: Sequence[Stage], planned: dict[str, Planned]) -> str:
+    lines = [
+        "#!/bin/sh",
+        f"# What is left of the release of {recipe.name} and needs a machine with the targets' GPU and libraries.",
+        "# Run it there in a copy of this directory (or the directory itself), bring the files back, .stages included,",
+        "# and run `corp-deploy release` again: it takes what was made here.",
+        "set -eu",
+        'cd "$(dirname "$0")"',
+        'command -v corp-deploy >/dev/null || { echo "corp-deploy is not installed here" >&2; exit 4; }',
+        "",
+    ]
+    for stage in stages:
+        lines += [f"# {stage.name}: {planned[stage.name].why}", f"corp-deploy {_only(stage.name)}"]
+    return "\n".join([*lines, 'echo "done: bring this directory back and run corp-deploy release again"', ""])
