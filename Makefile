@@ -3,16 +3,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_DIR ?= demo-out
 
+# torch's own threads only get in each other's way when tests run side by side.
+test: export OMP_NUM_THREADS = 1
+
 .PHONY: setup demo test lint clean
 
-setup: .venv/ready
+setup: .venv/ready .venv/triton/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,rtx,dev]'
 	touch $@
 
-demo: setup
+# The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.
+.venv/triton/ready: tests/triton-requirements.txt | .venv/ready
+	test -x .venv/triton/bin/python || $(BIN)/python -m venv .venv/triton
+	.venv/triton/bin/python -m pip install --quiet --requirement tests/triton-requirements.txt && touch $@ || \
+	    echo "no inference server for this platform: its tests are skipped"
+
+demo: .venv/ready
 	$(BIN)/corp-deploy demo --output $(DEMO_DIR)
 
 lint: setup
@@ -22,7 +31,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest --durations=10
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10
 
 clean:
 	rm -rf .venv $(DEMO_DIR) build *.egg-info

@@ -20,7 +20,9 @@ from .commands.doctor import doctor
 from .commands.export import export_command
 from .commands.gate import compare, gate
 from .commands.inspect import inspect
+from .commands.latency import latency_table
 from .commands.moments import merge_moments, redundancy
+from .commands.package import lint_repo, package, serve_version
 from .commands.reduce import reduce_command
 from .commands.release import check, release
 from .commands.report import report
@@ -92,6 +94,7 @@ for _command in (
     calibrate,
     merge_moments,
     redundancy,
+    latency_table,
     reduce_command,
     sweep,
     export_command,
@@ -102,6 +105,9 @@ for _command in (
     gate,
     compare,
     report,
+    package,
+    lint_repo,
+    serve_version,
     release,
     check,
     completion,

@@ -21,7 +21,6 @@ PACKAGES = (
     "onnxruntime-gpu",
     "tensorrt",
     "tensorrt-rtx",
-    "polygraphy",
 )
 
 
@@ -113,10 +112,7 @@ def findings() -> list[Finding]:
     return [
         Finding(what="corp-deploy", found=__version__),
         Finding(what="python", found=found["python"]),
-        *(
-            Finding(what=name, found=found[name])
-            for name in ("torch", "timm", "numpy", "onnx", "onnxscript", "polygraphy")
-        ),
+        *(Finding(what=name, found=found[name]) for name in ("torch", "timm", "numpy", "onnx", "onnxscript")),
         _providers(),
         _package(found, "tensorrt", disables="engines for data-centre GPUs", extra="gpu"),
         _package(

@@ -11,7 +11,7 @@ PENDING_NAME = "plan.config.pbtxt"
 _TEXT = """\
 #!/bin/sh
 # Builds the plan of {name}, version {version}, from the ONNX beside this script.
-# On the machine with the GPU:  sh {folder}/{script}   (starts the server's image by docker)
+# On the machine with the GPU:  IMAGE=REGISTRY/{image} sh {folder}/{script}   (starts the server image by docker)
 # Inside such a container:      sh {folder}/{script} inside
 set -eu
 image=${{IMAGE:-{image}}}

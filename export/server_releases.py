@@ -8,7 +8,7 @@ from typing import Any
 from .errors import BadInput
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
-IMAGE = "nvcr.io/nvidia/tritonserver"
+IMAGE = "tritonserver"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
