@@ -21,7 +21,7 @@ def reduced_checkpoint() -> Checkpoint:
     dense = tiny.checkpoint()
     found = vit.parts(dense.model)
     torch.manual_seed(1)
-    modules: dict[str, nn.Module] = vit.empty_mlp(found.mlps[0], hidden=40, output_bias=True)
+    modules: dict[str, nn.Module] = dict(vit.empty_mlp(found.mlps[0], hidden=40, output_bias=True))
     modules["blocks.1.attn"] = vit.empty_attention(found.attentions[1], qk=8, v=16, geometry="padded")
     return Checkpoint(
         model=vit.replaced(dense.model, modules), architecture=dense.architecture, lineage={"preset": "x"}

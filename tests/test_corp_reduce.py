@@ -13,7 +13,7 @@ from torch import nn
 from calib.images import open_images
 from calib.moments import Moments
 from corp_deploy import vit
-from corp_deploy.calibration import calibrate
+from corp_deploy.calibration import Wanted, calibrate
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.choices import Choices, choices_from_preset
 from corp_deploy.errors import BadInput
@@ -37,7 +37,7 @@ def moments_of(
     np.save(directory / "images.npy", images)
     spec = vit.input_spec(checkpoint.model)
     source = open_images(directory / "images.npy", image_shape=spec.shape, transform=spec.transform())
-    return calibrate(checkpoint, source, batch_size=16, attention_system=attention_system)
+    return calibrate(checkpoint, source, batch_size=16, wanted=Wanted(attention_system=attention_system))
 
 
 @pytest.fixture(scope="module")
@@ -261,5 +261,5 @@ def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: 
     "bad", [{"mlp_sparsity": 1.0}, {"attention_sparsity": -0.1}, {"align_head": 0}, {"ridge_rel": 0.0}]
 )
 def test_impossible_choices_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="got|expected"):
+    with pytest.raises(ValueError, match=r"got|expected"):
         Choices(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", **bad)  # type: ignore[arg-type]
