@@ -1,0 +1,86 @@
+"""ONNX Runtime on the CPU: DeiT-S and DeiT-B dense against 50 % joint sparsity, heads padded and square.
+
+    python benchmarks/cpu_latency.py --output benchmarks/results/cpu_latency.json
+
+Weights are random: the time doesn't depend on their values. Dense and reduced run interleaved in one process, the dense
+model against itself beside them; the record holds medians with intervals, throughput and the realised share.
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from torch import nn
+
+from corp_deploy import vit
+from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.choices import HeadGeometry, aligned_width
+from corp_deploy.cost import macs
+from corp_deploy.files import write_json
+from corp_deploy.graphs import export_checkpoint
+from corp_deploy.machine import versions
+from corp_deploy.side_by_side import Running, measure
+from corp_deploy.speed_table import speed_record
+from perf.timing import Plan
+
+SHARE_KEPT = 0.5
+MODELS = {"DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}
+
+
+def halved(dense: Checkpoint, geometry: HeadGeometry) -> Checkpoint:
+    """The same model at half the hidden channels and half the head width, weights not fitted."""
+    modules: dict[str, nn.Module] = {}
+    for mlp in vit.parts(dense.model).mlps:
+        hidden = aligned_width(mlp.hidden, SHARE_KEPT, 64)
+        modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=True)
+    for part in vit.parts(dense.model).attentions:
+        width = aligned_width(part.qk, SHARE_KEPT, 16)
+        v = width if geometry == "square" else part.v
+        modules[part.name] = vit.empty_attention(part, qk=width, v=v, geometry=geometry)
+    return replace(dense, model=vit.replaced(dense.model, modules).eval())
+
+
+def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:
+    """One row a batch size for one model and head geometry."""
+    architecture = Architecture(name=MODELS[name])
+    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
+    reduced = halved(dense, geometry)
+    with tempfile.TemporaryDirectory() as scratch:
+        graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
+        for checkpoint, path in zip((dense, reduced), graphs, strict=True):
+            export_checkpoint(checkpoint, path, precision="fp32")
+        bench = measure(*graphs, batches=batches, plan=plan, running=Running(threads=2))
+    share = macs(vit.shape(reduced.model)) / macs(vit.shape(dense.model))
+    return {
+        "model": name,
+        "heads": geometry,
+        "macs_share": share,
+        **speed_record(bench),
+        "environment": bench.environment,
+    }
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--models", default=",".join(MODELS), show_default=True)
+@click.option("--batches", default="1,2,4,8,16,32", show_default=True)
+@click.option("--time-limit", type=float, default=20.0, show_default=True, help="Seconds per batch size.")
+@click.option("--rounds", type=int, default=8, show_default=True, help="Least rounds per batch size.")
+def main(output: Path, models: str, batches: str, time_limit: float, rounds: int) -> None:
+    """Measure and write the record."""
+    plan = Plan(time_limit_s=time_limit, min_rounds=rounds, noise_rounds=rounds)
+    sizes = tuple(int(size) for size in batches.split(","))
+    geometries: tuple[HeadGeometry, ...] = ("padded", "square")
+    rows = [compared(name, geometry, sizes, plan) for name in models.split(",") for geometry in geometries]
+    write_json(output, {"kind": "benchmarks/cpu-latency", "version": 1, "versions": versions(), "rows": rows})
+    for row in rows:
+        for line in row["rows"]:
+            click.echo(
+                f"{row['model']} {row['heads']} batch {line['batch']}: speed-up {line['speedup']}, MACs {row['macs_share']:.3f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
