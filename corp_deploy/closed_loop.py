@@ -171,7 +171,8 @@ def reduce_closed_loop(
     """A new model with the widths asked for, every site repaired on the model as reduced so far.
 
     `images` are the calibration images, of which each `held_out_every`-th chooses the strengths; the model is on the
-    CPU. `widths` by site replaces the uniform ones of the choices; a site not named stays dense and is walked through.
+    CPU. `widths` by site replaces the uniform ones of the choices; a site not named stays dense and is walked through,
+    its weights as they are: refitting those as well moved the held-out error of the digits example by -9 to +5 %.
     `done` is told how many sites are finished. Each block runs four times an image, however deep the model: dense,
     for the statistics, for the fit, and reduced. Memory: both streams (see Streams) and one site's statistics.
     Raises BadInput for too few images and for a block that can't be walked through.
