@@ -1,7 +1,7 @@
 """One forward pass over named sites: hooks hand activations to the sums and keep none of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Literal, Self
 
@@ -33,13 +33,18 @@ def _matmul_precision(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+class _AllHeard(Exception):
+    """Ends a forward pass whose rest would compute nothing that is asked for."""
+
+
 class Collector:
     """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
 
     `forward_images`: how many images each forward pass takes; every batch is cut into such pieces and the last one
     is filled up with repeats that are not counted, so that no kernel sees a shape that depends on the batch size. On
     a CPU it is 4 unless given, which is also faster than large batches; elsewhere it is the size of each batch. With 1
-    not even a kernel that treats an image by its place in the batch makes results depend on the images' order.
+    not even a kernel that treats an image by its place in the batch makes results depend on the images' order. The
+    first pass runs to its end, which shows that every site runs once; later ones stop when all sites were heard.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Collector:
         self._forward_images = forward_images or (CPU_FORWARD_IMAGES if self.device.type == "cpu" else None)
         self._counted = 0
         self._heard: list[tuple[str, Role]] = []
+        self._stop_after: int | None = None
         self._stack = ExitStack()
         _refuse_other_device(model, self.device)
 
@@ -120,12 +126,13 @@ class Collector:
         self._heard = []
         forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
-        with torch.no_grad(), forward, cast:
+        with suppress(_AllHeard), torch.no_grad(), forward, cast:
             self._model(images.to(self.device, non_blocking=True))
         for site in self._sites:
             for role in roles(site):
                 if (runs := self._heard.count((site.name, role))) != 1:
                     raise BadInput(f"{site.name}: {role} came {runs} times in one forward pass, expected once")
+        self._stop_after = len(self._heard)
 
     def _hear(self, name: str, role: Role, activation: Tensor) -> None:
         if not activation.is_floating_point() or len(activation) < self._counted or not activation.shape[-2]:
@@ -136,6 +143,8 @@ class Collector:
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
             self.sums[name].add(role, activation[: self._counted])
+        if len(self._heard) == self._stop_after:
+            raise _AllHeard
 
 
 def _new_sums(

@@ -109,21 +109,24 @@ class AttentionSums:
         self._join()
 
     def _add_keys(self, k_BHND: Tensor) -> None:
-        """Products are taken of k centred per image, then shifted back in float64: no cancellation either way."""
+        """Products are taken of c = k - mean, then shifted back in float64: no cancellation either way.
+
+        With r = sum of c, which is only near zero: k'k = c'c + (n mean + r) mean' + mean r'.
+        """
         self._allocate_heads(k_BHND)
         count = k_BHND.shape[2]
         mean_BH1D = k_BHND.float().mean(2, keepdim=True)
-        centred = [(k_HND - mean_H1D) for k_HND, mean_H1D in zip(k_BHND, mean_BH1D, strict=True)]
+        centred = [k_HND - mean_H1D for k_HND, mean_H1D in zip(k_BHND, mean_BH1D, strict=True)]
         grams_BHDD = torch.stack([gram_of_heads(c_HND) for c_HND in centred])
-        rest_BHD = torch.stack([c.sum(1) for c in centred]).double()
+        rest_BHD = torch.stack([c_HND.sum(1) for c_HND in centred]).double()
         mean_BHD = mean_BH1D.squeeze(2).double()
-        cross_BHDD = mean_BHD[..., :, None] * rest_BHD[..., None, :]
-        shift_BHDD = count * mean_BHD[..., :, None] * mean_BHD[..., None, :] + cross_BHDD + cross_BHDD.mT
-        self._kk_BHDD = grams_BHDD + shift_BHDD
+        left_BHD2 = torch.stack([mean_BHD * count + rest_BHD, mean_BHD], dim=-1)
+        right_BH2D = torch.stack([mean_BHD, rest_BHD], dim=-2)
+        self._kk_BHDD = grams_BHDD + left_BHD2 @ right_BH2D
         self.totals["k_sum_HD"].add_((mean_BHD * count + rest_BHD).sum(0))
         self.totals["kk_HDD"].add_(self._kk_BHDD.sum(0))
-        around_BHDD = rest_BHD[..., :, None] * rest_BHD[..., None, :] / count
-        self.totals["kk_centred_HDD"].add_((grams_BHDD - around_BHDD).sum(0))
+        around_HDD = rest_BHD.permute(1, 2, 0) @ rest_BHD.transpose(0, 1) / count
+        self.totals["kk_centred_HDD"].add_(grams_BHDD.sum(0) - around_HDD)
         self._join()
 
     def _add_outputs(self, z_BNC: Tensor) -> None:

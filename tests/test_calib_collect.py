@@ -272,3 +272,22 @@ def test_bfloat16_forward_keeps_float32_statistics() -> None:
     assert isinstance(rough, MlpMoments)
     assert 0 < relative(rough.gram_FF, exact.gram_FF) < 0.02
     assert rough.gram_FF.dtype == torch.float64
+
+
+def test_a_site_that_runs_twice_is_named() -> None:
+    class Twice(TinyViT):
+        def forward(self, images: Tensor) -> Tensor:
+            super().forward(images)
+            return super().forward(images)
+
+    model = Twice()
+    with pytest.raises(BadInput, match=r"^attn: q came 2 times"):
+        collect(model, sites_of(model), [images_of(4)], device="cpu")
+
+
+def test_passes_after_the_first_stop_at_the_last_site() -> None:
+    model = tiny()
+    ran: list[int] = []
+    model.fc1.register_forward_hook(lambda *_: ran.append(1))
+    collect(model, sites_of(model)[:1], [images_of(12)], device="cpu")
+    assert len(ran) == 1
