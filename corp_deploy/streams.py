@@ -42,8 +42,9 @@ class Streams:
 
     def energy(self, read: slice) -> float:
         """Variance of the dense stream over these tokens of every image, summed over the channels."""
-        x_MC = torch.cat([x_BNC[:, read].flatten(0, 1) for x_BNC in self.dense])
-        return float(x_MC.var(dim=0, correction=0).double().sum())
+        count = sum(x_BNC[:, read].shape[:2].numel() for x_BNC in self.dense)
+        mean_C = torch.stack([x_BNC[:, read].double().sum(dim=(0, 1)) for x_BNC in self.dense]).sum(dim=0) / count
+        return sum(float((x_BNC[:, read] - mean_C).square().sum()) for x_BNC in self.dense) / count
 
     def missing(self, branch: vit.Branch, layer: nn.Module, last: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
         """Per batch, with `layer` in the branch and the dense stream already after it: the inputs [B,N,K] of the

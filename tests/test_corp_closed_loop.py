@@ -90,6 +90,9 @@ def test_the_reduced_stream_is_the_reduced_models_own(monkeypatch: pytest.Monkey
     reduction = reduce_closed_loop(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5))
     torch.testing.assert_close(torch.cat(kept[0].reduced), inputs_of_blocks(reduction.model, images)[-1])
     torch.testing.assert_close(torch.cat(kept[0].dense), inputs_of_blocks(model, images)[-1])
+    classes = inputs_of_blocks(model, images)[-1][:, 0]
+    assert reduction.sites[-1].loop is not None
+    assert reduction.sites[-1].loop.energy == pytest.approx(float(classes.double().var(dim=0, correction=0).sum()))
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"init_values": 0.2}])
