@@ -8,7 +8,7 @@ import numpy as np
 
 from .kept import comparison_measure, is_disturbed, quiet_rounds, samples, whole_rounds
 from .knee import Knee, knee
-from .runs import Bench, Block, Row
+from .runs import Bench, Block, Row, Trial
 from .stats import (
     Floats,
     Interval,
@@ -152,9 +152,16 @@ def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
         p99_ms=tail(flat, 99) if some else None,
         cv=coefficient_of_variation(flat) if some else None,
         throughput=None if bench.settings.get("flush_l2") else _throughput(row, name),
-        peak_memory_bytes=trial.peak_memory_bytes,
+        peak_memory_bytes=_believable_peak(bench, trial, name),
         times_ms=tuple(float(ms) for ms in flat),
     )
+
+
+def _believable_peak(bench: Bench, trial: Trial, name: str) -> int | None:
+    """None where less was booked than the artefact's own size: the runner was given memory that others had let go."""
+    size = next(subject.size_bytes for subject in bench.subjects if subject.name == name)
+    peak = trial.peak_memory_bytes
+    return None if peak is None or (size is not None and peak < size) else peak
 
 
 def _throughput(row: Row, name: str) -> Interval | None:
