@@ -5,7 +5,6 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .runs import Flat, GpuState, Scalar
@@ -38,7 +37,7 @@ LostTime = Callable[[], int]
 
 @contextmanager
 def lost_time(
-    tasks: Path = Path("/proc/self/task"), switches: Callable[[], int] = involuntary_switches
+    tasks: str = "/proc/self/task", switches: Callable[[], int] = involuntary_switches
 ) -> Iterator[LostTime | None]:
     """Nanoseconds that threads waited for a CPU which other programs had, since last asked; None on other systems.
 
@@ -68,12 +67,12 @@ def lost_time(
             os.close(account)
 
 
-def _opened(tasks: Path) -> list[int]:
+def _opened(tasks: str) -> list[int]:
     """A file descriptor of each thread's scheduler account; a thread that ends meanwhile has none."""
     opened = []
-    for task in tasks.iterdir() if tasks.exists() else ():
+    for task in os.listdir(tasks) if os.path.isdir(tasks) else ():
         with suppress(OSError):
-            opened.append(os.open(task / "schedstat", os.O_RDONLY))
+            opened.append(os.open(f"{tasks}/{task}/schedstat", os.O_RDONLY))
     return opened
 
 

@@ -255,7 +255,7 @@ def test_lost_time_is_read_from_the_threads_only_after_a_switch(tmp_path: Path) 
     waited("2", 50)
     (tmp_path / "3").mkdir()  # ended between listing and opening
     switches = iter([3, 3, 4, 4])
-    with lost_time(tmp_path, lambda: next(switches)) as lost_ns:
+    with lost_time(str(tmp_path), lambda: next(switches)) as lost_ns:
         assert lost_ns is not None
         waited("1", 1100)
         assert lost_ns() == 0  # no switch: nobody took the CPU
@@ -267,7 +267,7 @@ def test_lost_time_of_this_process_and_of_a_system_that_does_not_tell(tmp_path: 
     with lost_time() as lost_ns:
         assert lost_ns is not None
         assert lost_ns() >= 0
-    with lost_time(tmp_path / "none") as lost_ns:
+    with lost_time(str(tmp_path / "none")) as lost_ns:
         assert lost_ns is None
 
 
