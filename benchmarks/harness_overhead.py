@@ -1,8 +1,8 @@
 """What the harness adds to a call of 5 ms at batch 1.
 
 Three figures. `inside_us` is what a sample contains beyond the call: the harness timing an empty function. `around_us`
-is all that the harness does for a call, inside the sample or beside it, in CPU time: blocks of empty calls, as many in a
-block as it would make of 5 ms. `against_bare_loop_share` is the check on real calls: blocks through the harness against
+is all that the harness does for a call, inside the sample or beside it, in CPU time: blocks of empty calls, as many in
+a block as it would make of 5 ms. `against_bare_loop_share` is the check on real calls: blocks by the harness against
 the same calls in a bare loop, ABBA, in CPU time. Other programs raise the last one: the harness asks how long a call
 was interrupted whenever it was, and after that finds cold caches (`load_average` tells how busy the machine was).
 
