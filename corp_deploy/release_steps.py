@@ -42,6 +42,7 @@ from .reducing import Asked, Budget, reduce_checkpoint
 from .release import MOMENTS, SUBJECTS, bench_name, parity_name
 from .sample_record import KIND as SAMPLES_KIND
 from .sample_record import REPLAY_ERROR, replayed
+from .shift_check import PARTS
 from .stages import Place
 from .targets import artefact_name, graph_name, plan_name, subject_of
 
@@ -131,7 +132,9 @@ def _limits(recipe: Recipe) -> Limits:
 
 
 def write_parity(place: Place, recipe: Recipe) -> None:
-    """The chain from the dense model to its graphs, on the held-out images."""
+    """The chain from the dense model to its graphs, on the held-out images; enough of them are also compared with the
+    calibration images.
+    """
     source = _images(recipe, "held_out", place.root)
     labels = recipe.optional_path("held_out", "labels")
     graphs = [place.root / "reduced" / graph_name(precision) for precision in recipe["export"]["precisions"]]
@@ -141,7 +144,7 @@ def write_parity(place: Place, recipe: Recipe) -> None:
         given_from_images(source, None if labels is None else labels_from_path(labels, source)),
         batches=recipe["parity"]["batches"],
         limits=_limits(recipe),
-        moments=load_moments(place.root / MOMENTS),
+        moments=load_moments(place.root / MOMENTS) if source.count >= PARTS else None,
     )
     save_proof(proof, place.into / "parity.json")
 

@@ -70,7 +70,10 @@ def _budget(
     return Budget(currency="latency", share=given["latency"], where=where)
 
 
-def _choices(preset: str, mlp: float, attn: float, heads: str, align: dict[str, int], ridge: float) -> "Choices":
+def choices_from_options(
+    preset: str, mlp: float, attn: float, heads: str, align: dict[str, int], ridge: float = DEFAULT_RIDGE_REL
+) -> "Choices":
+    """The preset with what was asked for; a combination that makes no sense is a usage error."""
     from ..choices import choices_from_preset
 
     try:
@@ -161,7 +164,7 @@ def reduce_command(
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)
     asked = Asked(
         preset=preset,
-        choices=_choices(preset, mlp, attn, heads, align, ridge),
+        choices=choices_from_options(preset, mlp, attn, heads, align, ridge),
         budget=budget,
         auto_heads=heads == "auto",
         closed_loop=closed_loop,

@@ -18,7 +18,7 @@ from .options import (
     samples_option,
     seed_option,
 )
-from .reduce import Alignment
+from .reduce import Alignment, choices_from_options
 
 
 class Shares(click.ParamType[tuple[float, ...]]):
@@ -92,7 +92,6 @@ def sweep(
 
     from calib.store import load
 
-    from ..choices import choices_from_preset
     from ..files import write_json, write_text
     from ..inputs import images_for_model, labels_from_path
     from ..sweep import Scored, logits, record_of_sweep, smallest_that_agrees
@@ -108,18 +107,9 @@ def sweep(
         labels_N=None if labels is None else labels_from_path(labels, source),
         batch_size=batch_size,
     )
+    mlp, attn = parts != "attn", parts != "mlp"
     wanted = [
-        (
-            name,
-            choices_from_preset(
-                name,
-                mlp_sparsity=share if parts != "attn" else 0.0,
-                attention_sparsity=share if parts != "mlp" else 0.0,
-                geometry=heads if name == "best" or heads != "square" else "padded",
-                align_hidden=align.get("mlp"),
-                align_head=align.get("head"),
-            ),
-        )
+        (name, choices_from_options(name, share if mlp else 0.0, share if attn else 0.0, heads, align))
         for name in preset
         for share in sparsity
     ]
