@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.readme_tables import readme_with_tables
 from corp_deploy.cli import main
 from examples.digits.images import load
 
@@ -37,3 +38,8 @@ def test_every_command_is_in_the_readme() -> None:
     assert {
         name for name in main.commands if name not in shown and f"`{name}`" not in text and f"make {name}" not in text
     } == set()
+
+
+def test_the_tables_are_those_of_the_records() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert readme_with_tables(text) == text

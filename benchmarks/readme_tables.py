@@ -1,0 +1,124 @@
+"""Write the README's tables from the recorded results, between the two marker lines.
+
+python -m benchmarks.readme_tables            writes README.md
+python -m benchmarks.readme_tables --check    fails when README.md is not what the records say
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+METHODS = ("best, closed loop", "best", "corp", "corp-v1", "none")
+SPARSITIES = (0.3, 0.5, 0.7, 0.875)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _interval(value: Sequence[float | None] | None) -> str:
+    if value is None or value[0] is None:
+        return "-"
+    low, high = value[1], value[2]
+    return f"{value[0]:.2f}" + ("" if low is None or high is None else f" ({low:.2f} to {high:.2f})")
+
+
+def methods(record: dict[str, Any]) -> str:
+    """Relative logit error of joint reductions, mean over the calibration seeds."""
+    rows = []
+    for model in record["models"]:
+        name = model["name"]
+        for method in METHODS:
+            cells = []
+            for sparsity in SPARSITIES:
+                found = [
+                    row
+                    for row in record["rows"]
+                    if (row["model"], row["kind"], row["sparsity"], row["method"]) == (name, "joint", sparsity, method)
+                ]
+                error, accuracy = (mean(row[key] for row in found) for key in ("relative_error", "accuracy"))
+                cells.append(f"{error:.4f} ({accuracy:.1%})")
+            rows.append([f"{name} (dense {model['accuracy']:.1%})", method, *cells])
+    text = "Relative logit error (and accuracy) on held-out images at equal widths, joint MLP and Q/K sparsity, "
+    text += f"{record['calibration_images']} calibration images, mean of the calibration seeds:"
+    return text + "\n\n" + _table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
+
+
+def engines(record: dict[str, Any]) -> str:
+    """Fused attention, kernels and plan sizes."""
+    rows = [
+        [
+            row["model"],
+            row["variant"],
+            f"{row['macs'] / 1e9:.2f}",
+            f"{row['fused_attention']} of {row['blocks']}",
+            str(row["kernels"]),
+            f"{row['plan_bytes'] / 1e6:.1f}",
+        ]
+        for row in record["rows"]
+    ]
+    text = "TensorRT-RTX engines built without a GPU, FP16, SM86, 50 % joint sparsity; plans are the same bytes twice:"
+    return text + "\n\n" + _table(["model", "heads", "GMAC", "fused attention", "kernels", "plan MB"], rows)
+
+
+def cpu_latency(record: dict[str, Any]) -> str:
+    """ONNX Runtime on the CPU, dense against reduced."""
+    rows = []
+    for each in record["rows"]:
+        for line in each["rows"]:
+            p50 = [line["p50_ms"][name] for name in ("dense", "reduced")]
+            shown = ["-" if value is None else f"{value[0]:.1f}" for value in p50]
+            realised = "-" if line["realised_share"] is None else f"{line['realised_share']:.0%}"
+            head = [each["model"], each["heads"], f"{each['macs_share']:.2f}", str(line["batch"])]
+            rows.append([*head, *shown, _interval(line["speedup"]), _interval(line["noise"]), realised])
+    names = ["model", "heads", "MACs", "batch", "dense p50 ms", "reduced p50 ms", "speed-up", "A/A noise", "realised"]
+    return "ONNX Runtime on 2 CPU cores, FP32, random weights, interleaved in one process:\n\n" + _table(names, rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "methods.json": methods,
+    "engines.json": engines,
+    "cpu_latency.json": cpu_latency,
+}
+
+
+def measured() -> str:
+    """All tables whose record is there."""
+    parts = []
+    for name, table in TABLES.items():
+        path = RESULTS / name
+        if path.is_file():
+            parts.append(table(json.loads(path.read_text(encoding="utf-8"))))
+    return "\n\n".join(parts)
+
+
+def readme_with_tables(text: str) -> str:
+    """The README with what stands between the markers made anew."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{measured()}\n\n{END}{after}"
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; fail when the README differs.")
+def main(check: bool) -> None:
+    """Bring the README's tables up to the records."""
+    path = ROOT / "README.md"
+    text = path.read_text(encoding="utf-8")
+    made = readme_with_tables(text)
+    if check and made != text:
+        raise click.ClickException("README.md differs from the records; run python -m benchmarks.readme_tables")
+    if not check:
+        path.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
