@@ -92,21 +92,22 @@ Widths = Mapping[str, int | HeadWidths]
 
 
 def aligned_width(dense: int, share_kept: float, align: int) -> int:
-    """The width kept: dense * share to the nearest multiple of `align`, at least 8, never above dense.
+    """The width kept: dense * share to the nearest multiple of `align`, never above dense.
 
-    A share of 1 keeps the width as it is. A site narrower than its alignment is aligned to 8 instead.
+    At least 8, or `align` where a finer one is asked for. A share of 1 keeps the width as it is. A site narrower than
+    its alignment is aligned to 8 instead.
     """
     if share_kept == 1.0:
         return dense
     step = align if dense >= align else MIN_WIDTH
     nearest = int(dense * share_kept / step + 0.5) * step
-    return min(dense, max(nearest, step, MIN_WIDTH))
+    return min(dense, max(nearest, step))
 
 
 def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
     """Every width a site may have under an alignment, the dense one included, narrowest first."""
     step = align if dense >= align else MIN_WIDTH
-    return (*(width for width in range(step, dense, step) if width >= MIN_WIDTH), dense)
+    return (*range(step, dense, step), dense)
 
 
 def head_widths(dense_qk: int, dense_v: int, choices: Choices) -> HeadWidths:

@@ -71,7 +71,8 @@ def reduced(home: Path, directory: Path, *extra: object) -> Path:
         (64, 0.5, 16, 32),
         (32, 0.1, 16, 16),
         (48, 0.5, 64, 24),
-        (10, 0.1, 4, 8),
+        (10, 0.1, 4, 4),
+        (64, 0.1, 16, 16),
     ],
 )
 def test_widths_go_to_the_nearest_multiple(dense: int, kept: float, align: int, width: int) -> None:
