@@ -23,8 +23,8 @@ def graph_name(precision: str) -> str:
 
 
 def plan_name(target: Target, subject: str) -> str:
-    """Where a target's engine stands in a release."""
-    return f"engines/{target.name}/{subject}.plan"
+    """Where a target's engine stands in a release: beside the graph it was built from, where `package` looks for it."""
+    return f"{subject}/model.{target.name}.plan"
 
 
 def artefact_name(target: Target, subject: str) -> str:

@@ -1,0 +1,32 @@
+#!/bin/sh
+# Make a release in a CI job and publish what it found.
+#
+#   examples/ci/release.sh RECIPE.toml RELEASE_DIR BASELINE.json RESULTS_DIR
+#
+# RELEASE_DIR and BASELINE.json are worth caching between jobs: finished stages are kept, and the first release that
+# passes becomes the baseline. RESULTS_DIR gets report.md, report.xml (JUnit), report.html and gate.json.
+# Exit codes are corp-deploy's: 0 pass, 1 fail, 2 bad input, 3 inconclusive, 4 a target is not here, 5 not comparable.
+set -u
+[ $# -eq 4 ] || { echo "usage: $0 RECIPE.toml RELEASE_DIR BASELINE.json RESULTS_DIR" >&2; exit 2; }
+recipe=$1 release=$2 baseline=$3 results=$4
+
+status=0
+corp-deploy release "$recipe" --output "$release" --baseline "$baseline" --init-baseline || status=$?
+case $status in
+0 | 1 | 3 | 5) ;;
+4)
+    corp-deploy release "$recipe" --output "$release" --baseline "$baseline" --init-baseline --plan-only
+    exit 4
+    ;;
+*) exit "$status" ;;
+esac
+
+mkdir -p "$results"
+for name in report.md report.xml report.html gate.json; do
+    cp "$release/$name" "$results/" || exit 70
+done
+if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then
+    cat "$release/report.md" >>"$GITHUB_STEP_SUMMARY"
+fi
+corp-deploy check "$release" || exit $?
+exit "$status"

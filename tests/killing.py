@@ -1,0 +1,140 @@
+"""Processes killed by SIGKILL at a chosen file operation, one fork each; run as a program, so that no test forks.
+
+A point is the number of a file operation inside one directory: opening, renaming, removing, making a folder, or a
+mark that a stage sets in the middle of a file.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from corp_deploy.stages import STATE, Place, Stage, locked, run
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod", "mid-file")
+
+
+def operations(root: Path, reached: Callable[[int], None]) -> None:
+    """Have `reached` hear the number of each file operation below `root` in this process, from now on."""
+    count, within = 0, str(root)
+
+    def hook(event: str, words: tuple[object, ...]) -> None:
+        nonlocal count
+        if event in EVENTS and words and str(words[0]).startswith(within):
+            count += 1
+            reached(count)
+
+    sys.addaudithook(hook)
+
+
+def killed_at(point: int, root: Path, work: Callable[[], object]) -> bool:
+    """Do the work in a forked process that is killed at the point; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        operations(root, lambda count: os.kill(os.getpid(), signal.SIGKILL) if count == point else None)
+        work()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or status == 0, status
+    return os.WIFSIGNALED(status)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file but the state that is not a stamp."""
+    hidden = ("lock", "digests.json")
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.name not in hidden
+    }
+
+
+def _writer(name: str, reads: tuple[str, ...], makes: tuple[str, ...]) -> Callable[[Place], None]:
+    def does(place: Place) -> None:
+        seen = b"".join((place.root / each).read_bytes() for each in reads)
+        for each in makes:
+            path = place.into / each
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(f"{name} {each} ".encode())
+                file.flush()
+                sys.audit("mid-file", str(path))
+                file.write(seen[-64:] * 2)
+
+    return does
+
+
+def fake_stages(outside: Path) -> list[Stage]:
+    """Four stages in the shape of a release: a source, two that follow, one that reads them all."""
+    shapes: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+        ("one", (), ("one.bin", "folder/one.bin")),
+        ("two", ("one.bin",), ("two.bin",)),
+        ("three", ("one.bin", "folder/one.bin"), ("folder/three.bin",)),
+        ("last", ("two.bin", "folder/three.bin"), ("manifest.txt",)),
+    ]
+    return [
+        Stage(
+            name=name,
+            makes=makes,
+            does=_writer(name, reads, makes),
+            reads=reads,
+            outside={"source": outside} if name == "one" else {},
+            settings={"number": index},
+        )
+        for index, (name, reads, makes) in enumerate(shapes)
+    ]
+
+
+def run_fake(root: Path, outside: Path) -> None:
+    with locked(root):
+        run(fake_stages(outside), root, told=lambda stage, why: None)
+
+
+def kill_everywhere(home: Path) -> Iterator[tuple[int, bool]]:
+    """A fresh run killed at its first, second, ... operation, each resumed; ends when a run is no longer reached.
+
+    Yields the point and whether the resumed tree equals the one of an undisturbed run.
+    """
+    outside = home / "source.txt"
+    outside.write_text("source")
+    run_fake(home / "whole", outside)
+    expected = tree(home / "whole")
+    point = 1
+    while True:
+        root = home / f"killed-{point}"
+        root.mkdir()
+        if not killed_at(point, root, lambda root=root: run_fake(root, outside)):  # type: ignore[misc]
+            return
+        run_fake(root, outside)
+        yield point, tree(root) == expected
+        point += 1
+
+
+def _fake_program(home: Path) -> None:
+    for point, same in kill_everywhere(home):
+        print(point, "same" if same else "different")
+
+
+def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
+    """A real release, killed and resumed once for each point; says how many stages stood after each kill."""
+    import torch
+
+    from corp_deploy import release_steps
+    from corp_deploy.recipe import load_recipe
+    from corp_deploy.release import Baseline, release
+
+    assert release_steps
+    torch.set_num_threads(1)
+    recipe = load_recipe(recipe_path)
+    for point in points:
+        ended = "killed" if killed_at(point, root, lambda: release(recipe, root, Baseline())) else "ended"
+        print(ended, len(list((root / STATE).glob("[a-z]*.json"))), flush=True)
+    killed_at(0, root, lambda: release(recipe, root, Baseline()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "fake":
+        _fake_program(Path(sys.argv[2]))
+    else:
+        _release_program(Path(sys.argv[2]), Path(sys.argv[3]), [int(word) for word in sys.argv[4:]])

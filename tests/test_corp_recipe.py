@@ -1,0 +1,198 @@
+"""Recipes: every wrong key, type and range is named before anything runs; extends; the resolved text reads back."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corp_deploy.errors import BadInput
+from corp_deploy.recipe import SECTIONS, load_recipe
+from corp_deploy.recipe_text import starter, text_of_recipe, toml_value
+
+ROOT = Path(__file__).parents[1]
+LEAST = """
+[model]
+model = "deit_small_patch16_224"
+weights = "weights.safetensors"
+[calibration]
+images = "train"
+[held_out]
+images = "val"
+[reduce]
+mlp = 0.5
+"""
+
+
+def written(folder: Path, text: str, name: str = "recipe.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, LEAST))
+    assert recipe.name == "recipe"
+    assert recipe.path("calibration", "images") == tmp_path.resolve() / "train"
+    assert recipe["model"]["model"] == "deit_small_patch16_224"
+    assert not recipe.model_is_directory
+    assert [target.name for target in recipe.targets] == ["onnxruntime-cpu"]
+    assert recipe.targets[0].precision == "fp32"
+    assert recipe["bench"]["batches"] == [1, 8, 32]
+    assert recipe.choices.mlp_sparsity == 0.5
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("[reduse]\nmlp = 0.5", "unknown key 'reduse'; did you mean 'reduce'?"),
+        ("[bench]\ntime_limit = 3", "[bench]: unknown key 'time_limit'; did you mean 'time_limit_s'?"),
+        ("[targets.tensort]", "[targets]: unknown key 'tensort'; did you mean 'tensorrt'?"),
+        ("[targets.tensorrt]\nsm = []", "[targets.tensorrt]: unknown key 'sm'; did you mean 'sms'?"),
+        ("[bench]\ntime_limit_s = '3'", "bench.time_limit_s is '3', expected a number above 0"),
+        ("[bench]\ntime_limit_s = nan", "bench.time_limit_s is nan"),
+        ("[bench]\nthreads = true", "bench.threads is True, expected a whole number of at least 1"),
+        ("[bench]\nbatches = [1, 1]", "bench.batches is [1, 1], expected a list of different whole numbers"),
+        ("[bench]\nbatches = []", "bench.batches is []"),
+        ("[bench]\nhalf_width = 1.0", "bench.half_width is 1.0, expected a share in (0, 1)"),
+        ("[parity]\nmin_agreement = 1.5", "parity.min_agreement is 1.5, expected a share in [0, 1]"),
+        ("[parity]\nhalf_factor = 0.5", "parity.half_factor is 0.5, expected a number of at least 1"),
+        ("[export]\nprecisions = ['int8']", "export.precisions is ['int8'], expected a list of fp32, fp16, mixed"),
+        ("[export]\nkeep_fp32 = ['blocks.1.attn']", "export.keep_fp32 is for precision mixed"),
+        ("[gate]\nfail_if = ['speedup@b8']", "gate.fail_if: rule 'speedup@b8': it has no comparison"),
+        ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),
+        ("[gate]\nfail_if = 'speedup@b8 < 1'", "gate.fail_if is 'speedup@b8 < 1', expected a list"),
+        ("[targets.onnxruntime-cpu]\nsms = ['86']", "batch and sms shape engines"),
+        ("[targets.tensorrt]\nsms = ['86']", "use tensorrt-rtx"),
+        ("[targets.tensorrt-rtx]\nsms = ['13']", "'13' is no target of TensorRT-RTX"),
+        ("[targets.tensorrt]\nbatch = '1:4:8'", "targets.tensorrt.batch is 1:4:8, but bench.batches asks for 32"),
+        ("[targets.tensorrt]\nbatch = 'many'", "'many' is not MIN:OPT:MAX"),
+        ("[targets.tensorrt]\nprecision = 'mixed'", "but export.precisions has ['fp32', 'fp16']"),
+        ("[targets.tensorrt]\nfail_if = ['p50@b1 > baseline']", "put this rule under [gate]"),
+        ("[model2]", "unknown key 'model2'"),
+        ("targets = 3", "[reduce]: unknown key 'targets'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_recipe(written(tmp_path, LEAST + added))
+    assert said in str(caught.value)
+    assert "recipe.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "said"),
+    [
+        ("mlp = 1.0", "reduce.mlp is 1.0, expected a share in [0, 1)"),
+        ("mlp = 0.0", "removes nothing"),
+        ("macs = 0.6\nmlp = 0.5", "a budget (macs) and sparsities"),
+        ("macs = 0.6\nparams = 0.5", "give one budget"),
+        ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),
+        ("macs = 0.6\npreset = 'corp'", "reduce.macs needs preset best, got 'corp'"),
+        ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
+        ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "[reduce]: square heads need the values reduced too"),
+        ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number of at least 1"),
+        ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number above 0"),
+        ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true or false"),
+    ],
+)
+def test_a_reduction_that_cannot_be_is_refused(tmp_path: Path, reduce: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", reduce)))
+    assert said in str(caught.value)
+
+
+def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"held_out\.images is missing; write it under \[held_out\]"):
+        load_recipe(written(tmp_path, LEAST.replace('[held_out]\nimages = "val"', "")))
+    with pytest.raises(BadInput, match="no such recipe; write one with"):
+        load_recipe(tmp_path / "none.toml")
+    with pytest.raises(BadInput, match=r"broken\.toml: not TOML: "):
+        load_recipe(written(tmp_path, "[model", "broken.toml"))
+
+
+def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    written(tmp_path / "base", LEAST + "[bench]\nthreads = 1\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
+    own = 'extends = "base/base.toml"\n[bench]\nbatches = [1]\n[calibration]\nimages = "own"\n[targets.tensorrt]\n'
+    recipe = load_recipe(written(tmp_path, own + "fail_if = ['fused_attention < dense']"))
+    assert recipe["bench"]["threads"] == 1
+    assert recipe["bench"]["batches"] == [1]
+    assert recipe.path("calibration", "images") == tmp_path.resolve() / "own"
+    assert recipe.path("held_out", "images") == tmp_path.resolve() / "base" / "val", "relative to where it is written"
+    assert str(recipe.targets[0].profile) == "1:8:64"
+    assert recipe.targets[0].rules[0].metric == "fused_attention"
+
+
+def test_a_mistake_in_the_base_names_the_base_and_a_circle_is_told(tmp_path: Path) -> None:
+    written(tmp_path, "[modell]\n", "base.toml")
+    with pytest.raises(BadInput, match=r"base\.toml: unknown key 'modell'"):
+        load_recipe(written(tmp_path, 'extends = "base.toml"'))
+    written(tmp_path, 'extends = "recipe.toml"', "base.toml")
+    with pytest.raises(BadInput, match=r"recipe\.toml -> base\.toml -> recipe\.toml"):
+        load_recipe(tmp_path / "recipe.toml")
+    with pytest.raises(BadInput, match="extends is 3, expected the path of another recipe"):
+        load_recipe(written(tmp_path, "extends = 3"))
+
+
+def test_the_resolved_recipe_reads_back_as_the_same_from_another_folder(tmp_path: Path) -> None:
+    added = """
+[release]
+name = "a \\"quoted\\" näme"
+[gate]
+fail_if = ["speedup@b8 < 1.2", 'p50@b1 > baseline * 1.03']
+[targets.tensorrt-rtx]
+sms = ["86", "89"]
+batch = "1:8:64"
+"""
+    text = LEAST.replace("[calibration]", 'kwargs = { num_classes = 7, "odd key" = [1, 2] }\n[calibration]')
+    recipe = load_recipe(written(tmp_path, text + added))
+    folder = tmp_path / "deep" / "out"
+    folder.mkdir(parents=True)
+    again = load_recipe(written(folder, text_of_recipe(recipe, folder)))
+    assert again == recipe
+    assert str(tmp_path) not in text_of_recipe(recipe, folder), "no absolute path is kept"
+
+
+def test_a_model_directory_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "trained").mkdir()
+    recipe = load_recipe(written(tmp_path, LEAST.replace("deit_small_patch16_224", "trained")))
+    assert recipe.model_is_directory
+    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))["model"] == recipe["model"]
+
+
+def test_toml_values() -> None:
+    assert toml_value({"a": True, "b b": [1, 0.5, "x\ny"], "none": None}) == '{ a = true, "b b" = [1, 0.5, "x\\ny"] }'
+    assert toml_value("\x7f\x00") == '"\\u007F\\u0000"'
+
+
+def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
+    model = ROOT / "examples" / "digits" / "model"
+    path = tmp_path / "digits.toml"
+    path.write_text(starter(str(model), path, images=tmp_path / "cal.npz", held_out=None, labels=None))
+    recipe = load_recipe(path)
+    assert Path(recipe["model"]["model"]) == model
+    assert recipe.path("calibration", "images") == tmp_path.resolve() / "cal.npz"
+    assert recipe.path("held_out", "images") == tmp_path.resolve() / "images" / "held-out"
+    text = path.read_text()
+    assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
+    with_labels = starter(str(model), path, images=None, held_out=None, labels=tmp_path / "labels.npy")
+    path.write_text(with_labels)
+    assert load_recipe(path).path("held_out", "labels") == tmp_path.resolve() / "labels.npy"
+
+
+def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
+    path = tmp_path / "deit.toml"
+    path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))
+    assert load_recipe(path).path("model", "weights") == tmp_path.resolve() / "weights.safetensors"
+    with pytest.raises(BadInput, match="neither a model directory nor a timm name; names that look alike: deit_tiny"):
+        starter("deit_tiny_patch61", path, images=None, held_out=None, labels=None)
+
+
+def test_reading_and_planning_import_neither_torch_nor_onnx() -> None:
+    code = (
+        "import sys; import corp_deploy.release, corp_deploy.commands.release; "
+        "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

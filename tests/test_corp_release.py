@@ -1,0 +1,380 @@
+"""A real release of a tiny model: its folder, a second run, rules, kills, baselines, another machine's part."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy import release as releases
+from corp_deploy import release_steps
+from corp_deploy.checkpoint import save
+from corp_deploy.cli import main
+from corp_deploy.commands.completion import SOURCES
+from corp_deploy.files import sha256_of_file
+from corp_deploy.recipe import Recipe, Target
+from corp_deploy.records import MANIFEST_KIND
+from corp_deploy.stages import Place, locked
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "calibration.npy"
+batch_size = 4
+[held_out]
+images = "held-out.npz"
+labels = "held-out.npz"
+[reduce]
+mlp = 0.3
+attn = 0.5
+align_mlp = 8
+align_head = 8
+[export]
+precisions = ["fp32"]
+[parity]
+batches = [1, 3]
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+threads = 1
+[samples]
+count = 3
+[gate]
+fail_if = ["params >= dense"]
+"""
+MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
+MEASURED |= {"manifest.json", "SHA256SUMS"}
+KILLS = 22
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def release(home: Path, *words: object, expect: int = 0) -> Result:
+    result = run("release", home / "recipe.toml", "-o", home / "out", *words)
+    assert result.exit_code == expect, result.output
+    return result
+
+
+def said(result: Result) -> str:
+    """What was printed, whatever the lines were broken at."""
+    return " ".join(result.stdout.replace("│", " ").split())
+
+
+def made(result: Result) -> list[str]:
+    found: list[str] = json.loads(result.stdout)["made"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished release beside its recipe; tests copy it."""
+    home = tmp_path_factory.mktemp("release")
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "calibration.npy", tiny.images(12))
+    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    (home / "recipe.toml").write_text(RECIPE)
+    release(home)
+    return home
+
+
+@pytest.fixture
+def home(first: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(first, tmp_path / "home")
+
+
+def edit(home: Path, old: str, new: str) -> None:
+    text = (home / "recipe.toml").read_text()
+    assert old in text, old
+    (home / "recipe.toml").write_text(text.replace(old, new))
+
+
+def test_the_folder_holds_what_is_promised(first: Path) -> None:
+    out = first / "out"
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["kind"] == MANIFEST_KIND == releases.MANIFEST_KIND
+    for name in (
+        *("recipe.toml", "dense/model.safetensors", "dense/model.onnx", "reduced/config.json", "reduced/model.onnx"),
+        *("moments.json", "parity.json", "bench.json", "gate.json", "report.html", "report.md", "report.xml"),
+        *("MODEL_CARD.md", "samples/images.npy", "samples/reduced.fp32.npy"),
+    ):
+        assert manifest["files"][name]["sha256"] == sha256_of_file(out / name), name
+    assert manifest["files"]["reduced/config.json"]["made_by"].startswith("corp-deploy reduce --model dense")
+    assert manifest["versions"]["torch"]
+    assert manifest["lineage"]["preset"] == "best"
+    assert json.loads((out / "moments.json").read_text())["sha256"] == sha256_of_file(out / releases.MOMENTS)
+    assert str(first) not in (out / "manifest.json").read_text()
+    card = (out / "MODEL_CARD.md").read_text()
+    for words in ("blocks.0.mlp", "12 unlabelled images", "held-out images", "speed-up", "## Limits"):
+        assert words in card
+    done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=out, capture_output=True, check=False)
+    assert done.returncode == 0, done
+
+
+def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
+    result = release(home)
+    assert "nothing to do: all 12 stages are up to date" in said(result)
+    dry = release(home, "--dry-run")
+    assert "nothing to do" in dry.stdout
+    after = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
+    assert {path for path in after if before.get(path) != after[path]} <= {
+        home / "out" / ".stages",
+        home / "out" / ".stages" / "digests.json",
+    }
+
+
+def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> None:
+    edit(home, '"params >= dense"', '"params >= dense", "params < 1e9"')
+    dry = json.loads(release(home, "--dry-run", "--json").stdout)
+    assert {row["stage"]: row["why"] for row in dry["stages"]}["gate"] == "changed: gate.fail_if"
+    result = release(home, "--json", expect=1)
+    assert made(result) == ["recipe", "gate", "report", "manifest"]
+    assert json.loads(result.stdout)["gate"] == "FAIL"
+    assert run("check", home / "out").exit_code == 0
+
+
+def test_other_images_calibrate_again_and_another_name_does_not(home: Path) -> None:
+    edit(home, "[model]\n", '[release]\nname = "other"\n[model]\n')
+    rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
+    assert [row["stage"] for row in rows if row["state"] == "runs"] == ["recipe"]
+    np.save(home / "calibration.npy", tiny.images(12, seed=9))
+    rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
+    states = {row["stage"]: row["state"] for row in rows}
+    assert states["moments"] == "runs"
+    assert states["reduce"] == states["manifest"] == "follows"
+    assert states["dense"] == states["export.dense"] == "cached"
+
+
+def test_check_names_what_differs(home: Path) -> None:
+    out = home / "out"
+    assert "samples replayed: all as they were made" in said(run("check", out))
+    (out / "report.md").write_text("better than it was")
+    (out / "samples" / "images.npy").unlink()
+    result = run("check", out)
+    assert result.exit_code == 1
+    assert "report.md: sha256" in said(result)
+    assert "samples/images.npy: missing" in said(result)
+    assert run("check", home).exit_code == 2
+
+
+def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path) -> None:
+    """Whoever edits a file and its line in SHA256SUMS has still the manifest against him, and then the replay."""
+    out = home / "out"
+    expected = out / "samples" / "reduced.fp32.npy"
+    old = sha256_of_file(expected)
+    np.save(expected, np.load(expected) * 1.01)
+    (out / "SHA256SUMS").write_text((out / "SHA256SUMS").read_text().replace(old, sha256_of_file(expected)))
+    result = run("check", out)
+    assert result.exit_code == 1
+    assert "samples/reduced.fp32.npy: manifest.json and SHA256SUMS differ" in said(result)
+    assert "reduced/model.onnx: relative error" in said(result)
+
+
+def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_path: Path) -> None:
+    """Killed again and again in one directory at seeded file operations; all but the timings is byte for byte equal."""
+    home = tmp_path / "home"
+    shutil.copytree(first, home, ignore=shutil.ignore_patterns("out"))
+    points = [str(random.Random(seed).randint(1, 50 + 8 * seed)) for seed in range(KILLS)]
+    words = [sys.executable, "-m", "tests.killing", "release", str(home / "recipe.toml"), str(home / "out"), *points]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    killed = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("killed")]
+    assert len(killed) >= 18, done.stdout
+    assert len(set(killed)) >= 5, "kills fell into many stages"
+
+    whole, resumed = first / "out", home / "out"
+    one, other = ({p.relative_to(base) for p in base.rglob("*") if p.is_file()} for base in (whole, resumed))
+    assert one == other
+    later = ("digests", "bench.onnxruntime-cpu", "gate", "report", "manifest")
+    states = {Path(".stages") / f"{name}.json" for name in later}
+    same = [name for name in one - states if name.as_posix() not in MEASURED and name.name != "lock"]
+    assert len(same) >= 20
+    assert [name for name in same if (whole / name).read_bytes() != (resumed / name).read_bytes()] == []
+    assert release(home, "--json").exit_code == 0
+    assert run("check", home / "out").exit_code == 0
+
+
+def test_two_in_one_directory_are_refused(home: Path) -> None:
+    with locked(home / "out"):
+        result = release(home, expect=2)
+    assert f"another release (process {os.getpid()}) works in this directory" in result.stderr
+
+
+def test_a_full_disk_is_one_message_and_no_half_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(place: Place, recipe: Recipe) -> None:
+        (place.into / "reduced").mkdir()
+        (place.into / "reduced" / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = sha256_of_file(home / "out" / "reduced" / "model.safetensors")
+    edit(home, "mlp = 0.3", "mlp = 0.6")
+    monkeypatch.setattr(release_steps, "write_reduced", full)
+    result = release(home, expect=4)
+    assert "the disk is full; free some space and run the command again" in result.stderr
+    assert "stage reduce" in result.stderr
+    assert "Traceback" not in result.output
+    assert sha256_of_file(home / "out" / "reduced" / "model.safetensors") == before
+
+
+def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
+    edit(home, '"params >= dense"', '"size_bytes > baseline * 1.01"')
+    baseline = home / "baseline.json"
+    assert "needs --baseline FILE" in release(home, expect=2).stderr
+    assert "--init-baseline to start with this one" in release(home, "--baseline", baseline, expect=2).stderr
+    assert "--init-baseline needs --baseline" in release(home, "--init-baseline", expect=2).stderr
+    started = ("--baseline", baseline, "--init-baseline")
+    assert "a record that passes becomes it" in said(release(home, *started))
+    assert baseline.read_bytes() == (home / "out" / "bench.json").read_bytes()
+    assert made(release(home, *started, "--json")) == [], "a record is not compared with itself"
+    older = json.loads(baseline.read_text())
+    older["subjects"][1]["size_bytes"] //= 2
+    baseline.write_text(json.dumps(older))
+    result = release(home, *started, "--json", expect=1)
+    assert made(result) == ["gate", "report", "manifest"]
+
+
+def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
+    edit(home, "calibration.npy", "nowhere")
+    assert "calibration.images: " in release(home, expect=2).stderr
+    edit(home, "nowhere", "calibration.npy")
+    edit(home, 'model = "dense"', 'model = "vit_tiny_patch16_224"')
+    assert "model.weights: the timm model 'vit_tiny_patch16_224' needs" in release(home, expect=2).stderr
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("build_lack", "run_lack"):
+        real: Callable[[Target], str | None] = getattr(releases, name)
+        monkeypatch.setattr(releases, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
+
+
+def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's part is played by copies of the CPU's records; what is real is the script, the stamps, the taking."""
+    edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\nfail_if = ['params >= dense']\n[gate]")
+    without_gpu(monkeypatch)
+    result = release(home, expect=4)
+    assert "engine.tensorrt: no GPU" in result.stderr
+    assert "parity.tensorrt: waits for engine.tensorrt" in result.stderr
+    planned = release(home, "--plan-only")
+    assert "run it where the targets are" in said(planned)
+    script = (home / "out" / "remaining.sh").read_text()
+    lines = [line.split() for line in script.splitlines() if line.startswith("corp-deploy ")]
+    names = [words[-1] for words in lines]
+    assert names == ["engine.tensorrt", "parity.tensorrt", "bench.tensorrt"]
+    alone = run("release", home / "out" / "recipe.toml", "-o", home / "out", "--only", names[0])
+    assert alone.exit_code == 4
+    assert "stage engine.tensorrt: no GPU" in alone.stderr
+
+    with monkeypatch.context() as there:
+        there.setattr(releases, "build_lack", lambda target: None)
+        there.setattr(releases, "run_lack", lambda target: None)
+        play_gpu(there)
+        moved = shutil.move(home / "out", home / "elsewhere")
+        for words in lines:
+            done = run("release", Path(moved) / "recipe.toml", "-o", moved, *words[5:])
+            assert done.exit_code == 0, done.output
+        shutil.move(moved, home / "out")
+    result = release(home, "--json")
+    assert made(result) == ["gate", "report", "manifest"]
+    assert {"engine.tensorrt", "bench.tensorrt"} <= set(json.loads(result.stdout)["cached"])
+    rules = [row["rule"] for row in json.loads((home / "out" / "gate.json").read_text())["rules"]]
+    assert rules[1:] == ["parity (parity.tensorrt.json)", "params >= dense", "tensorrt: params >= dense"]
+    assert (home / "out" / "report.tensorrt.html").is_file()
+    assert "reduced/model.tensorrt.plan.json" in (home / "out" / "SHA256SUMS").read_text()
+
+
+def play_gpu(there: pytest.MonkeyPatch) -> None:
+    def engines(place: Place, target: Target, command: str) -> None:
+        for subject in ("dense", "reduced"):
+            (place.into / subject).mkdir()
+            (place.into / subject / "model.tensorrt.plan").write_bytes(b"plan")
+            (place.into / subject / "model.tensorrt.plan.json").write_text("{}")
+
+    def parity(place: Place, recipe: Recipe, target: Target) -> None:
+        for suffix in ("json", "npz"):
+            shutil.copy(place.root / f"parity.{suffix}", place.into / f"parity.{target.name}.{suffix}")
+
+    def bench(place: Place, recipe: Recipe, target: Target, command: str) -> None:
+        shutil.copy(place.root / "bench.json", place.into / f"bench.{target.name}.json")
+
+    for name, does in (("write_engines", engines), ("write_target_parity", parity), ("write_bench", bench)):
+        there.setattr(release_steps, name, does)
+
+
+def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
+    edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\n[gate]")
+    release(home, "--plan-only")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", home / "out" / "remaining.sh"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path},
+        check=False,
+    )
+    assert done.returncode == 4, done
+    assert "stage engine.tensorrt: tensorrt is not installed here" in done.stderr
+
+
+def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> None:
+    results, summary = home / "results", home / "summary.md"
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(summary),
+    }
+
+    def script() -> int:
+        words: list[str | Path] = [
+            "sh",
+            ROOT / "examples" / "ci" / "release.sh",
+            "recipe.toml",
+            "out",
+            "baseline.json",
+            results,
+        ]
+        return subprocess.run(words, cwd=home, env=environment, capture_output=True, check=False).returncode
+
+    assert script() == 0
+    assert (home / "baseline.json").is_file()
+    assert (results / "report.xml").read_text().startswith("<?xml")
+    assert summary.read_text() == (results / "report.md").read_text()
+    edit(home, "[gate]", "[gate] # a mistake\nfail = 1")
+    assert script() == 2
+
+
+def test_a_starter_is_written_once(home: Path) -> None:
+    starter = home / "new.toml"
+    assert run("release", starter, "--init", home / "dense").exit_code == 0
+    assert run("release", starter, "--init", home / "dense").exit_code == 2
+    assert "calibration.images" in run("release", starter, "-o", home / "new").stderr
+    assert not (home / "new").exists()
+    assert run("release", starter).exit_code == 2
+    assert run("release", starter, "-o", home / "new", "--dry-run", "--plan-only").exit_code == 2
+
+
+@pytest.mark.parametrize("shell", SOURCES)
+def test_completion_prints_a_script(shell: str) -> None:
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert "_CORP_DEPLOY_COMPLETE" in said(result)
+
+
+def test_version_names_what_matters() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()][:3] == ["corp-deploy", "python", "torch"]
