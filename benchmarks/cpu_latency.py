@@ -77,9 +77,7 @@ def main(output: Path, models: str, batches: str, time_limit: float, rounds: int
     write_json(output, {"kind": "benchmarks/cpu-latency", "version": 1, "versions": versions(), "rows": rows})
     for row in rows:
         for line in row["rows"]:
-            click.echo(
-                f"{row['model']} {row['heads']} batch {line['batch']}: speed-up {line['speedup']}, MACs {row['macs_share']:.3f}"
-            )
+            click.echo(f"{row['model']} {row['heads']} batch {line['batch']}: speed-up {line['speedup']}")
 
 
 if __name__ == "__main__":
