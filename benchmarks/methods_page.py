@@ -7,7 +7,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def _mean(rows: Rows, key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows)
+    return float(sum(row[key] for row in rows) / len(rows))
 
 
 def _cell(rows: Rows) -> str:

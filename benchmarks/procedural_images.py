@@ -61,7 +61,7 @@ def _image(label: int, random: np.random.Generator) -> NDArray[np.float32]:
     slope = (x * random.normal() + y * random.normal()) / IMAGE_SIZE * 0.5
     textured = front[:, None, None] + (contrast * random.choice([-1.0, 1.0]))[:, None, None] * pattern
     image = np.where(inside, textured, back[:, None, None] + slope)
-    return (image + random.uniform(0.03, 0.15) * random.normal(size=image.shape)).astype(np.float32)
+    return np.asarray(image + random.uniform(0.03, 0.15) * random.normal(size=image.shape), dtype=np.float32)
 
 
 def _turned(x: Grid, y: Grid, angle: float) -> tuple[Grid, Grid]:
