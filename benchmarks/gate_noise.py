@@ -10,6 +10,7 @@ naive harness: after some calls to warm up the mean of 20 calls of one, then tha
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import numpy as np
 from perf.environment import environment
 from perf.evidence import Evidence
 from perf.gate import judge
-from perf.kept import LOST_REL, is_disturbed, quiet_rounds, samples
+from perf.kept import LOST_REL, is_disturbed, quiet_spans, samples
 from perf.rule import rule_from_text
 from perf.runners import HostBound
 from perf.runs import Bench, Block, Described, Row, Trial
@@ -63,9 +64,9 @@ def calibrated() -> Work:
 
 
 def come_and_go(seed: int) -> None:
-    """Keep a CPU busy for a while, rest for a while, without end; both about 1.5 s on average."""
-    rng = random.Random(seed)
-    while True:
+    """Keep a CPU busy for a while, rest for a while, both about 1.5 s on average, as long as the parent lives."""
+    rng, parent = random.Random(seed), os.getppid()
+    while os.getppid() == parent:
         until = perf_counter() + rng.expovariate(1 / 1.5)
         while perf_counter() < until:
             pass
@@ -117,7 +118,7 @@ def repetition(reference: Work, candidate: Work) -> dict[str, Any]:
         "high": judged.high,
         "message": judged.message,
         "rounds": len({block.round for block in blocks}),
-        "quiet_rounds": len(quiet_rounds(blocks)),
+        "quiet_spans": len(quiet_spans(blocks)),
         "disturbed": is_disturbed(blocks),
         "share_of_clean_calls": round(sum(clean) / len(clean), 3),
         "stop": stop,

@@ -11,15 +11,31 @@ from .stats import MIN_ROUNDS, Floats
 LOST_REL = (
     0.02  # a call whose threads waited longer than this share of it, others having the CPU, says little of itself
 )
-CLEAN_CALLS = 2  # of each subject that a round must have to be compared
+CLEAN_CALLS = 2  # of each subject that a span must have to be compared
 
 
-def quiet_rounds(blocks: Iterable[Block]) -> list[int]:
-    """The rounds of which no block was dropped and every subject has calls that no other program interrupted."""
+def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
+    """The units of a comparison: whole rounds, successive ones taken together until each subject has clean calls.
+
+    On a quiet machine every round is a span. Under load a span is as long as it takes to find a few calls of each
+    subject that no other program interrupted; what is left over at the end is no span.
+    """
     blocks = tuple(blocks)
-    rounds, subjects = whole_rounds(blocks), {block.subject for block in blocks}
+    subjects = {block.subject for block in blocks}
     clean = Counter((block.round, block.subject) for block in blocks for call in _clean(block) if call)
-    return [index for index in rounds if all(clean[index, subject] >= CLEAN_CALLS for subject in subjects)]
+    spans, span = list[tuple[int, ...]](), list[int]()
+    for index in whole_rounds(blocks):
+        span.append(index)
+        if all(sum(clean[each, subject] for each in span) >= CLEAN_CALLS for subject in subjects):
+            spans.append(tuple(span))
+            span = []
+    return spans
+
+
+def interrupted_share(blocks: Iterable[Block]) -> float:
+    """The share of calls that lost their CPU to other programs."""
+    calls = [call for block in blocks for call in _clean(block)]
+    return calls.count(False) / len(calls) if calls else 0.0
 
 
 def whole_rounds(blocks: Iterable[Block]) -> list[int]:
@@ -29,12 +45,12 @@ def whole_rounds(blocks: Iterable[Block]) -> list[int]:
 
 
 def is_disturbed(blocks: Iterable[Block]) -> bool:
-    """Whether too few rounds are quiet; statistics then use the interrupted calls as well and must not be relied on.
+    """Whether there are too few quiet spans; statistics then use the interrupted calls too and must not be relied on.
 
     Threads that wait for one another are delayed by whole scheduler slices: such times are biased, not only noisy.
     """
     blocks = tuple(blocks)
-    return len(quiet_rounds(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
+    return len(quiet_spans(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
 
 
 def comparison_measure(blocks: Iterable[Block]) -> str:
@@ -43,17 +59,20 @@ def comparison_measure(blocks: Iterable[Block]) -> str:
 
 
 def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> list[Floats]:
-    """Kept times of one subject in milliseconds, one array for each kept round; no array is empty.
+    """Kept times of one subject in milliseconds, one array for each span; no array is empty.
 
-    Kept are the uninterrupted calls of the quiet rounds, or all calls of the whole rounds when `is_disturbed`.
+    Kept are the uninterrupted calls of the quiet spans, or all calls of each whole round when `is_disturbed`.
     `measure` is compute or end_to_end (a time for each call), or wall (for each block, divided by its calls).
     """
     blocks = tuple(blocks)
     disturbed = is_disturbed(blocks)
-    rounds = whole_rounds(blocks) if disturbed else quiet_rounds(blocks)
-    own = {index: [b for b in blocks if b.round == index and b.subject == subject] for index in rounds}
-    times = {index: [ms for b in found for ms in _times(b, measure, disturbed)] for index, found in own.items()}
-    return [np.asarray(found, dtype=np.float64) for found in times.values() if found]
+    spans = [(index,) for index in whole_rounds(blocks)] if disturbed else quiet_spans(blocks)
+    own: dict[int, list[float]] = {index: [] for span in spans for index in span}
+    for block in blocks:
+        if block.subject == subject and block.round in own:
+            own[block.round] += _times(block, measure, disturbed)
+    times = [[ms for index in span for ms in own[index]] for span in spans]
+    return [np.asarray(found, dtype=np.float64) for found in times if found]
 
 
 def _times(block: Block, measure: str, disturbed: bool) -> list[float]:

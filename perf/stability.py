@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .kept import comparison_measure, is_disturbed, quiet_rounds, samples
+from .kept import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
 from .runs import Block, Row
 from .stats import coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
 DRIFT_LIMIT_REL = 0.03
 DRIFT_SCORE = 2.58  # 99 % two-sided
+INTERRUPTED_LIMIT = 0.25
 ENQUEUE_LIMIT = 0.8  # trtexec's: above it the device waits for the host
 
 
@@ -39,15 +40,18 @@ def _row_warnings(row: Row) -> Iterator[str]:
 
 
 def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
-    total, quiet = len({block.round for block in blocks}), len(quiet_rounds(blocks))
-    dropped = sorted({block.dropped for block in blocks if block.dropped})
+    total, whole = len({block.round for block in blocks}), len(whole_rounds(blocks))
+    interrupted = interrupted_share(blocks)
+    if whole < total:
+        reasons = sorted({block.dropped for block in blocks if block.dropped})
+        yield f"{total - whole} of {total} rounds left out: {'; '.join(reasons)}"
     if is_disturbed(blocks):
         yield (
-            f"disturbed: in {total - quiet} of {total} rounds other programs took the CPU from almost every call, "
-            f"or there are more threads than CPUs; don't rely on these times"
+            f"disturbed: other programs took the CPU from {100 * interrupted:.0f} % of the calls, or there are more "
+            f"threads than CPUs; don't rely on these times"
         )
-    elif quiet < total:
-        yield f"{total - quiet} of {total} rounds left out: {'; '.join(dropped) or 'other programs had the CPU'}"
+    elif interrupted > INTERRUPTED_LIMIT:
+        yield f"{100 * interrupted:.0f} % of the calls left out: other programs had the CPU"
 
 
 def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .kept import comparison_measure, is_disturbed, quiet_rounds, samples, whole_rounds
+from .kept import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
 from .knee import Knee, knee
 from .runs import Bench, Block, Row, Trial
 from .stats import (
@@ -49,7 +49,8 @@ class Side:
 class SummaryRow:
     """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate.
 
-    `disturbed` means that other programs had the CPU in almost all rounds: the numbers then tell little.
+    `rounds` are the units compared, see perf.kept.quiet_spans. `disturbed` means that other programs had the CPU in
+    almost all calls: the numbers then tell little.
     `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 
@@ -114,8 +115,7 @@ def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
     reference, candidate = bench.reference.name, bench.candidate.name
     faster = speedup(row.blocks, reference, candidate, measure)
     disturbed = is_disturbed(row.blocks)
-    rounds = {block.round for block in row.blocks}
-    kept = whole_rounds(row.blocks) if disturbed else quiet_rounds(row.blocks)
+    rounds, whole = {block.round for block in row.blocks}, whole_rounds(row.blocks)
     return SummaryRow(
         batch=row.batch,
         measure=measure,
@@ -123,8 +123,8 @@ def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
         speedup=faster,
         noise=speedup(row.noise_blocks, reference, f"{reference} again", measure) if row.noise_blocks else None,
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
-        rounds=len(kept),
-        dropped_rounds=len(rounds) - len(kept),
+        rounds=len(whole if disturbed else quiet_spans(row.blocks)),
+        dropped_rounds=len(rounds) - len(whole),
         disturbed=disturbed,
         stop=row.stop,
     )

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Protocol
 
 from .errors import BadInput
-from .kept import comparison_measure, quiet_rounds, samples
+from .kept import comparison_measure, quiet_spans, samples
 from .runs import Block
 from .stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score
 from .watch import Watch, unwatched
@@ -237,7 +237,7 @@ def _stop(blocks: Sequence[Block], reference: str, candidate: str, plan: Plan, e
     done = len({block.round for block in blocks})
     if done >= plan.max_rounds:
         return "round limit"
-    kept = len(quiet_rounds(blocks))
+    kept = len(quiet_spans(blocks))
     late = elapsed_s >= plan.time_limit_s
     if late and (kept >= MIN_ROUNDS or elapsed_s >= 2 * plan.time_limit_s):
         return "time limit"

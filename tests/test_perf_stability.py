@@ -49,7 +49,10 @@ def test_a_steady_measurement_is_not_commented() -> None:
         (row(lambda index, call: 5.0, gpu=replace(STATE, foreign_processes=2)), "2 other processes used the GPU"),
         (row(lambda index, call: 5.0, gpu=replace(STATE, throttle=("sw_power_cap",))), "lowered the clocks in 80 of"),
         (row(lambda index, call: 5.0, enqueue_ms=49.0), "measure with a CUDA graph"),
-        (row(lambda index, call: 5.0, lost_ms=(3.0,) * 10), "disturbed: in 20 of 20 rounds"),
+        (
+            row(lambda index, call: 5.0, lost_ms=(3.0,) * 10),
+            "disturbed: other programs took the CPU from 100 % of the calls",
+        ),
     ],
 )
 def test_each_kind_of_shakiness_is_named(shaky: Row, words: str) -> None:

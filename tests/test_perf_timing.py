@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf.errors import BadInput
-from perf.kept import is_disturbed, quiet_rounds, samples, whole_rounds
+from perf.kept import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
 from perf.runs import Block, GpuState
 from perf.stability import drift
 from perf.summary import speedup
@@ -225,16 +225,34 @@ def test_calls_that_others_interrupted_are_left_out() -> None:
     blocks = measure_rounds(bounds, 20, calls=5, clock=clock)
     kept = samples(blocks, "a")
     assert not is_disturbed(blocks)
-    assert len(kept) == len(quiet_rounds(blocks)) >= 6
+    assert len(kept) == len(quiet_spans(blocks)) >= 6
     assert {ms for times in kept for ms in times} == {10.05}
     assert all(len(times) >= 2 for times in kept)
 
 
-def test_a_round_without_clean_calls_of_both_is_left_out() -> None:
-    clock = FakeClock()
-    bounds = {name: Interrupted(clock, lambda now_ms: 500 < now_ms < 900) for name in "ab"}
-    blocks = measure_rounds(bounds, 9, calls=5, clock=clock)
-    assert 0 < len(whole_rounds(blocks)) - len(quiet_rounds(blocks)) <= 2
+def lost(*rounds: str) -> tuple[Block, ...]:
+    """Rounds of an a-block and a b-block; `x` is an interrupted call, `.` a clean one: "x./.." is a, then b."""
+    return tuple(
+        Block(
+            round=index,
+            subject=name,
+            at_s=0.0,
+            calls=len(calls),
+            wall_ms=10.0 * len(calls),
+            compute_ms=tuple(10.0 + index for _ in calls),
+            lost_ms=tuple(5.0 if call == "x" else 0.0 for call in calls),
+        )
+        for index, text in enumerate(rounds)
+        for name, calls in zip("ab", text.split("/"), strict=True)
+    )
+
+
+def test_rounds_are_taken_together_until_both_have_clean_calls() -> None:
+    blocks = lost("../..", "x./..", "xx/x.", "x./xx", "../..", "x./..")
+    assert quiet_spans(blocks) == [(0,), (1, 2, 3), (4,)]
+    assert interrupted_share(blocks) == pytest.approx(8 / 24)
+    calm = lost(*["../.."] * 3, "x./..", "xx/x.", "x./xx", *["../.."] * 3)
+    assert [times.tolist() for times in samples(calm, "a")][2:5] == [[12.0, 12.0], [13.0, 15.0], [16.0, 16.0]]
 
 
 def test_a_machine_that_is_never_quiet_is_measured_to_twice_the_limit_and_called_disturbed() -> None:
