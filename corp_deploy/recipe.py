@@ -1,6 +1,7 @@
 """A release as one TOML file: strict keys, everything checked before anything runs. Imports no torch."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ def _is_number(value: object) -> bool:
 
 def _text(value: object) -> str | None:
     return None if isinstance(value, str) and value.strip() else "a text that is not empty"
+
+
+def _model_name(value: object) -> str | None:
+    good = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value)
+    return None if good else "letters, digits, '_', '.' and '-', starting with a letter or digit"
 
 
 def _flag(value: object) -> str | None:
@@ -146,7 +152,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
         },
         "gate": {"fail_if": Key(check=_words, default=[])},
         "samples": {"count": Key(check=_whole(1), default=16)},
-        "package": {"name": Key(check=_text, default=None), "labels": Key(check=_text, default=None, path=True)},
+        "package": {"name": Key(check=_model_name, default=None), "labels": Key(check=_text, default=None, path=True)},
     }
 )
 TARGET_KEYS: Mapping[str, Key] = MappingProxyType(
@@ -353,6 +359,11 @@ def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) 
         raise BadInput(f"{path}: export.keep_fp32 is for precision mixed, which export.precisions does not have")
 
 
+def _refuse_unservable(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    if tables["package"]["name"] is not None and "fp32" not in tables["export"]["precisions"]:
+        raise BadInput(f"{path}: package.name asks for a model repository, which needs fp32 among export.precisions")
+
+
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe and what it extends. Raises BadInput, naming file and key, for anything that will not do.
 
@@ -365,6 +376,7 @@ def load_recipe(path: Path) -> Recipe:
     tables["targets"] = {name: _filled(path, f"targets.{name}", table, TARGET_KEYS) for name, table in asked.items()}
     tables["release"]["name"] = tables["release"]["name"] or path.stem
     _refuse_contradictions(path, tables)
+    _refuse_unservable(path, tables)
     recipe = Recipe(
         name=tables["release"]["name"],
         tables=tables,

@@ -118,8 +118,9 @@ half_width = 0.01                 # stop when the speed-up is known this well
 [gate]                            # what must not be; with a baseline also "p50@b1 > baseline * 1.03"
 fail_if = ["speedup@b32 < 1.0", "top1_agreement < 0.98"]
 
-[package]
-name = {name}
+[package]                         # a model repository for an inference server, in repository/
+name = {served}
+# labels = "labels.txt"           # class names, one a line
 """
 
 
@@ -158,6 +159,7 @@ def starter(model: str, path: Path, *, images: Path | None, held_out: Path | Non
     return STARTER.format(
         file=path.name,
         name=toml_value(path.stem),
+        served=toml_value(re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-") or "model"),
         model=_model_lines(model, path.parent),
         images=placed(images, "images/calibration"),
         held_out=placed(held_out, "images/held-out"),

@@ -81,6 +81,7 @@ def _step(name: str, *words: Any) -> Callable[[Place], None]:
             "target-parity": release_steps.write_target_parity,
             "bench": release_steps.write_bench,
             "gate": release_steps.write_gate,
+            "package": release_steps.write_package,
             "report": release_steps.write_report,
         }
         functions[name](place, *words)
@@ -260,6 +261,21 @@ def _older(baseline: Baseline, root: Path) -> Path | None:
     return None if same else path
 
 
+def _package_stage(recipe: Recipe, root: Path, records: Sequence[str]) -> Stage:
+    """The Triton model repository of everything that was built."""
+    name, labels = recipe["package"]["name"], recipe.optional_path("package", "labels")
+    plans = [artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
+    return Stage(
+        name="package",
+        makes=("repository/",),
+        does=_step("package", recipe),
+        reads=(*_graphs(recipe, "reduced"), *plans, *(f"{plan}.json" for plan in plans), *records),
+        outside={} if labels is None else {"package.labels": labels},
+        settings={"package.name": name, "versions": _tool()},
+        command=f"package . --name {name} -o repository" + (f" --labels {_path_words(labels, root)}" if labels else ""),
+    )
+
+
 def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Iterator[Stage]:
     benches = tuple(bench_name(recipe, target) for target in recipe.targets)
     parities = tuple(dict.fromkeys(("parity.json", *map(parity_name, recipe.targets))))
@@ -277,6 +293,8 @@ def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: 
         command=f"gate {benches[0]} {parity_name(recipe.targets[0])} {fails} -o gate.json" if fails else "",
     )
     yield gate
+    if recipe["package"]["name"] is not None:
+        yield _package_stage(recipe, root, (*benches, *parities))
     commands = tuple(f"corp-deploy {stage.command}" for stage in (*before, gate) if stage.command)
     pages = tuple(f"report.{target.name}.html" for target in recipe.targets[1:])
     yield Stage(
@@ -292,7 +310,10 @@ def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: 
 def _write_manifest(place: Place, stages: Sequence[Stage], command: str) -> None:
     """manifest.json over all that was made, then SHA256SUMS over that and the manifest."""
     made_by = {
-        name: f"corp-deploy {stage.command}" if stage.command else command for stage in stages for name in stage.makes
+        path.relative_to(place.root).as_posix(): f"corp-deploy {stage.command}" if stage.command else command
+        for stage in stages
+        for name in stage.makes
+        for path in files_of(place.root / name)
     }
     shipped = sorted(name for name in made_by if not name.startswith("."))
     files = {

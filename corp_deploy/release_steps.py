@@ -17,6 +17,7 @@ from calib.store import load as load_moments
 from calib.store import save as save_moments
 from export.choices import BuildChoices
 from export.engine import build_engine, write_engine
+from export.triton import write_repository
 from perf.bench import bench
 from perf.evidence import Evidence
 from perf.gate import Gate, Judged, Verdict, judge
@@ -35,6 +36,7 @@ from .files import read_json, replacing, sha256_of_file, write_json, write_text
 from .graphs import export_checkpoint
 from .inputs import images_for_model, labels_from_path, require_device
 from .model_card import card
+from .packaging import package_of_directory
 from .proofs import save_proof
 from .recipe import Recipe, Target
 from .records import record_of_directory
@@ -251,6 +253,13 @@ def write_gate(place: Place, recipe: Recipe, baseline: Path | None) -> None:
             rows += _judged(recipe.rules, now, baseline)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in _judged(target.rules, now, None)]
     save_gate(Gate(rules=tuple(rows)), place.into / "gate.json")
+
+
+def write_package(place: Place, recipe: Recipe) -> None:
+    """The model repository that an inference server loads as it is."""
+    labels = recipe.optional_path("package", "labels")
+    what, _ = package_of_directory(place.root, name=recipe["package"]["name"], version=1, labels=labels, server=None)
+    write_repository(what, place.into / "repository")
 
 
 def _record(place: Place, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:

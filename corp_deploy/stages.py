@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +40,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One step. `reads` and `makes` are files relative to the directory of results; `outside` are files or folders
-    elsewhere, by label; `settings` are JSON values. `lack` says why this machine can't do it (None: it can).
+    """One step. `reads` and `makes` are files below the directory of results, or whole folders when a slash ends them.
+    `outside` are files or folders elsewhere, by label. `settings` are JSON values. `lack` says why this machine can't
+    do it (None: it can).
     """
 
     name: str
@@ -164,13 +165,23 @@ def _write_stamp(root: Path, name: str, stamp: Stamp) -> None:
     write_json(_stamp_path(root, name), content)
 
 
+def _covered(name: str, makes: Sequence[str]) -> bool:
+    return name in makes or any(make.endswith("/") and name.startswith(make) for make in makes)
+
+
+def _complete(names: Set[str], makes: Sequence[str]) -> bool:
+    """Whether these are files that a stage may make, and all single ones among them."""
+    single = {make for make in makes if not make.endswith("/")}
+    return single <= names and all(_covered(name, makes) for name in names)
+
+
 def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
     """Everything that decides what the stage makes. Raises BadInput for a file that is not there."""
-    missing = [name for name in stage.reads if not (root / name).is_file()]
+    missing = [name for name in stage.reads if not files_of(root / name)]
     if missing:
         raise BadInput(f"stage {stage.name}: {root / missing[0]} is not there; run the stage that makes it first")
     inputs = {key: json.dumps(value, sort_keys=True) for key, value in stage.settings.items()}
-    inputs |= {name: digests.of_file(root / name) for name in stage.reads}
+    inputs |= {name: digests.of_path(root / name) for name in stage.reads}
     return inputs | {label: digests.of_path(path) for label, path in stage.outside.items()}
 
 
@@ -181,7 +192,7 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
     changed = sorted(key for key in {*stamp.inputs, *inputs} if stamp.inputs.get(key) != inputs.get(key))
     if changed:
         return f"changed: {', '.join(changed[:4])}" + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-    if set(stamp.outputs) != set(stage.makes):
+    if not _complete(stamp.outputs.keys(), stage.makes):
         return "it makes other files now"
     for name, digest in stamp.outputs.items():
         if not (root / name).is_file():
@@ -270,16 +281,16 @@ def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
 def _move(stage: Stage, root: Path, into: Path) -> dict[str, str]:
     """The made files to their places; returns their digests."""
     made = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
-    assert made == set(stage.makes), (stage.name, made ^ set(stage.makes))
+    assert _complete(made, stage.makes), (stage.name, made ^ set(stage.makes))
     outputs = {}
-    for name in stage.makes:
+    for name in sorted(made):
         _sync(into / name)
         outputs[name] = sha256_of_file(into / name)
-    for name in stage.makes:
+    for name in outputs:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (into / name).chmod(0o644)
         (into / name).replace(root / name)
-    for folder in {(root / name).parent for name in stage.makes}:
+    for folder in {(root / name).parent for name in outputs}:
         _sync(folder)
     return outputs
 
@@ -298,7 +309,7 @@ def _make(stage: Stage, root: Path, inputs: Mapping[str, str]) -> None:
     try:
         stage.does(Place(root=root, into=into, unfinished=unfinished))
         outputs = _move(stage, root, into)
-        _remove(root, before, keep=stage.makes)
+        _remove(root, before, keep=tuple(outputs))
         _write_stamp(root, stage.name, Stamp(inputs=inputs, outputs=outputs))
     except Exception as error:
         full = _as_os_error(error, stage, root)
@@ -314,8 +325,12 @@ def _remove(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> None:
     """Files that an earlier run made and this one does not; a file that somebody changed is left alone."""
     for name, digest in (stamp.outputs if stamp else {}).items():
         path = root / name
-        if name not in keep and path.is_file() and sha256_of_file(path) == digest:
+        if not _covered(name, keep) and path.is_file() and sha256_of_file(path) == digest:
             path.unlink()
+            for parent in path.parents:
+                if parent == root or any(parent.iterdir()):
+                    break
+                parent.rmdir()
 
 
 def _drop_former(stages: Sequence[Stage], root: Path) -> None:

@@ -69,6 +69,8 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
         ("[targets.tensorrt]\nbatch = 'many'", "'many' is not MIN:OPT:MAX"),
         ("[targets.tensorrt]\nprecision = 'mixed'", "but export.precisions has ['fp32', 'fp16']"),
         ("[targets.tensorrt]\nfail_if = ['p50@b1 > baseline']", "put this rule under [gate]"),
+        ("[package]\nname = 'a b'", "package.name is 'a b', expected letters, digits"),
+        ("[package]\nname = 'a'\n[export]\nprecisions = ['fp16']", "needs fp32 among export.precisions"),
         ("[model2]", "unknown key 'model2'"),
         ("targets = 3", "[reduce]: unknown key 'targets'"),
     ],

@@ -54,6 +54,8 @@ threads = 1
 count = 3
 [gate]
 fail_if = ["params >= dense"]
+[package]
+name = "tiny"
 """
 MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
 MEASURED |= {"manifest.json", "SHA256SUMS"}
@@ -128,7 +130,7 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
 def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     result = release(home)
-    assert "nothing to do: all 12 stages are up to date" in said(result)
+    assert "nothing to do: all 13 stages are up to date" in said(result)
     dry = release(home, "--dry-run")
     assert "nothing to do" in dry.stdout
     after = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
@@ -200,9 +202,10 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
     whole, resumed = first / "out", home / "out"
     one, other = ({p.relative_to(base) for p in base.rglob("*") if p.is_file()} for base in (whole, resumed))
     assert one == other
-    later = ("digests", "bench.onnxruntime-cpu", "gate", "report", "manifest")
+    later = ("digests", "bench.onnxruntime-cpu", "gate", "package", "report", "manifest")
     states = {Path(".stages") / f"{name}.json" for name in later}
-    same = [name for name in one - states if name.as_posix() not in MEASURED and name.name != "lock"]
+    kept = {name for name in one - states if name.as_posix() not in MEASURED and name.name != "lock"}
+    same = [name for name in kept if name.parts[0] != "repository"]
     assert len(same) >= 20
     assert [name for name in same if (whole / name).read_bytes() != (resumed / name).read_bytes()] == []
     assert release(home, "--json").exit_code == 0
@@ -265,6 +268,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's part is played by copies of the CPU's records; what is real is the script, the stamps, the taking."""
     edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\nfail_if = ['params >= dense']\n[gate]")
+    edit(home, '[package]\nname = "tiny"\n', "")
     without_gpu(monkeypatch)
     result = release(home, expect=4)
     assert "engine.tensorrt: no GPU" in result.stderr
@@ -290,6 +294,7 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
         shutil.move(moved, home / "out")
     result = release(home, "--json")
     assert made(result) == ["gate", "report", "manifest"]
+    assert not (home / "out" / "repository").exists(), "no longer asked for"
     assert {"engine.tensorrt", "bench.tensorrt"} <= set(json.loads(result.stdout)["cached"])
     rules = [row["rule"] for row in json.loads((home / "out" / "gate.json").read_text())["rules"]]
     assert rules[1:] == ["parity (parity.tensorrt.json)", "params >= dense", "tensorrt: params >= dense"]
