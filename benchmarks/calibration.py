@@ -93,10 +93,11 @@ def multiply_adds_per_image(shape: Shape) -> int:
 
 
 def peak_memory(arguments: argparse.Namespace) -> dict[str, float]:
-    """MB of resident memory: the model alone, its bare pass, its calibration, and the bound."""
+    """MB of resident memory: the model once it has seen one image, the peak of its calibration, and the bound: model,
+    moments and two batches of the widest activation."""
     model, sites, images = prepared(arguments)
-    model_mb = resident_mb()
     seen = shapes(model, sites, arguments)
+    model_mb = resident_mb()
     widest = max(shape.tokens * shape.hidden for shape in seen.values() if isinstance(shape, MlpShape))
     bound = sum(bytes_needed(seen).values()) + 2 * 4 * arguments.batch_size * widest
     with Collector(model, sites, device="cpu") as collector:
