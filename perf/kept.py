@@ -8,9 +8,8 @@ import numpy as np
 from .runs import Block
 from .stats import MIN_ROUNDS, Floats
 
-LOST_REL = (
-    0.02  # a call whose threads waited longer than this share of it, others having the CPU, says little of itself
-)
+# A call whose threads waited longer than this share of it for a CPU that others had says little about itself.
+LOST_REL = 0.02
 CLEAN_CALLS = 2  # of each subject that a span must have to be compared
 
 
