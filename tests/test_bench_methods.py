@@ -12,7 +12,7 @@ from benchmarks.procedural_images import CLASSES, made
 
 
 def test_a_quick_run_writes_a_record_and_its_page(tmp_path: Path) -> None:
-    methods.main(["--quick", "--threads", "2", "--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "out")])
+    methods.main(["--quick", "--threads", "1", "--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "out")])
     record = json.loads((tmp_path / "out" / "methods.json").read_text())
     assert (record["version"], record["kind"]) == (1, "methods-benchmark")
     rows = {(row["method"], row["kind"]): row for row in record["rows"]}

@@ -289,7 +289,8 @@ def test_the_resident_set_sees_an_allocation() -> None:
     gauge = ResidentSet()
     gauge.reset_peak()
     before = gauge.now()
-    block = np.ones(16 * 2**20, np.uint8)
+    # Large enough to be mapped anew, not taken from memory that earlier tests let go.
+    block = np.ones(256 * 2**20, np.uint8)
     assert gauge.peak() - before > 0.9 * block.nbytes
 
 
