@@ -222,8 +222,3 @@ def load_dense(model: str, *, weights: Path | None, kwargs: Mapping[str, Any]) -
         )
     load_weights(built, read_state(weights), where=weights)
     return Checkpoint(model=built, architecture=architecture, lineage={})
-
-
-def load(directory: Path | str) -> nn.Module:
-    """The saved model as an ordinary nn.Module in eval mode, on the CPU, in float32."""
-    return load_checkpoint(Path(directory)).model
