@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,8 @@ from perf.environment import environment
 from perf.module_runner import Mode, ModuleRunner, Precision
 from perf.onnx_runner import OnnxRunner, Provider
 from perf.runs import Bench
+from perf.sampled import SampledRunner
+from perf.structure import Finding
 from perf.timing import Plan
 from perf.watch import watching
 
@@ -179,9 +181,10 @@ def measure(
         if fed is None:
             assert one.image_shape is not None, dense
             fed = np.random.default_rng(0).standard_normal((max(batches), *one.image_shape), dtype=np.float32)
+        found: list[Finding] = []
         with watching() as (watch, gpu):
-            return bench(
-                (one.subject, other.subject),
+            measured = bench(
+                (_sampled(one.subject, found), _sampled(other.subject, found)),
                 fed,
                 batches,
                 plan,
@@ -192,3 +195,11 @@ def measure(
                 watch=watch,
                 progress=progress,
             )
+    # What was timed must be what a plain call, and so `verify`, gives.
+    wrong = tuple(f"{each.candidate}: {each.reason}" for each in found if each.status == "FAIL")
+    return replace(measured, warnings=(*wrong, *measured.warnings))
+
+
+def _sampled(subject: Subject, found: list[Finding]) -> Subject:
+    """The subject with outputs of its timed calls compared when it closes."""
+    return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), found.append))

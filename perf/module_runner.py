@@ -81,9 +81,9 @@ class ModuleRunner:
         with torch.inference_mode():
             self._first(batch)
 
-        def call() -> None:
+        def call() -> torch.Tensor:
             with torch.inference_mode():
-                self._forward(batch)
+                return self._forward(batch)
 
         return HostBound(call)
 

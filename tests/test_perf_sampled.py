@@ -1,0 +1,45 @@
+"""Outputs of timed calls equal plain ones; where they don't, it is said."""
+
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from perf.module_runner import ModuleRunner
+from perf.sampled import SampledRunner
+from perf.structure import Finding
+
+
+class Forgetful(nn.Module):
+    """Answers the first two calls as it should and every later one with zeros, as a stale graph would."""
+
+    def __init__(self, honest: int) -> None:
+        super().__init__()
+        self.honest, self.calls = honest, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        logits = images.flatten(1)[:, :5] + 1.0
+        return logits if self.calls <= self.honest else torch.zeros_like(logits)
+
+
+@pytest.mark.parametrize(("honest", "status"), [(10**6, "PASS"), (3, "FAIL")])
+def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
+    found: list[Finding] = []
+    images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
+    plain = ModuleRunner(Forgetful(honest))
+    with SampledRunner("reduced", plain, found.append) as runner:
+        bound = runner.bind(images)
+        bound.laps(2, perf_counter_ns)
+    assert [(each.candidate, each.status) for each in found] == [("reduced at batch 4", status)]
+    assert found[0].test == "timed-run"
+
+
+def test_an_unused_runner_says_nothing(tmp_path: Path) -> None:
+    found: list[Finding] = []
+    with SampledRunner("dense", ModuleRunner(Forgetful(9)), found.append) as runner:
+        assert runner.describe()["backend"] == "torch"
+    assert found == []
