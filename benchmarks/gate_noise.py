@@ -37,7 +37,7 @@ CALLS = 5
 NAIVE_CALLS = 20
 CALL_MS = 5.0
 SLOWDOWN = 0.05
-PLAN = Plan(time_limit_s=5.0, half_width_rel=0.008, warm_up_limit_s=1.0)
+PLAN = Plan(time_limit_s=8.0, half_width_rel=0.008, warm_up_limit_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,12 @@ def main() -> None:
     slower = Work(round(work.passes * (1 + SLOWDOWN)))
     same: list[dict[str, Any]] = []
     slowed: list[dict[str, Any]] = []
+    loads: list[float] = []
     with background(arguments.background):
         for index in range(arguments.repetitions):
             same.append(repetition(work, work))
             slowed.append(repetition(work, slower))
+            loads.append(os.getloadavg()[0])
             print(index, same[-1]["message"], "|", slowed[-1]["message"], flush=True)
     document = {
         "kind": "gate-noise",
@@ -174,6 +176,7 @@ def main() -> None:
             "half_width_rel": PLAN.half_width_rel,
         },
         "environment": environment(),
+        "load_average": {"least": min(loads), "median": median(loads), "most": max(loads)},
         "against_itself": tally(same),
         "five_percent_slower": tally(slowed),
         "repetitions": {"against_itself": same, "five_percent_slower": slowed},
