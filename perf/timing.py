@@ -57,8 +57,8 @@ class Plan:
     `half_width_rel` is the question: rounds are added until the interval of the speed-up is within this share of its
     value on either side (a third of a gate's margin is a good choice), or `time_limit_s` per batch size has passed.
     Blocks are short, so that the two subjects of a round meet the same load; simulated at a load that comes and goes,
-    25 ms estimate the ratio twice as well as 100 ms do in the same time, and after 16 rounds the interval covers the
-    true ratio about as often as it says.
+    25 ms estimate the ratio with a third less spread than 100 ms do in the same time, and from 16 rounds on the 95 %
+    interval covered the true ratio in 94 % of 240 measurements.
     """
 
     block_ms: float = 25.0
