@@ -43,7 +43,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "digits"
 SPARSITY = 0.5
 BATCHES = (1, 8, 32)
 STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
-PLAN = Plan(time_limit_s=8.0, min_rounds=8, noise_rounds=8)
+PLAN = Plan(time_limit_s=8.0)
 LIMITS = Limits(min_agreement=0.98, max_error=0.05)
 
 # Relative to the demo's directory, and to the repository for the example's own model.
