@@ -171,6 +171,48 @@ def _whole(last: Step, dense_logits: Logits, rules: _Rules) -> Link:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Walked:
+    """All candidates run in order, what was found about their structure, and the blocks where failing links break."""
+
+    steps: tuple[Step, ...]
+    findings: tuple[Finding, ...]
+    blocks: tuple[Located, ...]
+
+
+def _walk(
+    dense: Checkpoint,
+    candidates: Sequence[Candidate],
+    given: Given,
+    batches: Sequence[int],
+    rules: _Rules,
+    dense_logits: Logits,
+    done: Callable[[int], None] | None,
+) -> _Walked:
+    """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
+    steps: list[Step] = []
+    findings: list[Finding] = []
+    blocks: list[Located] = []
+    single: Step | None = None
+    for candidate in candidates:
+        from_dense = candidate.form == "torch" or single is None
+        before = (DENSE, dense_logits) if from_dense or single is None else (single.candidate.label, single.logits)
+        previous = None if single is None else single.candidate
+        step = _step(candidate, before, given, batches, rules)
+        findings += step.findings
+        if candidate.half:
+            findings += _headroom(previous, candidate, given.pixels)
+        if step.link.status == "FAIL":
+            worst = worst_images(given.pixels, before[1], step.logits)
+            found = located(candidate.name, candidate, previous, dense, worst, rules.depth)
+            blocks += [found] if found is not None else []
+        single = single if candidate.half else step
+        steps.append(step)
+        if done is not None:
+            done(len(steps))
+    return _Walked(steps=tuple(steps), findings=tuple(findings), blocks=tuple(blocks))
+
+
 def prove(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
@@ -196,39 +238,15 @@ def prove(
         depth=vit.depth(dense.model),
         largest_logit=float(np.abs(dense_logits).max()),
     )
-    steps: list[Step] = []
-    blocks: list[Located] = []
-    findings: list[Finding] = []
-    single: Step | None = None
-    for candidate in candidates:
-        fresh = candidate.form == "torch" or single is None
-        before = (DENSE, dense_logits) if fresh or single is None else (single.candidate.label, single.logits)
-        step = _step(candidate, before, given, batches, rules)
-        findings += step.findings
-        if candidate.half:
-            findings += _headroom(None if single is None else single.candidate, candidate, given.pixels)
-        if step.link.status == "FAIL":
-            worst = worst_images(given.pixels, before[1], step.logits)
-            previous = None if single is None else single.candidate
-            found = located(candidate.name, candidate, previous, dense, worst, rules.depth)
-            blocks += [found] if found is not None else []
-        if not candidate.half:
-            single = step
-        steps.append(step)
-        if done is not None:
-            done(len(steps))
-    links = [step.link for step in steps]
-    if len(steps) > 1:
-        links.append(_whole(steps[-1], dense_logits, rules))
-    if moments is not None:
-        findings += pixel_range(moments, given.pixels)
-    outputs = {DENSE: dense_logits} | {step.candidate.label: step.logits for step in steps}
+    walked = _walk(dense, candidates, given, batches, rules, dense_logits, done)
+    whole = [_whole(walked.steps[-1], dense_logits, rules)] if len(walked.steps) > 1 else []
+    outputs = {DENSE: dense_logits} | {step.candidate.label: step.logits for step in walked.steps}
     return Proof(
         parity=Parity(
             images=ImageSet(count=len(given.pixels), digest=given.digest, kind=given.kind),
-            links=tuple(links),
-            structure=tuple(findings),
-            located=tuple(blocks),
+            links=(*(step.link for step in walked.steps), *whole),
+            structure=(*walked.findings, *(pixel_range(moments, given.pixels) if moments is not None else ())),
+            located=walked.blocks,
             shift=None if moments is None else shift_of_images(dense, moments, given.pixels),
             accuracy=_accuracy(outputs, given.labels),
             comparisons=_comparisons(outputs, given.labels),
