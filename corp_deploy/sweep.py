@@ -13,7 +13,7 @@ from calib.moments import Moments
 from perf.measures import measures
 
 from . import vit
-from .budget import eliminations
+from .budget import Offer, Probe, eliminations, offers, spend
 from .choices import Choices
 from .cost import macs
 from .errors import BadInput
@@ -21,6 +21,7 @@ from .obs import Elimination
 from .reduce import reduce
 
 KIND = "corp-deploy/sweep"
+PROBE_IMAGES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Trial:
     mlp_sparsity: float
     attention_sparsity: float
     geometry: str
+    budget: float | None
     macs: int
     macs_share: float
     parameters: int
@@ -38,6 +40,15 @@ class Trial:
     agreement: float
     accuracy: float | None
     on_front: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One model to try: a preset's choices at uniform sparsities, or at a share of the dense MACs to keep."""
+
+    preset: str
+    choices: Choices
+    budget: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +60,16 @@ class Scored:
     labels_N: NDArray[np.int64] | None
     batch_size: int
 
-    def trial(self, preset: str, choices: Choices, model: nn.Module, dense_macs: int) -> Trial:
+    def trial(self, wanted: Wanted, model: nn.Module, dense_macs: int) -> Trial:
         """Score one reduced model."""
+        choices = wanted.choices
         logits_NC = logits(model, self.images, self.batch_size)
         errors = measures(self.dense_NC, logits_NC)
         cost = macs(vit.shape(model))
         accuracy = None if self.labels_N is None else float((logits_NC.argmax(1) == self.labels_N).mean())
         return Trial(
-            preset=preset,
+            preset=wanted.preset,
+            budget=wanted.budget,
             mlp_sparsity=choices.mlp_sparsity,
             attention_sparsity=choices.attention_sparsity,
             geometry=choices.geometry,
@@ -91,23 +104,32 @@ def _front(trials: Sequence[Trial]) -> set[int]:
 def sweep(
     model: nn.Module,
     moments: Moments,
-    wanted: Iterable[tuple[str, Choices]],
+    wanted: Iterable[Wanted],
     scored: Scored,
     *,
     done: Callable[[int], None] | None = None,
 ) -> list[Trial]:
-    """Reduce and score every choice, cheapest work first shared: one elimination per MLP serves every width.
-
-    `wanted` gives preset names with their choices. Raises BadInput for moments of another model.
+    """Reduce and score every choice with the costly work shared: one elimination per MLP serves every width, one set
+    of probes every budget of a geometry. Raises BadInput for moments of another model and budgets out of reach.
     """
     known: dict[float, dict[str, Elimination]] = {}
+    market: dict[str, list[Offer]] = {}
     dense_macs = macs(vit.shape(model))
     trials: list[Trial] = []
-    for preset, choices in wanted:
-        if choices.mlp_selection == "obs" and choices.mlp_sparsity > 0.0 and choices.ridge_rel not in known:
+    for each in wanted:
+        choices = each.choices
+        if choices.mlp_selection == "obs" and choices.ridge_rel not in known:
             known[choices.ridge_rel] = eliminations(model, moments, choices)
-        reduced = reduce(model, moments, choices, eliminations=known.get(choices.ridge_rel)).model
-        trials.append(scored.trial(preset, choices, reduced, dense_macs))
+        shared = known.get(choices.ridge_rel, {})
+        widths = None
+        if each.budget is not None:
+            if choices.geometry not in market:
+                images = scored.images[:PROBE_IMAGES]
+                probe = Probe(model=model, moments=moments, choices=choices, images=images, eliminations=shared)
+                market[choices.geometry] = list(offers(probe, "macs"))
+            widths = spend(market[choices.geometry], dense_macs, each.budget).widths
+        reduced = reduce(model, moments, choices, widths=widths, eliminations=shared).model
+        trials.append(scored.trial(each, reduced, dense_macs))
         if done is not None:
             done(len(trials))
     front = _front(trials)

@@ -19,12 +19,15 @@ HEIGHT, LEFT, TOP, BOTTOM = 320, 52, 46, 268
 
 def sweep_table(trials: Sequence[Trial]) -> Table:
     """One row a trial; the front of least error at least MACs is starred."""
-    table = Table("preset", "MLP", "Q/K", "heads", "MACs", "parameters", "relative error", "agreement", "accuracy", "")
+    table = Table(
+        "preset", "MLP", "Q/K", "budget", "heads", "MACs", "parameters", "relative error", "agreement", "accuracy", ""
+    )
     for trial in trials:
         table.add_row(
             trial.preset,
             f"{trial.mlp_sparsity:g}",
             f"{trial.attention_sparsity:g}",
+            "-" if trial.budget is None else f"{trial.budget:g}",
             trial.geometry,
             f"{trial.macs_share:.1%}",
             f"{trial.parameters:,}",

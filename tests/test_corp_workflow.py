@@ -167,13 +167,14 @@ def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
     result = done(
         "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
         "--labels", home / "labels.npy", "--sparsity", "0.25,0.5", "--preset", "best,none", "--align", "mlp=8,head=8",
-        "--min-agreement", 0.1, "-o", tmp_path,
+        "--macs", "0.8", "--min-agreement", 0.1, "-o", tmp_path,
     )  # fmt: skip
     assert "smallest model with" in result.stdout
     rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
-    assert [(row["preset"], row["mlp_sparsity"]) for row in rows] == [
-        ("best", "0.25"), ("best", "0.5"), ("none", "0.25"), ("none", "0.5"),
+    assert [(row["preset"], row["mlp_sparsity"], row["budget"]) for row in rows] == [
+        ("best", "0.25", ""), ("best", "0.5", ""), ("none", "0.25", ""), ("none", "0.5", ""), ("best", "0.0", "0.8"),
     ]  # fmt: skip
+    assert float(rows[-1]["macs_share"]) <= 0.8
     record = json.loads((tmp_path / "sweep.json").read_text())
     front = [trial for trial in record["trials"] if trial["on_front"]]
     for trial in record["trials"]:

@@ -48,6 +48,9 @@ class Shares(click.ParamType[tuple[float, ...]]):
 )
 @click.option("--sparsity", type=Shares(), default="0.3,0.5,0.7", show_default=True, help="Shares removed.")
 @click.option(
+    "--macs", type=Shares(), default=(), help="Budgets too: shares of the dense MACs to keep, with preset best."
+)
+@click.option(
     "--parts",
     type=click.Choice(["joint", "mlp", "attn"]),
     default="joint",
@@ -73,6 +76,7 @@ def sweep(
     labels: Path | None,
     output: Path,
     sparsity: tuple[float, ...],
+    macs: tuple[float, ...],
     parts: str,
     preset: tuple[str, ...],
     heads: str,
@@ -94,7 +98,7 @@ def sweep(
 
     from ..files import write_json, write_text
     from ..inputs import images_for_model, labels_from_path
-    from ..sweep import Scored, logits, record_of_sweep, smallest_that_agrees
+    from ..sweep import Scored, Wanted, logits, record_of_sweep, smallest_that_agrees
     from ..sweep import sweep as sweep_of
     from ..sweep_view import csv_of_sweep, sweep_plot, sweep_table
 
@@ -109,9 +113,15 @@ def sweep(
     )
     mlp, attn = parts != "attn", parts != "mlp"
     wanted = [
-        (name, choices_from_options(name, share if mlp else 0.0, share if attn else 0.0, heads, align))
+        Wanted(
+            preset=name, choices=choices_from_options(name, share if mlp else 0.0, share if attn else 0.0, heads, align)
+        )
         for name in preset
         for share in sparsity
+    ]
+    wanted += [
+        Wanted(preset="best", choices=choices_from_options("best", 0.0, 0.0, heads, align), budget=share)
+        for share in macs
     ]
     with out.progress("sweeping", len(wanted), unit="models") as done:
         trials = sweep_of(checkpoint.model, load(moments), wanted, scored, done=done)
@@ -122,6 +132,7 @@ def sweep(
     write_text(output / "sweep.svg", sweep_plot(trials))
     shown: list[Any] = [sweep_table(trials)]
     if answer is not None:
-        how = f"--preset {answer.preset} --mlp {answer.mlp_sparsity:g} --attn {answer.attention_sparsity:g}"
+        uniform = f"--mlp {answer.mlp_sparsity:g} --attn {answer.attention_sparsity:g}"
+        how = f"--preset {answer.preset} " + (uniform if answer.budget is None else f"--macs {answer.budget:g}")
         shown.append(f"smallest model with {min_agreement:.2%} agreement: {how} ({answer.macs_share:.1%} of the MACs)")
     out.result(record, *shown)
