@@ -8,13 +8,13 @@ import onnx
 
 from export.to_onnx import onnx_from_model
 from perf.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.errors import BadInput as Unlike
 from perf.locate import Located
 from perf.measures import per_image
 
 from . import vit
 from .candidates import Candidate, Logits, Pixels
 from .checkpoint import Checkpoint
-from .errors import BadInput
 
 WORST_IMAGES = 16
 
@@ -61,6 +61,6 @@ def located(
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
             model = vit.exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), images, depth=depth)
-    except BadInput:
-        raise
+    except Unlike:
+        return None  # a graph of other blocks: the link has failed already, and no block can be named
     return None

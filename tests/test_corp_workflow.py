@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -284,6 +285,19 @@ def test_a_swapped_channel_is_found_and_located(home: Path, tmp_path: Path) -> N
     result = done("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
     record = json.loads(result.stdout)
     assert record["located"][0]["site"] == "blocks.1.mlp"
+
+
+def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(home: Path, tmp_path: Path) -> None:
+    save(tiny.checkpoint(seed=4), tmp_path / "other")
+    done("export", "--model", tmp_path / "other", "-o", tmp_path / "x.onnx")
+    graph = onnx.load(tmp_path / "x.onnx")
+    for index, node in enumerate(graph.graph.node):
+        node.name = f"n{index}"
+    onnx.save(graph, tmp_path / "x.onnx")
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4"]
+    done("verify", home / "dense", home / "dense", tmp_path / "x.onnx", *words, code=1)
+    record = json.loads((tmp_path / "p.json").read_text())
+    assert (record["verdict"], record["located"]) == ("FAIL", [])
 
 
 def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
