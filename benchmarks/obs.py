@@ -95,6 +95,28 @@ def measured(channels: int, outputs: int, repeats: int, *, plain: bool, swaps: b
     return row
 
 
+def whole_model(blocks: int, channels: int, outputs: int) -> dict[str, object]:
+    """Seconds for the elimination, and for the swaps at half the width, of every MLP of a model."""
+    eliminations: list[float] = []
+    swaps: list[float] = []
+    for seed in range(blocks):
+        mean_F, second_FF, weight_OF = layer(channels, outputs, 2 * channels, seed=seed)
+        covariance_FF = second_FF - torch.outer(mean_F, mean_F)
+        start = time.perf_counter()
+        kept_K = obs(covariance_FF, weight_OF, ridge_rel=RIDGE_REL).kept(channels // 2)
+        middle = time.perf_counter()
+        swap(covariance_FF, weight_OF, kept_K, ridge_rel=RIDGE_REL)
+        eliminations.append(middle - start)
+        swaps.append(time.perf_counter() - middle)
+    return {
+        "blocks": blocks,
+        "channels": channels,
+        "outputs": outputs,
+        "obs_seconds": sum(eliminations),
+        "swap_seconds": sum(swaps),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -119,6 +141,7 @@ def main() -> None:
             measured(1536, 384, arguments.repeats, plain=False, swaps=True),
             measured(3072, 768, arguments.repeats, plain=False, swaps=True),
         ],
+        "deit_base": whole_model(12, 3072, 768),
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
