@@ -32,8 +32,9 @@ from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
 from corp_deploy.closed_loop import reduce_closed_loop
 from corp_deploy.inputs import images_for_model, lineage_for_moments
 from corp_deploy.obs import Elimination
-from corp_deploy.reduce import layers_of, reduce
+from corp_deploy.reduce import reduce
 from corp_deploy.reduce_mlp import elimination
+from corp_deploy.reduce_site import layers_of
 from examples.digits.images import load
 
 Kind = Literal["mlp", "attention", "joint"]

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +121,25 @@ class Images:
             listed = "\n".join(bad[:NAMED]) + more
             allowed = f"; at most {self.max_bad} bad images are allowed (--max-bad)" if len(bad) > 1 else ""
             raise BadInput(f"{listed}{allowed}")
+
+
+def parted(images: Images, count: int, *, seed: int) -> tuple[Images, Images]:
+    """`count` of the images drawn by `seed` to be held out, and first the rest; each in the order they had.
+
+    Raises BadInput unless both have an image.
+    """
+    if not 1 <= count < images.count:
+        raise BadInput(f"hold out: got {count} of {images.count} images, expected at least 1 and fewer than all")
+    drawn = set(np.random.default_rng(seed).choice(images.count, count, replace=False).tolist())
+    source, chosen = images.rows.source, images.rows.chosen
+    parts = []
+    for held in (False, True):
+        positions = tuple(index for place, index in enumerate(chosen) if (place in drawn) == held)
+        ids, digest = _identified(source, positions)
+        rows = _Rows(source=source, chosen=positions)
+        parts.append(replace(images, rows=rows, ids=ids, digest=digest))
+    rest, held_out = parts
+    return rest, held_out
 
 
 def _content_sha256(source: Source, position: int) -> bytes:

@@ -20,8 +20,9 @@ from .choices import Choices, HeadWidths, aligned_widths
 from .cost import attention_macs, attention_parameters, macs, mlp_macs, mlp_parameters
 from .errors import BadInput
 from .obs import Elimination
-from .reduce import layers_of, reduce, site_moments, uniform_widths
+from .reduce import reduce, site_moments, uniform_widths
 from .reduce_mlp import elimination
+from .reduce_site import layers_of
 
 Currency = Literal["macs", "params"]
 Width = int | HeadWidths
@@ -64,10 +65,9 @@ class Probe:
     images: Tensor
     eliminations: Mapping[str, Elimination]
 
-    def effect(self, site: str, width: Width) -> float:
-        """Squared relative change of the logits."""
+    def effect(self, widths: Mapping[str, Width]) -> float:
+        """Squared relative change of the logits when these sites have these widths and the others stay."""
         alone = replace(self.choices, geometry="ragged")  # exact at any widths, and only the values count here
-        widths = {site: width}
         reduced = reduce(self.model, self.moments, alone, widths=widths, eliminations=self.eliminations).model
         with torch.inference_mode():
             dense = self.model(self.images).double()
@@ -93,7 +93,7 @@ def _mlp_offer(part: vit.MlpPart, tokens: int, probe: Probe, currency: Currency)
     errors = tuple(probe.eliminations[part.name].error_at(width) for width in widths)
     if len(widths) > 1:
         half = _halfway(widths, part.hidden)
-        errors = _in_logits(errors, widths.index(half), probe.effect(part.name, half))
+        errors = _in_logits(errors, widths.index(half), probe.effect({part.name: half}))
     return Offer(site=part.name, widths=widths, costs=tuple(map(cost, widths)), errors=errors)
 
 
@@ -113,13 +113,13 @@ def _attention_curves(part: vit.AttentionPart, probe: Probe, widths: tuple[int, 
     half = _halfway(widths, part.qk)
     at = widths.index(half)
     qk_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
-    effect = probe.effect(part.name, HeadWidths(qk=half, v=part.v))
+    effect = probe.effect({part.name: HeadWidths(qk=half, v=part.v)})
     errors = _in_logits(tuple(float(qk_HD[:, width].sum()) for width in widths), at, effect)
     if probe.choices.geometry != "square":
         return errors
     weight_OC = part.proj.weight.detach().double()
     v_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
-    effect = probe.effect(part.name, HeadWidths(qk=part.qk, v=half))
+    effect = probe.effect({part.name: HeadWidths(qk=part.qk, v=half)})
     values = _in_logits(tuple(float(v_HD[:, width].sum()) for width in widths), at, effect)
     return tuple(one + other for one, other in zip(errors, values, strict=True))
 
@@ -177,13 +177,21 @@ def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
     return Allocated(widths=widths, share=(found.cost + fixed) / dense, predicted_error=found.error**0.5)
 
 
-def uniform_for_share(model: nn.Module, choices: Choices, sites: list[Offer], dense: int, share: float) -> Choices:
-    """The least uniform sparsity that meets the same budget, to stand beside the allocated widths."""
-    costs = {offer.site: dict(zip(offer.widths, offer.costs, strict=True)) for offer in sites}
+def uniform_for_share(
+    model: nn.Module, choices: Choices, sites: list[Offer], dense: int, share: float
+) -> tuple[float, Allocated]:
+    """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
+
+    Raises BadInput when none does.
+    """
     fixed = dense - sum(offer.costs[-1] for offer in sites)
     for percent in range(100):
         uniform = replace(choices, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
-        widths = uniform_widths(model, uniform)
-        if fixed + sum(costs[offer.site][widths.get(offer.site, offer.widths[-1])] for offer in sites) <= share * dense:
-            return uniform
+        asked = uniform_widths(model, uniform)
+        widths = {offer.site: asked.get(offer.site, offer.widths[-1]) for offer in sites}
+        picks = [(offer, offer.widths.index(widths[offer.site])) for offer in sites]
+        cost = fixed + sum(offer.costs[pick] for offer, pick in picks)
+        if cost <= share * dense:
+            error = sum(offer.errors[pick] for offer, pick in picks) ** 0.5
+            return percent / 100, Allocated(widths=widths, share=cost / dense, predicted_error=error)
     raise BadInput(f"no uniform sparsity keeps {share:g} of the cost")

@@ -1,6 +1,6 @@
 """Calibrate a checkpoint: calib's one pass at the sites of a vision transformer, by one process or under torchrun."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -134,3 +134,15 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
         "attention_sites": len(moments.sites) - mlps,
         "lineage": dict(moments.lineage),
     }
+
+
+def held_out_path(moments: Path) -> Path:
+    """Where the moments of held-out images stand: beside those of the rest."""
+    return moments.with_name(f"{moments.stem}.held-out{moments.suffix}")
+
+
+def line_of_moments(summary: Mapping[str, Any]) -> str:
+    """A summary in one line."""
+    sites = summary["mlp_sites"] + summary["attention_sites"]
+    size = f"{sites} sites, {summary['images']} images, {summary['size_bytes'] / 1e6:.1f} MB"
+    return f"{summary['moments']}: {size}"

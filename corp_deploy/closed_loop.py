@@ -23,9 +23,11 @@ from . import vit
 from .attention import HeadAttention
 from .choices import Choices, HeadWidths, Widths
 from .errors import BadInput
-from .reduce import LoopFit, Reduction, SiteReport, notes_on, reduced_attention, reduced_mlp, uniform_widths
+from .reduce import Reduction, notes_on, uniform_widths
+from .reduce_site import reduced_attention, reduced_mlp
 from .refit import refit_toward
 from .regression_sums import RegressionSums
+from .site_report import LoopFit, SiteReport, as_allocated
 from .streams import Normed, Streams
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one moves the bias only
@@ -123,7 +125,7 @@ def _reduced(
         return _Reduced(layer=module, last=module.proj, modules=modules, reports=reports)
     assert isinstance(moments, MlpMoments), (part.name, moments)
     assert isinstance(width, int), (part.name, width)
-    linears, report = reduced_mlp(part, moments, choices, width, None)
+    linears, report = reduced_mlp(part, moments, choices, width)
     inside = {name.removeprefix(f"{part.name}."): linear for name, linear in linears.items()}
     layer = vit.replaced(branch.layer, inside)
     return _Reduced(layer=layer, last=[*linears.values()][-1], modules={**linears}, reports=[report])
@@ -207,5 +209,6 @@ def reduce_closed_loop(
                 done(finished)
     if wanted:
         raise BadInput(f"closed loop: {', '.join(wanted)} stand in blocks that can't be taken apart; reduce without it")
+    reports = reports if widths is None else as_allocated(reports)
     reduced = vit.replaced(model, modules).eval().requires_grad_(False)
     return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from torch import nn
 
+from calib.images import parted
 from calib.store import save as save_moments
 from perf.measures import measures
 from perf.parity import Parity
@@ -33,10 +34,11 @@ from .files import replacing, write_json, write_text
 from .graphs import export_checkpoint
 from .inputs import images_for_model, labels_from_path
 from .manifest import write_manifest
+from .planning import Asked
 from .proofs import save_proof
 from .records import EFFECTS_KIND, record_of_directory
 from .reduce import reduce
-from .reducing import Asked, reduce_checkpoint
+from .reducing import reduce_checkpoint
 from .side_by_side import measure
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "digits"
@@ -48,12 +50,15 @@ LIMITS = Limits(min_agreement=0.98, max_error=0.05)
 
 # Relative to the demo's directory, and to the repository for the example's own model.
 MODEL = "examples/digits/model"
+HOLD_OUT = 200  # calibration images on which the sites are only judged
+CALIBRATION = f"--images images/calibration.npz --hold-out {HOLD_OUT}"
+MOMENTS = "--moments moments.safetensors --held-out moments.held-out.safetensors"
 REDUCED = "reduced reduced/model.onnx reduced/model.fp16.onnx"
 LIMITS_GIVEN = "--moments moments.safetensors --min-agreement 0.98 --max-error 0.05"
 HELD_OUT = "--images images/held-out.npz --labels images/held-out.npz"
 COMMANDS = {
-    "moments.safetensors": f"calibrate --model {MODEL} --images images/calibration.npz -o moments.safetensors",
-    "reduced/config.json": f"reduce --model {MODEL} --moments moments.safetensors --mlp 0.5 --attn 0.5 -o reduced",
+    "moments.safetensors": f"calibrate --model {MODEL} {CALIBRATION} -o moments.safetensors",
+    "reduced/config.json": f"reduce --model {MODEL} {MOMENTS} --mlp 0.5 --attn 0.5 -o reduced",
     "dense/model.onnx": f"export --model {MODEL} --precision fp32,fp16 -o dense/model.onnx",
     "reduced/model.onnx": "export --model reduced --precision fp32,fp16 -o reduced/model.onnx",
     "parity.json": f"verify {MODEL} {REDUCED} {HELD_OUT} {LIMITS_GIVEN} -o parity.json",
@@ -61,6 +66,7 @@ COMMANDS = {
     "report.html": "report . -o report.html",
 }
 SAME_COMMAND = {
+    "moments.held-out.safetensors": "moments.safetensors",
     "reduced/model.safetensors": "reduced/config.json",
     "dense/model.fp16.onnx": "dense/model.onnx",
     "reduced/model.fp16.onnx": "reduced/model.onnx",
@@ -146,14 +152,21 @@ def run_demo(directory: Path, *, said: Callable[[str], None], step: Callable[[in
 
     said("calibrating on unlabelled images")
     source = images_for_model(dense.model, directory / "images" / "calibration.npz")
-    moments = calibrate(dense, source, batch_size=64)
-    with replacing(directory / "moments.safetensors") as temporary:
-        save_moments(moments, temporary)
+    moments, held_out_moments = (calibrate(dense, part, batch_size=64) for part in parted(source, HOLD_OUT, seed=0))
+    for name, taken in (("moments", moments), ("moments.held-out", held_out_moments)):
+        with replacing(directory / f"{name}.safetensors") as temporary:
+            save_moments(taken, temporary)
     step(2)
 
     said("reducing to half the channels and head dimensions")
     best = Asked(preset="best", choices=_choices("best"))
-    reduce_checkpoint(dense, directory / "moments.safetensors", best, directory=directory / "reduced")
+    reduce_checkpoint(
+        dense,
+        directory / "moments.safetensors",
+        best,
+        directory=directory / "reduced",
+        held_out=held_out_moments,
+    )
     reduced = load_checkpoint(directory / "reduced")
     without = reduce(dense.model, moments, _choices("none")).model
     step(3)

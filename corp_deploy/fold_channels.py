@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .output_error import variance
 from .recover_mlp import MlpRecovery
 from .ridge import solve_ridge
 
@@ -22,13 +23,15 @@ _ROUNDS = 100
 class Folding:
     """The first layer with one row per cluster, and the second recovered for it.
 
-    cluster_F: the cluster of each channel, numbered by its lowest channel.
+    cluster_F: the cluster of each channel, numbered by its lowest channel; as_dense_OF: the recovered second layer read
+    on the dense channels.
     """
 
     cluster_F: Tensor
     weight_KI: Tensor
     bias_K: Tensor
     recovery: MlpRecovery
+    as_dense_OF: Tensor
 
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
@@ -111,13 +114,15 @@ def fold(
     plain_OF = weight_OF - sums_OK @ map_KF
     solved = solve_ridge(plain_OF @ spread_FK, map_KF @ spread_FK, ridge_rel=ridge_rel)
     new_OK = sums_OK + solved.solution_OK
-    left_OF = weight_OF - new_OK @ map_KF
-    residual, plain = (max(float(((d_OF @ second_FF) * d_OF).sum()), 0.0) for d_OF in (left_OF, plain_OF))
+    as_dense_OF = new_OK @ map_KF
+    left_OF = weight_OF - as_dense_OF
+    residual, plain = variance(left_OF, second_FF), variance(plain_OF, second_FF)
     first_K = weight_FI.new_zeros(width) if first_bias_F is None else map_KF @ first_bias_F
     return Folding(
         cluster_F=cluster_F,
         weight_KI=map_KF @ weight_FI,
         bias_K=first_K,
+        as_dense_OF=as_dense_OF,
         recovery=MlpRecovery(
             weight_OK=new_OK,
             bias_O=weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O.clone(),

@@ -8,11 +8,12 @@ from .choices import Choices, HeadWidths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadChoice:
-    """The geometry taken, its widths, and the sentence that says why."""
+    """The geometry taken, its widths, the sentence that says why, and what every geometry would have been given."""
 
     choices: Choices
     allocated: Allocated
     reason: str
+    ways: dict[str, Allocated]
 
 
 def _uniform_share(sites: list[Offer], dense: int, mlp_sparsity: float, head_sparsity: float) -> float:
@@ -46,4 +47,5 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
         f"heads: {name}, because at {share:.1%} of the dense MACs its predicted logit error is "
         f"{better[1].predicted_error:.4f}, that of {other} heads {worse[1].predicted_error:.4f}"
     )
-    return HeadChoice(choices=better[0].choices, allocated=better[1], reason=reason)
+    every = {f"{probe.choices.geometry} heads": allocated for probe, allocated in ways}
+    return HeadChoice(choices=better[0].choices, allocated=better[1], reason=reason, ways=every)

@@ -18,17 +18,38 @@ def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
 
+def _share(error: float, energy: float) -> str:
+    return f"{100.0 * error / (energy or 1.0):.2g} %"
+
+
+def _held_out(site: dict[str, Any]) -> str:
+    """Of the part's own output, or after the closed loop of the residual stream."""
+    if site.get("held_out"):
+        return _share(site["held_out"]["error"], site["held_out"]["energy"])
+    if site.get("loop"):
+        return _share(site["loop"]["error_held_out"], site["loop"]["energy"]) + " (stream)"
+    return "-"
+
+
 def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     wanted = recipe["reduce"]
     budget = next((f"{wanted[name]:.0%} of the {name} may stay" for name in ("macs", "params") if wanted[name]), None)
     asked = budget or f"{wanted['mlp']:.0%} of the MLP channels and {wanted['attn']:.0%} of the head dimensions removed"
     yield f"Asked for: {asked}; preset `{wanted['preset']}`, heads `{wanted['heads']}`. No labels, no training."
     yield ""
-    yield "| site | part | dense width | width | lost without repair | lost |"
-    yield "|---|---|---|---|---|---|"
+    ways = config["lineage"]["reduction"].get("ways", [])
+    if ways:
+        yield "| widths | of the dense cost | logit error predicted | found on a few calibration images |"
+        yield "|---|---|---|---|"
+        for way in ways:
+            errors = f"{way['predicted_error']:.4f} | {way['measured_error']:.4f}"
+            yield f"| {way['name']} | {way['share']:.1%} | {errors} |"
+        yield ""
+    yield "| site | part | dense width | width | lost without repair | lost | lost, held out |"
+    yield "|---|---|---|---|---|---|---|"
     for site in config["lineage"]["reduction"]["sites"]:
         energy = site["energy"] or 1.0
-        lost = f"{site['error_uncompensated'] / energy:.2%} | {site['error'] / energy:.3%}"
+        lost = f"{site['error_uncompensated'] / energy:.2%} | {_share(site['error'], energy)} | {_held_out(site)}"
         yield f"| {site['site']} | {site['part']} | {site['width_dense']} | {site['width']} | {lost} |"
 
 

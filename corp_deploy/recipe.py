@@ -113,6 +113,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "device": Key(check=_word("cpu", "cuda"), default="cpu"),
             "workers": Key(check=_whole(0), default=0),
             "max_bad": Key(check=_whole(0), default=0),
+            "hold_out": Key(check=_whole(1), default=None),
         },
         "held_out": {
             "images": Key(check=_text, path=True),
@@ -355,6 +356,11 @@ def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) 
         raise BadInput(f"{path}: [reduce] removes nothing; give mlp or attn a share above 0, or a budget")
     if budgets and wanted["preset"] != "best":
         raise BadInput(f"{path}: reduce.{budgets[0]} needs preset best, got {wanted['preset']!r}")
+    if tables["calibration"]["hold_out"] is not None and wanted["closed_loop"]:
+        raise BadInput(
+            f"{path}: calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop holds out some "
+            "of its own images, so give one of the two"
+        )
     if tables["export"]["keep_fp32"] and "mixed" not in tables["export"]["precisions"]:
         raise BadInput(f"{path}: export.keep_fp32 is for precision mixed, which export.precisions does not have")
 

@@ -78,6 +78,7 @@ name = {name}
 images = {images}
 # samples = 1024                  # this many of them, drawn by seed; default: all
 # seed = 0
+# hold_out = 128                  # leave so many out and judge every site on them too, so that over-fitting shows
 batch_size = 32
 # device = "cuda"
 

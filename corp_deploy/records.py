@@ -17,12 +17,16 @@ def _optional(path: Path, kind: str) -> dict[str, Any] | None:
 def _site_line(site: dict[str, Any]) -> dict[str, Any]:
     """Errors as shares of the dense signal, so that sites of different size stand on one axis."""
     energy = site["energy"] or 1.0
+    held_out, loop = site.get("held_out"), site.get("loop")
     return {
         "site": f"{site['site']}.{site['part']}" if site["part"] != "mlp" else site["site"],
         "width_dense": site["width_dense"],
         "width_reduced": f"{site['width']} (asked {site['width_asked']:g})",
         "error_uncompensated": site["error_uncompensated"] / energy,
         "error": site["error"] / energy,
+        "error_held_out": held_out and held_out["error"] / (held_out["energy"] or 1.0),
+        "stream_error": loop and loop["error"] / (loop["energy"] or 1.0),
+        "stream_error_held_out": loop and loop["error_held_out"] / (loop["energy"] or 1.0),
     }
 
 
@@ -83,6 +87,7 @@ def record_of_directory(directory: Path) -> dict[str, Any]:
         "gate": _optional(directory / "gate.json", "gate"),
         "sites": [_site_line(site) for site in reduction.get("sites", [])],
         "models": _models(bench, parity),
+        "ways": reduction.get("ways", []),
         "effects": (effects or {}).get("rows", []),
         "lineage": _lineage(manifest, reduced),
         "commands": list(dict.fromkeys(commands)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .output_error import variance
 from .ridge import Solved, solve_ridge
 
 
@@ -42,11 +43,6 @@ def _pruned(kept_K: Tensor, channels: int) -> Tensor:
     return mask_F.nonzero().squeeze(1)
 
 
-def _variance(change_OF: Tensor, covariance_FF: Tensor) -> float:
-    """tr(D covariance D'), never below zero by rounding."""
-    return max(float(((change_OF @ covariance_FF) * change_OF).sum()), 0.0)
-
-
 def _judged(
     mean_F: Tensor,
     second_FF: Tensor,
@@ -57,14 +53,14 @@ def _judged(
     new_bias_O: Tensor,
     solved: Solved | None,
 ) -> MlpRecovery:
-    """Put the exact errors beside the new layer: with D = W - W', d = b - b', tr(D C D') + ||D mu + d||^2."""
+    """Put the exact errors beside the new layer; see output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     pruned_P = _pruned(kept_K, mean_F.numel())
     dropped_OP, mean_P = weight_OF[:, pruned_P], mean_F[pruned_P]
-    dropped_variance = _variance(dropped_OP, covariance_FF[pruned_P[:, None], pruned_P])
+    dropped_variance = variance(dropped_OP, covariance_FF[pruned_P[:, None], pruned_P])
     change_OF = weight_OF.clone()
     change_OF[:, kept_K] -= new_weight_OK
-    left_variance = _variance(change_OF, covariance_FF)
+    left_variance = variance(change_OF, covariance_FF)
     shift_O = change_OF @ mean_F + bias_O - new_bias_O
     return MlpRecovery(
         weight_OK=new_weight_OK,

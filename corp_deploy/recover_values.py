@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .output_error import variance
 from .ridge import Solved, solve_ridge
 from .select import kept_from_scores
 
@@ -39,6 +40,17 @@ class ValueRecovery:
         assert self.weight_OK.shape[1] == heads * width, (self.weight_OK.shape, self.v_map_HRV.shape)
         assert self.residual >= 0.0, self.residual
 
+    @property
+    def as_dense_OC(self) -> Tensor:
+        """Values and projection together as a projection of the dense z."""
+        return self.weight_OK @ _beside(self.v_map_HRV)
+
+
+def _beside(v_map_HRV: Tensor) -> Tensor:
+    """All maps as one: [H, R, V] -> block diagonal [K, C]."""
+    out_KC: Tensor = torch.block_diag(*v_map_HRV)
+    return out_KC
+
 
 def _head_blocks(matrix_CC: Tensor, heads: int) -> Tensor:
     """[C, C] -> the diagonal blocks [H, V, V]."""
@@ -51,17 +63,13 @@ def _head_slices(weight_OC: Tensor, heads: int) -> Tensor:
     return weight_OC.view(weight_OC.shape[0], heads, -1).transpose(0, 1)
 
 
-def _square(change_OC: Tensor, moment_CC: Tensor) -> float:
-    return max(float(((change_OC @ moment_CC) * change_OC).sum()), 0.0)
-
-
 def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
     """E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
     score_C = second_CC.diagonal() * weight_OC.square().sum(dim=0)
     kept_HR = kept_from_scores(score_C.view(heads, -1), width)
     change_HOV = _head_slices(weight_OC, heads).clone()
     change_HOV.scatter_(2, kept_HR.unsqueeze(1).expand(-1, weight_OC.shape[0], -1), 0.0)
-    return _square(change_HOV.transpose(0, 1).flatten(1), second_CC)
+    return variance(change_HOV.transpose(0, 1).flatten(1), second_CC)
 
 
 def keep(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
@@ -95,12 +103,6 @@ def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -
     rows_HRV = (vt_HVV[:, :width] / root_HV.unsqueeze(1)) @ basis_HVV.mT
     q_HVR, r_HRR = torch.linalg.qr(rows_HRV.mT)
     return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
-
-
-def _beside(v_map_HRV: Tensor) -> Tensor:
-    """All maps as one: [H, R, V] -> block diagonal [K, C]."""
-    out_KC: Tensor = torch.block_diag(*v_map_HRV)
-    return out_KC
 
 
 def _refitted(covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float) -> Solved:
@@ -163,7 +165,7 @@ def lowrank(
     new_OK = solved.solution_OK
     change_OC = weight_OC - new_OK @ _beside(v_map_HRV)
     old_O = weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O
-    residual, dropped = _square(change_OC, covariance_CC), _dropped(second_CC, weight_OC, heads, width)
+    residual, dropped = variance(change_OC, covariance_CC), _dropped(second_CC, weight_OC, heads, width)
     return ValueRecovery(
         v_map_HRV=v_map_HRV,
         weight_OK=new_OK,

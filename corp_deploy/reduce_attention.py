@@ -13,6 +13,7 @@ from calib.moments import AttentionMoments
 from . import recover_attention, recover_values
 from .choices import Choices
 from .errors import BadInput
+from .output_error import output_error, variance
 from .recover_attention import QkRecovery
 from .recover_values import ValueRecovery
 from .select import kept_from_scores, logit_energy
@@ -37,30 +38,42 @@ def _system(site: str, moments: AttentionMoments) -> Tensor:
     return moments.system_HTT.double()
 
 
+def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
+
+    Raises BadInput when the moments lack what the objective needs.
+    """
+    if choices.qk_recovery == "logit":
+        return recover_attention.residual_per_image(_system(site, moments), q_map_HRD, k_map_HRD)
+    # The first version's equation as published takes both second moments as they are, nothing centred.
+    k_HDD = moments.k_second_HDD if choices.qk_recovery == "logit-v1" else moments.k_centred_HDD
+    return recover_attention.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
+
+
+def logit_scale(site: str, moments: AttentionMoments, choices: Choices) -> Tensor:
+    """Each head's dense logit energy [H], in the unit of `logit_error`."""
+    nothing_HRD = torch.zeros(*moments.energy_HD.shape[:1], 1, *moments.energy_HD.shape[1:], dtype=torch.float64)
+    return logit_error(site, moments, choices, nothing_HRD, nothing_HRD)
+
+
 def qk_at_site(site: str, moments: AttentionMoments, choices: Choices, width: int) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
-    head_dim = moments.qq_HDD.shape[-1]
+    recovery = _recovered_qk(site, moments, choices, width)
+    return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, choices))
+
+
+def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
-    nothing_HRD = q_second_HDD.new_zeros(q_second_HDD.shape[0], 1, head_dim)
-    aggregated_H = recover_attention.residual_aggregated(q_second_HDD, k_centred_HDD, nothing_HRD, nothing_HRD)
     if choices.qk_recovery == "lowrank":
-        lowrank = recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
-        return QkAtSite(recovery=lowrank, energy_H=aggregated_H)
+        return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
     kept_HR = kept_from_scores(logit_energy(moments.energy_HD, moments.images), width)
     if choices.qk_recovery == "select":
-        kept = recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
-        return QkAtSite(recovery=kept, energy_H=aggregated_H)
+        return recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
     if choices.qk_recovery == "logit-v1":
-        # The first version's equation as published: both second moments as they are, nothing centred.
-        k_second_HDD = moments.k_second_HDD
-        single = recover_attention.logit_v1(q_second_HDD, k_second_HDD, kept_HR, ridge_rel=choices.ridge_rel)
-        energy_H = recover_attention.residual_aggregated(q_second_HDD, k_second_HDD, nothing_HRD, nothing_HRD)
-        return QkAtSite(recovery=single, energy_H=energy_H)
+        return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=choices.ridge_rel)
     assert choices.qk_recovery == "logit", choices.qk_recovery
-    system_HTT = _system(site, moments)
-    fitted = recover_attention.logit(system_HTT, kept_HR, head_dim, ridge_rel=choices.ridge_rel)
-    energy_H = recover_attention.residual_per_image(system_HTT, nothing_HRD, nothing_HRD)
-    return QkAtSite(recovery=fitted, energy_H=energy_H)
+    head_dim = q_second_HDD.shape[-1]
+    return recover_attention.logit(_system(site, moments), kept_HR, head_dim, ridge_rel=choices.ridge_rel)
 
 
 def values_at_site(
@@ -100,4 +113,10 @@ class HeadMaps:
 
 def output_energy(moments: AttentionMoments, weight_OC: Tensor) -> float:
     """Variance of the dense projection's output: tr(W C W')."""
-    return float(((weight_OC @ moments.z_covariance_CC) * weight_OC).sum())
+    return variance(weight_OC, moments.z_covariance_CC)
+
+
+def error_of(values: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: AttentionMoments) -> float:
+    """E||y - y'||^2 of new values and projection on any moments of the dense z."""
+    bias_change_O = -values.bias_O if bias_O is None else bias_O - values.bias_O
+    return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - values.as_dense_OC, bias_change_O)

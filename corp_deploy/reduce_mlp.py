@@ -6,6 +6,7 @@ Legend: F channels, I inputs of the first layer, O outputs of the second, K kept
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from calib.moments import MlpMoments
@@ -14,6 +15,7 @@ from . import recover_mlp, select
 from .choices import Choices
 from .fold_channels import fold
 from .obs import Elimination, obs
+from .output_error import output_error, variance
 from .recover_mlp import MlpRecovery
 from .swap import swap
 
@@ -37,11 +39,12 @@ class MlpLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpAtSite:
-    """The new first layer and the recovered second one."""
+    """The new first layer and the recovered second one; `as_dense_OF` is the latter read on the dense channels."""
 
     first_KI: Tensor
     first_bias_K: Tensor | None
     recovery: MlpRecovery
+    as_dense_OF: Tensor
 
 
 def elimination(moments: MlpMoments, layers: MlpLayers, choices: Choices) -> Elimination:
@@ -91,15 +94,31 @@ def mlp_at_site(
             width,
             ridge_rel=choices.ridge_rel,
         )
-        return MlpAtSite(first_KI=folded.weight_KI, first_bias_K=folded.bias_K, recovery=folded.recovery)
+        return MlpAtSite(
+            first_KI=folded.weight_KI,
+            first_bias_K=folded.bias_K,
+            recovery=folded.recovery,
+            as_dense_OF=folded.as_dense_OF,
+        )
     kept_K = kept_channels(moments, layers, choices, width, known)
     recovery = RECOVERIES[choices.mlp_recovery](
         moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=choices.ridge_rel
     )
     bias_K = None if layers.first_bias_F is None else layers.first_bias_F[kept_K]
-    return MlpAtSite(first_KI=layers.first_FI[kept_K], first_bias_K=bias_K, recovery=recovery)
+    as_dense_OF = torch.zeros_like(layers.second_OF).index_copy_(1, kept_K, recovery.weight_OK)
+    return MlpAtSite(first_KI=layers.first_FI[kept_K], first_bias_K=bias_K, recovery=recovery, as_dense_OF=as_dense_OF)
 
 
 def output_energy(moments: MlpMoments, layers: MlpLayers) -> float:
     """Variance of the dense output, the scale that errors are shares of: tr(W C W')."""
-    return float(((layers.second_OF @ moments.covariance_FF) * layers.second_OF).sum())
+    return variance(layers.second_OF, moments.covariance_FF)
+
+
+def error_of(new: MlpAtSite, layers: MlpLayers, moments: MlpMoments) -> float:
+    """E||y - y'||^2 of an MLP's new second layer on any moments of the dense one's inputs.
+
+    For merged channels: with the average of the members' activations in place of the activation of their average.
+    """
+    change_OF = layers.second_OF - new.as_dense_OF
+    bias_change_O = -new.recovery.bias_O if layers.second_bias_O is None else layers.second_bias_O - new.recovery.bias_O
+    return output_error(moments.mean_F, moments.second_FF, change_OF, bias_change_O)

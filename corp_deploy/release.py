@@ -20,6 +20,7 @@ from .targets import artefact_name, build_lack, gpu_lack, graph_name, plan_name,
 
 SCRIPT, SUMS, MANIFEST = "remaining.sh", "SHA256SUMS", "manifest.json"
 MOMENTS = ".stages/moments.safetensors"
+HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
 SUBJECTS = ("dense", "reduced")
 # As in records.py, which imports torch.
 MANIFEST_KIND = "corp-deploy/manifest"
@@ -114,9 +115,10 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         settings={**name, "model.kwargs": model["kwargs"], "versions": _tool(*TORCH)},
     )
     on_gpu = calibration["device"] == "cuda"
+    held_out = [] if calibration["hold_out"] is None else [HELD_OUT_MOMENTS]
     yield Stage(
         name="moments",
-        makes=(MOMENTS, "moments.json"),
+        makes=(MOMENTS, "moments.json", *held_out),
         does=_step("moments", recipe),
         reads=MODELS[:2],
         outside={"calibration.images": recipe.path("calibration", "images")},
@@ -124,7 +126,8 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         | {"attention_system": recipe.choices.needs_attention_system, "versions": _tool(*() if on_gpu else TORCH)},
         lack=gpu_lack if on_gpu else lambda: None,
         command=f"calibrate --model dense --images {_path_words(recipe.path('calibration', 'images'), root)} "
-        f"--batch-size {calibration['batch_size']} --device {calibration['device']} -o {MOMENTS}",
+        f"--batch-size {calibration['batch_size']} --device {calibration['device']} "
+        f"{'--hold-out {} '.format(calibration['hold_out']) if held_out else ''}-o {MOMENTS}",
     )
     looks = wanted["macs"] is not None or wanted["params"] is not None or wanted["heads"] == "auto"
     images = {"calibration.images": recipe.path("calibration", "images")} if looks or wanted["closed_loop"] else {}
@@ -132,7 +135,7 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         name="reduce",
         makes=MODELS[2:],
         does=_step("reduce", recipe),
-        reads=(*MODELS[:2], MOMENTS),
+        reads=(*MODELS[:2], MOMENTS, *held_out),
         outside=images,
         settings={f"reduce.{key}": value for key, value in wanted.items()} | {"versions": _tool(*TORCH)},
         command=_reduce_words(recipe, root),
@@ -144,6 +147,8 @@ def _reduce_words(recipe: Recipe, root: Path) -> str:
     shares = [f"--{key} {wanted[key]:g}" for key in ("mlp", "attn", "macs", "params") if wanted[key]]
     if wanted["closed_loop"]:
         shares.append("--closed-loop")
+    if recipe["calibration"]["hold_out"] is not None:
+        shares.append(f"--held-out {HELD_OUT_MOMENTS}")
     if wanted["closed_loop"] or wanted["macs"] or wanted["params"] or wanted["heads"] == "auto":
         shares.append(f"--images {_path_words(recipe.path('calibration', 'images'), root)}")
     return (

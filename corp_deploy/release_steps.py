@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib.checkpoint import Checkpoint as Saved
-from calib.images import Images
+from calib.images import Images, parted
 from calib.store import load as load_moments
 from calib.store import save as save_moments
 from export.choices import BuildChoices
@@ -37,11 +37,12 @@ from .graphs import export_checkpoint
 from .inputs import images_for_model, labels_from_path, require_device
 from .model_card import card
 from .packaging import package_of_directory
+from .planning import Asked, Budget
 from .proofs import save_proof
 from .recipe import Recipe, Target
 from .records import record_of_directory
-from .reducing import Asked, Budget, reduce_checkpoint
-from .release import MOMENTS, SUBJECTS, bench_name, parity_name
+from .reducing import reduce_checkpoint
+from .release import HELD_OUT_MOMENTS, MOMENTS, SUBJECTS, bench_name, parity_name
 from .sample_record import KIND as SAMPLES_KIND
 from .sample_record import REPLAY_ERROR, replayed
 from .shift_check import PARTS
@@ -67,20 +68,29 @@ def _images(recipe: Recipe, table: str, root: Path) -> Images:
 
 def write_moments(place: Place, recipe: Recipe) -> None:
     """The calibration, which goes on from its own state after an interruption."""
-    device = recipe["calibration"]["device"]
-    require_device(device)
-    moments = calibrate(
-        load_checkpoint(place.root / "dense"),
-        _images(recipe, "calibration", place.root),
-        batch_size=recipe["calibration"]["batch_size"],
-        device=device,
-        wanted=Wanted(attention_system=recipe.choices.needs_attention_system),
-        saved=Saved(path=place.unfinished, every=SAVE_EVERY_IMAGES),
-    )
-    target = place.into / MOMENTS
-    with replacing(target) as temporary:
-        save_moments(moments, temporary)
-    summary = summary_of_moments(moments, target) | {"moments": MOMENTS}
+    given = recipe["calibration"]
+    require_device(given["device"])
+    dense, images = load_checkpoint(place.root / "dense"), _images(recipe, "calibration", place.root)
+    parts = {MOMENTS: images}
+    if given["hold_out"] is not None:
+        parts = dict(
+            zip((MOMENTS, HELD_OUT_MOMENTS), parted(images, given["hold_out"], seed=given["seed"]), strict=True)
+        )
+    for name, part in parts.items():
+        # Of the two, the pass over all the other images is the one worth going on with.
+        saved = Saved(path=place.unfinished, every=SAVE_EVERY_IMAGES) if name == MOMENTS else None
+        moments = calibrate(
+            dense,
+            part,
+            batch_size=given["batch_size"],
+            device=given["device"],
+            wanted=Wanted(attention_system=recipe.choices.needs_attention_system),
+            saved=saved,
+        )
+        with replacing(place.into / name) as temporary:
+            save_moments(moments, temporary)
+    taken = load_moments(place.into / MOMENTS)
+    summary = summary_of_moments(taken, place.into / MOMENTS) | {"moments": MOMENTS}
     write_json(place.into / "moments.json", {"kind": "corp-deploy/moments-reference", "version": 1, **summary})
 
 
@@ -96,8 +106,14 @@ def write_reduced(place: Place, recipe: Recipe) -> None:
         closed_loop=wanted["closed_loop"],
     )
     images = _images(recipe, "calibration", place.root) if asked.needs_images else None
-    dense = load_checkpoint(place.root / "dense")
-    reduce_checkpoint(dense, place.root / MOMENTS, asked, directory=place.into / "reduced", images=images)
+    reduce_checkpoint(
+        load_checkpoint(place.root / "dense"),
+        place.root / MOMENTS,
+        asked,
+        directory=place.into / "reduced",
+        images=images,
+        held_out=None if recipe["calibration"]["hold_out"] is None else load_moments(place.root / HELD_OUT_MOMENTS),
+    )
 
 
 def write_graphs(place: Place, recipe: Recipe, subject: str) -> None:

@@ -13,6 +13,7 @@ from .story import Story
 from .summary import SummaryRow
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
+SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")
 Fact = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
@@ -41,8 +42,11 @@ def facts(story: Story) -> Iterator[Fact]:
             for field in dataclasses.fields(link.measures):
                 yield _fact("parity", link.name, field.name, getattr(link.measures, field.name), batch=link.batch)
     for site in story.sites:
-        yield _fact("sites", site.site, "error_uncompensated", site.error_uncompensated)
-        yield _fact("sites", site.site, "error", site.error)
+        for name in SITE_ERRORS:
+            yield _fact("sites", site.site, name, getattr(site, name))
+    for way in story.ways:
+        for name in ("share", "predicted_error", "measured_error"):
+            yield _fact("ways", way.name, name, getattr(way, name))
 
 
 def _row_facts(row: SummaryRow) -> Iterator[Fact]:

@@ -20,7 +20,11 @@ TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
     ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"
 )
 # These tables stand side by side under the headline, and these stand under the plots of the same numbers.
-BESIDE, SPEED, FIDELITY = ("models", "effects"), ("latency", "end_to_end", "gate"), ("parity", "located", "structure")
+BESIDE, SPEED, FIDELITY = (
+    ("models", "effects", "ways"),
+    ("latency", "end_to_end", "gate"),
+    ("parity", "located", "structure"),
+)
 
 
 def html(record: Mapping[str, Any]) -> str:

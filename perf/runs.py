@@ -191,7 +191,12 @@ def save_bench(bench: Bench, path: Path) -> None:
 
 def load_bench(path: Path) -> Bench:
     """Read a record; raises BadInput when the file is none."""
-    data = read_json(path, kind="bench", version=VERSION)
+    return bench_from_json(_object_in(path), where=str(path))
+
+
+def bench_from_json(data: Mapping[str, Any], *, where: str) -> Bench:
+    """A record that is already read; `where` names it in the BadInput that is raised when it is none."""
+    require_kind(data, kind="bench", version=VERSION, where=where)
     try:
         reference, candidate = (Described(**subject) for subject in data["subjects"])
         return Bench(
@@ -204,22 +209,31 @@ def load_bench(path: Path) -> Bench:
             warnings=tuple(data["warnings"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{path}: not a whole bench record ({type(error).__name__}: {error}); measure again") from error
+        raise BadInput(f"{where}: not a whole bench record ({type(error).__name__}: {error}); measure again") from error
 
 
-def read_json(path: Path, *, kind: str, version: int) -> dict[str, Any]:
-    """The JSON object in `path`, of this kind and version; raises BadInput otherwise."""
+def _object_in(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BadInput(f"{path}: not JSON ({error}); it may be cut short") from error
-    if not isinstance(data, dict) or data.get("kind") != kind:
-        got = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise BadInput(f"{path}: expected a {kind} record, got {got!r}")
+    return data if isinstance(data, dict) else {"kind": type(data).__name__}
+
+
+def require_kind(data: Mapping[str, Any], *, kind: str, version: int, where: str) -> None:
+    """Raise BadInput unless a record is of this kind and version."""
+    if data.get("kind") != kind:
+        raise BadInput(f"{where}: expected a {kind} record, got {data.get('kind')!r}")
     if data.get("version") != version:
-        raise BadInput(f"{path}: {kind} record of version {data.get('version')!r}; this tool reads version {version}")
+        raise BadInput(f"{where}: {kind} record of version {data.get('version')!r}; this tool reads version {version}")
+
+
+def read_json(path: Path, *, kind: str, version: int) -> dict[str, Any]:
+    """The JSON object in `path`, of this kind and version; raises BadInput otherwise."""
+    data = _object_in(path)
+    require_kind(data, kind=kind, version=version, where=str(path))
     return data
 
 

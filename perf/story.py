@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from .errors import BadInput
 from .parity import Parity, parity_from_json
 from .rows import row_from_json
-from .runs import VERSION as BENCH_VERSION
-from .runs import Bench, Described, Row
+from .runs import Bench, bench_from_json
 from .summary import Summary, summarise
 
 Line = TypeVar("Line")
@@ -18,13 +17,20 @@ Line = TypeVar("Line")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteLine:
-    """One site: its widths and the relative error of its output without and with the compensation."""
+    """One site: its widths and the relative error of its output without and with the compensation.
+
+    `error_held_out` is the compensated one on images that the compensation was not fitted to. The stream's errors are
+    what the residual stream lacks after the site, where the compensation aimed at the stream.
+    """
 
     site: str
     width_dense: str
     width_reduced: str
     error_uncompensated: float | None
     error: float | None
+    error_held_out: float | None = None
+    stream_error: float | None = None
+    stream_error_held_out: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,16 @@ class EffectLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WayLine:
+    """One way to spend the same budget: the share of the dense cost it keeps, its logit error predicted and found."""
+
+    name: str
+    share: float
+    predicted_error: float
+    measured_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GateLine:
     """One rule as the gate judged it."""
 
@@ -71,6 +87,7 @@ class Story:
     sites: tuple[SiteLine, ...] = ()
     models: tuple[ModelLine, ...] = ()
     effects: tuple[EffectLine, ...] = ()
+    ways: tuple[WayLine, ...] = ()
     environment: Mapping[str, str]
     lineage: Mapping[str, str]
     commands: tuple[str, ...] = ()
@@ -78,13 +95,13 @@ class Story:
 
 def story_from_record(record: Mapping[str, Any]) -> Story:
     """`record` has the keys title, bench, parity, gate (records as read from JSON, or None), sites, models, effects,
-    environment, lineage (flat mappings) and commands (lines); every key but title may be missing.
+    ways, environment, lineage (flat mappings) and commands (lines); every key but title may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
-    bench = None if record.get("bench") is None else _bench(record["bench"])
+    bench = None if record.get("bench") is None else bench_from_json(record["bench"], where="bench.json")
     gate = record.get("gate") or {}
     return Story(
         title=record["title"],
@@ -96,6 +113,7 @@ def story_from_record(record: Mapping[str, Any]) -> Story:
         sites=tuple(_site(line) for line in record.get("sites") or ()),
         models=_lines(ModelLine, record.get("models"), "models"),
         effects=_lines(EffectLine, record.get("effects"), "effects"),
+        ways=_lines(WayLine, record.get("ways"), "ways"),
         environment=_flat(record.get("environment") or (bench.environment if bench else {})),
         lineage=_flat(record.get("lineage") or {}),
         commands=tuple(map(str, record.get("commands") or ())),
@@ -124,22 +142,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             flat[f"{prefix}{key}"] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return flat
-
-
-def _bench(data: Mapping[str, Any]) -> Bench:
-    if data.get("kind") != "bench" or data.get("version") != BENCH_VERSION:
-        got = f"{data.get('kind')!r} of version {data.get('version')!r}"
-        raise BadInput(f"bench.json: got {got}, expected a bench record of version {BENCH_VERSION}; measure again")
-    try:
-        reference, candidate = (Described(**subject) for subject in data["subjects"])
-        return Bench(
-            created=data["created"],
-            command=tuple(data["command"]),
-            environment=data["environment"],
-            settings=data["settings"],
-            subjects=(reference, candidate),
-            rows=tuple(Row.from_json(row) for row in data["rows"]),
-            warnings=tuple(data["warnings"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"bench.json: not a whole record ({type(error).__name__}: {error}); measure again") from error

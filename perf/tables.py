@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .numerals import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
 from .parity import Link
-from .story import ModelLine, Story
+from .story import ModelLine, SiteLine, Story
 from .summary import Side, SummaryRow
 
 
@@ -39,6 +39,7 @@ def tables(story: Story) -> dict[str, Table]:
         structure(story),
         accuracy(story),
         shift(story),
+        ways(story),
         sites(story),
         pairs("environment", "Environment", story.environment),
         pairs("lineage", "Lineage", story.lineage),
@@ -236,15 +237,43 @@ def shift(story: Story) -> Table:
     )
 
 
+def ways(story: Story) -> Table:
+    """One budget spent in several ways."""
+    return Table(
+        key="ways",
+        title="One budget, several ways to spend it",
+        columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
+        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in story.ways),
+        note="Found on a few calibration images, before any labels or held-out images are looked at.",
+    )
+
+
+SITE_COLUMNS: tuple[tuple[str, Callable[[SiteLine], str]], ...] = (
+    ("Site", lambda s: s.site),
+    ("Width, dense", lambda s: s.width_dense),
+    ("Width, reduced", lambda s: s.width_reduced),
+    ("Error, only cut", lambda s: error(s.error_uncompensated)),
+    ("Error, compensated", lambda s: error(s.error)),
+)
+JUDGED_COLUMNS: tuple[tuple[str, Callable[[SiteLine], float | None]], ...] = (
+    ("Held out", lambda s: s.error_held_out),
+    ("Stream lacks", lambda s: s.stream_error),
+    ("Held out, stream", lambda s: s.stream_error_held_out),
+)
+
+
 def sites(story: Story) -> Table:
-    """Widths and residuals of every site."""
+    """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
+    judged = [(name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in story.sites)]
     return Table(
         key="sites",
         title="Sites",
-        columns=("Site", "Width, dense", "Width, reduced", "Error, only cut", "Error, compensated"),
+        columns=(*(name for name, _ in SITE_COLUMNS), *(name for name, _ in judged)),
         rows=tuple(
-            (s.site, s.width_dense, s.width_reduced, error(s.error_uncompensated), error(s.error)) for s in story.sites
+            (*(show(line) for _, show in SITE_COLUMNS), *(error(get(line)) for _, get in judged))
+            for line in story.sites
         ),
+        note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
     )
 
 

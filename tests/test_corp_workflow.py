@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,11 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     model = reduce(probe.model, probe.moments, probe.choices, widths=found.widths).model
     cost = macs(vit.shape(model)) if currency == "macs" else sum(p.numel() for p in model.parameters())
     assert cost == pytest.approx(found.share * dense, rel=1e-9)
-    uniform = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
-    even = reduce(probe.model, probe.moments, uniform).model
+    sparsity, uniform = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
+    asked = replace(probe.choices, mlp_sparsity=sparsity, attention_sparsity=sparsity)
+    even = reduce(probe.model, probe.moments, asked).model
+    assert {part.name: part.hidden for part in vit.parts(even).mlps}.items() <= uniform.widths.items()
+    assert found.predicted_error <= uniform.predicted_error
     images = torch.from_numpy(tiny.images(24))
     reference = logits(probe.model, images, 8)
     errors = [measures(reference, logits(each, images, 8)).relative_error for each in (model, even)]

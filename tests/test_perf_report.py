@@ -81,7 +81,8 @@ def record(**changes: Any) -> dict[str, Any]:
         "parity": parity().to_json(),
         "gate": {"verdict": "INCONCLUSIVE", "rules": [rule]},
         "sites": [
-            {"site": "blocks.0.mlp", "width_dense": 64, "width_reduced": 32, "error_uncompensated": 0.5, "error": 0.02},
+            {"site": "blocks.0.mlp", "width_dense": 64, "width_reduced": 32, "error_uncompensated": 0.5, "error": 0.02,
+             "error_held_out": 0.031},
             {"site": "blocks.0.attn", "width_dense": "qk 16", "width_reduced": "qk 8", "error_uncompensated": None,
              "error": None},
         ],
@@ -90,6 +91,7 @@ def record(**changes: Any) -> dict[str, Any]:
             {"name": "reduced", "params": 600, "macs": 1_000_000, "accuracy": 0.97, "agreement": 0.99996},
         ],
         "effects": [{"preset": "none", "relative_error": 0.5}, {"preset": "best", "relative_error": 0.02}],
+        "ways": [{"name": "by site", "share": 0.6, "predicted_error": 0.011, "measured_error": 0.013}],
         "lineage": {"reduced/model.onnx": "sha256:ab"},
         "environment": None,
         "commands": ["corp-deploy bench a b --batch 1,8"],
@@ -230,6 +232,8 @@ def test_csv_has_every_number_once_and_unrounded() -> None:
     rows = rows_of_csv()
     assert rows[0] == ["section", "subject", "batch", "measure", "name", "value", "low", "high"]
     assert ["sites", "blocks.0.mlp", "", "", "error_uncompensated", "0.5", "", ""] in rows
+    assert ["sites", "blocks.0.mlp", "", "", "error_held_out", "0.031", "", ""] in rows
+    assert ["ways", "by site", "", "", "predicted_error", "0.011", "", ""] in rows
     assert len({tuple(row[:5]) for row in rows}) == len(rows)
     speedup = next(row for row in rows if row[2:5] == ["8", "compute", "speedup"])
     value, low, high = map(float, speedup[5:])
@@ -288,7 +292,7 @@ def test_the_same_record_gives_the_same_bytes() -> None:
         ({"title": None}, "title is missing"),
         ({"parity": {"kind": "bench"}}, "no parity record"),
         ({"bench": {"kind": "parity"}}, "expected a bench record"),
-        ({"bench": {"kind": "bench", "version": 1}}, "not a whole record"),
+        ({"bench": {"kind": "bench", "version": 1}}, "not a whole bench record"),
         ({"models": [{"params": 1}]}, r"models\[0\]: the key 'name' is missing"),
         ({"sites": [{"site": "a"}]}, "'width_dense' is missing"),
         ({"effects": {"preset": "none"}}, "expected a list"),
@@ -298,3 +302,14 @@ def test_the_same_record_gives_the_same_bytes() -> None:
 def test_foreign_parts_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInput, match=words):
         html(record(**changes))
+
+
+def test_sites_show_what_was_judged_and_no_empty_columns() -> None:
+    text = markdown(record())
+    assert "| Error, compensated | Held out |" in text
+    assert "Stream lacks" not in text
+    assert "| by site | 60.00 % |" in text
+    plain = [{"site": "a", "width_dense": 4, "width_reduced": 2, "error_uncompensated": 0.5, "error": 0.1}]
+    assert "Held out" not in markdown(record(sites=plain))
+    looped = [plain[0] | {"stream_error": 0.01, "stream_error_held_out": 0.02}]
+    assert "| Stream lacks | Held out, stream |" in markdown(record(sites=looped))

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
     help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case.",
 )
 @click.option(
+    "--hold-out",
+    type=click.IntRange(1),
+    default=None,
+    help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
+)
+@click.option(
     "--checkpoint-every", type=click.IntRange(1), default=None, help="Save the state every N images, to go on from."
 )
 @output_options
@@ -54,55 +60,75 @@ def calibrate(
     no_attention: bool,
     attention_system: bool,
     dtype: "Precision",
+    hold_out: int | None,
     checkpoint_every: int | None,
     out: Output,
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
 
     With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
-    its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ...
+    its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file
+    is for reduce --held-out, which judges every site on images that it was not fitted to.
 
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
     from calib.checkpoint import Checkpoint as Saved
+    from calib.images import parted
     from calib.store import save
 
-    from ..calibration import Wanted, chosen_sites, memory_needed, ranks_of_this_run, summary_of_moments
+    from ..calibration import (
+        Wanted,
+        chosen_sites,
+        held_out_path,
+        line_of_moments,
+        memory_needed,
+        ranks_of_this_run,
+        summary_of_moments,
+    )
     from ..calibration import calibrate as calibrate_checkpoint
     from ..files import replacing
     from ..inputs import images_for_model, require_device
 
     require_device(device)
     wanted = Wanted(patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype)
-    saved = None
-    if checkpoint_every is not None:
-        saved = Saved(path=output.with_suffix(".partial.safetensors"), every=checkpoint_every)
     with ranks_of_this_run(device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = model.load()
         source = images_for_model(
             checkpoint.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad
         )
+        parts = {output: source}
+        if hold_out is not None:
+            parts = dict(zip((output, held_out_path(output)), parted(source, hold_out, seed=seed), strict=True))
         needed = memory_needed(checkpoint, chosen_sites(checkpoint, wanted), wanted)
         out.note(f"the sums will take {needed / 2**20:,.0f} MiB")
-        with out.progress("calibrating", len(ranks.share(source.count)), unit="images") as done:
-            moments = calibrate_checkpoint(
-                checkpoint,
-                source,
-                batch_size=batch_size,
-                device=device,
-                wanted=wanted,
-                saved=saved,
-                ranks=ranks,
-                done=done,
-            )
-        if ranks.rank == 0:
-            with replacing(output) as temporary:
-                save(moments, temporary)
-        if saved is not None:
-            saved.of_rank(ranks).clear()
+        every = checkpoint_every
+        states = {
+            path: None if every is None else Saved(path=path.with_suffix(".partial.safetensors"), every=every)
+            for path in parts
+        }
+        summaries = []
+        for path, part in parts.items():
+            with out.progress(f"calibrating {path.stem}", len(ranks.share(part.count)), unit="images") as done:
+                moments = calibrate_checkpoint(
+                    checkpoint,
+                    part,
+                    batch_size=batch_size,
+                    device=device,
+                    wanted=wanted,
+                    saved=states[path],
+                    ranks=ranks,
+                    done=done,
+                )
+            if ranks.rank == 0:
+                with replacing(path) as temporary:
+                    save(moments, temporary)
+                summaries.append(summary_of_moments(moments, path))
+        for saved in states.values():
+            if saved is not None:
+                saved.of_rank(ranks).clear()
     if ranks.rank == 0:
-        record = summary_of_moments(moments, output)
-        size = f"{len(moments.sites)} sites, {moments.images} images, {record['size_bytes'] / 1e6:.1f} MB"
-        out.result(record, f"{output}: {size}")
+        record, *held_out = summaries
+        lines = [line_of_moments(summary) for summary in summaries]
+        out.result(record | ({"held_out": held_out[0]} if held_out else {}), *lines)

@@ -20,7 +20,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..choices import Choices
-    from ..reducing import Budget
+    from ..planning import Budget
 
 SHARE_KEPT = click.FloatRange(0, 1, min_open=True)
 
@@ -47,7 +47,7 @@ def _budget(
     shares: dict[str, float | None], mlp: float, attn: float, tables: Path | None, batch: int | None
 ) -> "Budget | None":
     from ..latency_grid import Where
-    from ..reducing import Budget
+    from ..planning import Budget
 
     given = {currency: share for currency, share in shares.items() if share is not None}
     if len(given) > 1:
@@ -114,6 +114,9 @@ def choices_from_options(
     "--batch", type=click.IntRange(1), default=None, help="The batch size that --latency is about; default 1."
 )
 @click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
+@click.option(
+    "--held-out", type=FILE, default=None, help="Moments of other images (calibrate --hold-out): judges every site."
+)
 @click.option("--images", type=ANY_PATH, default=None, help="Unlabelled images for a budget, auto or the closed loop.")
 @samples_option
 @seed_option
@@ -146,6 +149,7 @@ def reduce_command(
     latency_tables: Path | None,
     batch: int | None,
     closed_loop: bool,
+    held_out: Path | None,
     images: Path | None,
     samples: int | None,
     seed: int,
@@ -158,8 +162,12 @@ def reduce_command(
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
     moments.safetensors --mlp 0.5 --attn 0.5 -o reduced
     """
+    from calib.store import load as load_moments
+
     from ..inputs import images_for_model
-    from ..reducing import Asked, measured_speedup, record_of_reduction, reduce_checkpoint, site_table
+    from ..planning import Asked
+    from ..reducing import measured_speedup, record_of_reduction, reduce_checkpoint
+    from ..site_view import site_table, ways_table
 
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)
     asked = Asked(
@@ -171,10 +179,20 @@ def reduce_command(
     )
     if images is not None and not asked.needs_images:
         raise click.UsageError("--images is looked at for --macs, --params, --heads auto and --closed-loop only")
+    if held_out is not None and closed_loop:
+        raise click.UsageError("--closed-loop holds out some of its own images; leave --held-out away")
     dense = model.load()
     source = None if images is None else images_for_model(dense.model, images, samples=samples, seed=seed)
     with out.progress("reducing", None, unit="sites") as done:
-        reduction, planned = reduce_checkpoint(dense, moments, asked, directory=output, images=source, done=done)
+        reduction, planned = reduce_checkpoint(
+            dense,
+            moments,
+            asked,
+            directory=output,
+            images=source,
+            held_out=None if held_out is None else load_moments(held_out),
+            done=done,
+        )
     for note in reduction.notes:
         out.warn(note)
     if heads == "ragged" and attn > 0.0:
@@ -187,4 +205,7 @@ def reduce_command(
         record |= {"predicted_speedup": planned.predicted_speedup, "measured_speedup": speed}
         off = planned.predicted_speedup / speed - 1.0
         checked.append(f"speed-up predicted {planned.predicted_speedup:.3f}, measured {speed:.3f}: {off:+.1%} off")
-    out.result(record, site_table(reduction.sites), *planned.said, *checked, f"{output}: reduced model written")
+    weighed = [ways_table(planned.ways)] if planned.ways else []
+    out.result(
+        record, site_table(reduction.sites), *weighed, *planned.said, *checked, f"{output}: reduced model written"
+    )

@@ -1,0 +1,60 @@
+"""What a reduction did to each part of a site, in numbers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFit:
+    """How the closed loop refitted a site's last linear layer toward the dense residual stream.
+
+    Mean squares per token of what the reduced stream lacks of the dense one after the sublayer: as recovered, and as
+    refitted, on the images of the fit and on those held out to choose `strength` (of the pull toward the recovered
+    layer; None where no refit was best). A held-out error well above `error` is over-fitting. `energy` is the dense
+    stream's variance per token.
+    """
+
+    strength: float | None
+    energy: float
+    error_recovered: float
+    error: float
+    error_recovered_held_out: float
+    error_held_out: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A part judged on the statistics of images that it was not fitted to: energy and error as in SiteReport."""
+
+    energy: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteReport:
+    """What happened to one part (mlp, qk, v) of a site.
+
+    Errors are mean squares on the calibration images: of the output per token for `mlp` and `v`, of the logits for
+    `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is there where
+    held-out statistics were given: a share lost well above the calibration images' is over-fitting. `loop` is there
+    where the closed loop refitted the site's last layer.
+    """
+
+    site: str
+    part: str
+    width_dense: int
+    width_asked: float
+    width: int
+    energy: float
+    error_uncompensated: float
+    error: float
+    r2: float
+    condition: float
+    ridge: float
+    held_out: HeldOut | None = None
+    loop: LoopFit | None = None
+
+
+def as_allocated(reports: Iterable[SiteReport]) -> list[SiteReport]:
+    """Reports of widths that were given one by one: each was asked for exactly."""
+    return [replace(report, width_asked=float(report.width)) for report in reports]

@@ -1,0 +1,300 @@
+"""Sites judged on images that they were not fitted to, against explicit float64 passes over those images."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+from calib.images import Images, open_images, parted
+from calib.moments import Moments
+from calib.store import load
+from corp_deploy import vit
+from corp_deploy.calibration import Wanted, calibrate
+from corp_deploy.checkpoint import save
+from corp_deploy.choices import choices_from_preset
+from corp_deploy.cli import main
+from corp_deploy.errors import BadInput
+from corp_deploy.fold_channels import fold
+from corp_deploy.reduce import reduce
+from corp_deploy.reduce_site import layers_of
+from corp_deploy.site_report import SiteReport
+from tests import tiny
+
+FIT, HELD_OUT = 40, 12
+
+
+def opened(path: Path) -> Images:
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+def taken(path: Path, count: int, seed: int) -> Moments:
+    np.save(path, tiny.images(count, seed=seed))
+    return calibrate(tiny.checkpoint(), opened(path), batch_size=8, wanted=Wanted(attention_system=True))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Moments, Moments]:
+    root = tmp_path_factory.mktemp("moments")
+    return taken(root / "fit.npy", FIT, 1), taken(root / "held-out.npy", HELD_OUT, 2)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double().eval()
+
+
+def heard(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Tensor]:
+    """What goes into a module of the dense model and what comes out of it, in float64."""
+    caught: list[tuple[Tensor, Tensor]] = []
+    dense = doubled(model)
+    dense.get_submodule(name).register_forward_hook(lambda _, given, out: caught.append((given[0], out)))
+    with torch.inference_mode():
+        dense(images.double())
+    return caught[0]
+
+
+def held_out_images() -> Tensor:
+    return torch.from_numpy(tiny.images(HELD_OUT, seed=2))
+
+
+def report(sites: tuple[SiteReport, ...], name: str, part: str) -> SiteReport:
+    return next(site for site in sites if (site.site, site.part) == (name, part))
+
+
+def heads_of(qkv_BNX: Tensor, heads: int, qk: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B,H,N,qk] and v [B,H,N,v] out of a fused projection."""
+    batch, tokens, _ = qkv_BNX.shape
+    q, k, value = qkv_BNX.split((heads * qk, heads * qk, heads * v), dim=-1)
+    return tuple(each.reshape(batch, tokens, heads, -1).transpose(1, 2) for each in (q, k, value))
+
+
+@pytest.mark.parametrize("preset", ["best", "corp", "grail", "vbp", "none"])
+def test_an_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], preset: str) -> None:
+    dense = tiny.checkpoint().model
+    choices = choices_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
+    found = reduce(dense, both[0], choices, held_out=both[1])
+    for name in ("blocks.0.mlp", "blocks.1.mlp"):
+        given, out = heard(dense, name, held_out_images())
+        with torch.inference_mode():
+            new = doubled(found.model).get_submodule(name)(given)
+        site = report(found.sites, name, "mlp")
+        assert site.held_out is not None
+        rows, wanted = (new - out).flatten(0, 1), out.flatten(0, 1)
+        assert site.held_out.error == pytest.approx(float(rows.square().sum(1).mean()), rel=1e-3)
+        assert site.held_out.energy == pytest.approx(float((wanted - wanted.mean(0)).square().sum(1).mean()), rel=1e-5)
+
+
+def test_merged_channels_are_judged_by_the_average_of_their_members(both: tuple[Moments, Moments]) -> None:
+    dense = tiny.checkpoint().model
+    choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
+    site = report(reduce(dense, both[0], choices, held_out=both[1]).sites, "blocks.1.mlp", "mlp")
+    part = next(part for part in vit.parts(dense).mlps if part.name == "blocks.1.mlp")
+    layers = layers_of(part)
+    folded = fold(
+        layers.first_FI,
+        layers.first_bias_F,
+        both[0].sites["blocks.1.mlp"].second_FF,  # type: ignore[union-attr]
+        layers.second_OF,
+        layers.second_bias_O,
+        site.width,
+        ridge_rel=choices.ridge_rel,
+    )
+    x_BNF, out_BNO = heard(dense, "blocks.1.mlp.fc2", held_out_images())
+    total = 0.0
+    for x_F, out_O in zip(x_BNF.flatten(0, 1), out_BNO.flatten(0, 1), strict=True):
+        merged_K = torch.stack([x_F[folded.cluster_F == cluster].mean() for cluster in range(site.width)])
+        new_O = folded.recovery.weight_OK @ merged_K + folded.recovery.bias_O
+        total += float((new_O - out_O).square().sum())
+    assert site.held_out is not None
+    assert site.held_out.error == pytest.approx(total / x_BNF.shape[:2].numel(), rel=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["best", "none", "corp-v1"])
+def test_logits_are_judged_over_all_pairs_of_tokens(both: tuple[Moments, Moments], preset: str) -> None:
+    dense = tiny.checkpoint().model
+    choices = choices_from_preset(preset, attention_sparsity=0.5, align_head=8)
+    found = reduce(dense, both[0], choices, held_out=both[1])
+    name, heads = "blocks.1.attn", 3
+    given, out = heard(dense, f"{name}.qkv", held_out_images())
+    with torch.inference_mode():
+        new = doubled(found.model).get_submodule(f"{name}.qkv")(given)
+    q, k, _ = heads_of(out, heads, 16, 16)
+    q_new, k_new, _ = heads_of(new, heads, 8, 16)
+    if preset != "corp-v1":  # softmax ignores what is constant along a row; the first version's equation does not
+        k, k_new = (each - each.mean(dim=2, keepdim=True) for each in (k, k_new))
+    error = energy = 0.0
+    for head in range(heads):
+        rows, columns = q[:, head].flatten(0, 1), k[:, head].flatten(0, 1)
+        logits = rows @ columns.T
+        reduced = q_new[:, head].flatten(0, 1) @ k_new[:, head].flatten(0, 1).T
+        error += float((logits - reduced).square().mean())
+        energy += float(logits.square().mean())
+    site = report(found.sites, name, "qk")
+    assert site.held_out is not None
+    assert site.held_out.error == pytest.approx(error, rel=1e-3)
+    assert site.held_out.energy == pytest.approx(energy, rel=1e-5)
+
+
+def test_logits_of_corp_are_judged_image_by_image(both: tuple[Moments, Moments]) -> None:
+    dense = tiny.checkpoint().model
+    choices = choices_from_preset("corp", attention_sparsity=0.5, align_head=8)
+    found = reduce(dense, both[0], choices, held_out=both[1])
+    name, heads = "blocks.0.attn", 3
+    given, out = heard(dense, f"{name}.qkv", held_out_images())
+    with torch.inference_mode():
+        new = doubled(found.model).get_submodule(f"{name}.qkv")(given)
+    q, k, _ = heads_of(out, heads, 16, 16)
+    q_new, k_new, _ = heads_of(new, heads, 8, 16)
+    error = energy = 0.0
+    for image in range(HELD_OUT):
+        for head in range(heads):
+            logits = q[image, head] @ k[image, head].T
+            error += float((logits - q_new[image, head] @ k_new[image, head].T).square().sum())
+            energy += float(logits.square().sum())
+    site = report(found.sites, name, "qk")
+    assert site.held_out is not None
+    assert site.held_out.error == pytest.approx(error, rel=1e-3)
+    assert site.held_out.energy == pytest.approx(energy, rel=1e-5)
+
+
+def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, Moments]) -> None:
+    dense = tiny.checkpoint().model
+    choices = choices_from_preset("best", attention_sparsity=0.5, align_head=8, geometry="square")
+    found = reduce(dense, both[0], choices, held_out=both[1])
+    name, heads = "blocks.1.attn", 3
+    given, out = heard(dense, f"{name}.qkv", held_out_images())
+    _, wanted = heard(dense, f"{name}.proj", held_out_images())
+    small = doubled(found.model)
+    q, k, _ = heads_of(out, heads, 16, 16)
+    with torch.inference_mode():
+        _, _, v = heads_of(small.get_submodule(f"{name}.qkv")(given), heads, 8, 8)
+        mixed = (q @ k.mT * 16**-0.5).softmax(dim=-1) @ v
+        new = small.get_submodule(f"{name}.proj")(mixed.transpose(1, 2).flatten(2))
+    site = report(found.sites, name, "v")
+    assert site.held_out is not None
+    error = float((new - wanted).flatten(0, 1).square().sum(1).mean())
+    assert site.held_out.error == pytest.approx(error, rel=1e-3)
+    assert site.held_out.error > site.error  # 40 images of noise fit 144 inputs better than others do
+
+
+def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(both: tuple[Moments, Moments]) -> None:
+    dense, fit = tiny.checkpoint().model, both[0]
+    unknown = replace(fit, image_ids=torch.empty(0, dtype=torch.int64))
+    for preset, geometry in (("best", "square"), ("corp", "padded"), ("grail-fold", "padded")):
+        choices = choices_from_preset(
+            preset,
+            mlp_sparsity=0.5,
+            attention_sparsity=0.5,
+            align_hidden=8,
+            align_head=8,
+            geometry=geometry,
+        )
+        for site in reduce(dense, fit, choices, held_out=unknown).sites:
+            assert site.held_out is not None
+            assert site.held_out.error == pytest.approx(site.error, rel=1e-6, abs=1e-9 * site.energy), site
+            assert site.held_out.energy == pytest.approx(site.energy, rel=1e-9), site
+
+
+def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Moments]) -> None:
+    dense, (fit, held_out) = tiny.checkpoint().model, both
+    choices = choices_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
+    with pytest.raises(BadInput, match="40 of their 40 images are calibration images too"):
+        reduce(dense, fit, choices, held_out=fit)
+    other = replace(held_out, lineage={**held_out.lineage, "preprocessing": "other"})
+    with pytest.raises(BadInput, match="preprocessing other"):
+        reduce(dense, fit, choices, held_out=other)
+    foreign = replace(held_out, lineage={**held_out.lineage, "model": "other"})
+    with pytest.raises(BadInput, match="taken on another model"):
+        reduce(dense, fit, choices, held_out=foreign)
+    fewer = replace(held_out, sites={name: site for name, site in held_out.sites.items() if name != "blocks.0.mlp"})
+    with pytest.raises(BadInput, match=r"blocks\.0\.mlp: the moments hold no statistics"):
+        reduce(dense, fit, choices, held_out=fewer)
+
+
+# Images held out
+
+
+def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", tiny.images(30))
+    images = opened(tmp_path / "images.npy")
+    rest, held_out = parted(images, 9, seed=3)
+    assert (rest.count, held_out.count) == (21, 9)
+    chosen = [*rest.rows.chosen, *held_out.rows.chosen]
+    assert sorted(chosen) == list(range(30))
+    assert list(held_out.rows.chosen) == sorted(held_out.rows.chosen)
+    assert list(held_out.rows.chosen) != list(range(21, 30))  # a sorted folder's last class would be no sample
+    assert not torch.isin(rest.ids, held_out.ids).any()
+    assert len({images.digest, rest.digest, held_out.digest}) == 3
+    assert parted(images, 9, seed=3)[1].digest == held_out.digest
+    assert parted(images, 9, seed=4)[1].digest != held_out.digest
+
+
+@pytest.mark.parametrize("count", [0, 30, 31])
+def test_all_or_none_held_out_is_refused(tmp_path: Path, count: int) -> None:
+    np.save(tmp_path / "images.npy", tiny.images(30))
+    with pytest.raises(Exception, match=f"got {count} of 30 images"):
+        parted(opened(tmp_path / "images.npy"), count, seed=0)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), root / "dense")
+    np.save(root / "images.npy", tiny.images(30))
+    words = ["--model", root / "dense", "--images", root / "images.npy", "--hold-out", 6, "-o", root / "m.safetensors"]
+    result = run("calibrate", *words, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert (record["images"], record["held_out"]["images"]) == (24, 6)
+    return root
+
+
+def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
+    assert load(home / "m.safetensors").images == 24
+    held_out = load(home / "m.held-out.safetensors")
+    assert held_out.images == 6
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "--attn", 0.5]
+    judge = ["--held-out", home / "m.held-out.safetensors", "--align", "mlp=8,head=8"]
+    shown = run("reduce", *words, *judge, "-o", tmp_path / "r")
+    assert shown.exit_code == 0, shown.output
+    assert "held out" in shown.stdout
+    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    sites: list[dict[str, Any]] = config["lineage"]["reduction"]["sites"]
+    assert all(site["held_out"]["error"] > 0.0 for site in sites)
+    assert config["lineage"]["held_out_images"] == held_out.lineage["images"]
+    assert "held out" not in run("reduce", *words, "--align", "mlp=8,head=8", "-o", tmp_path / "s").stdout
+
+
+def test_the_closed_loop_refuses_another_judge(home: Path, tmp_path: Path) -> None:
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "r"]
+    given = ["--held-out", home / "m.held-out.safetensors", "--images", home / "images.npy", "--closed-loop"]
+    result = run("reduce", *words, *given)
+    assert result.exit_code == 2
+    assert "holds out some of its own images" in result.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_budget_stands_beside_uniform_widths(home: Path, tmp_path: Path) -> None:
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--align", "mlp=16,head=8"]
+    result = run("reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "-o", tmp_path / "r", "--json")
+    assert result.exit_code == 0, result.output
+    by_site, uniform = json.loads(result.stdout)["ways"]
+    assert uniform["name"].startswith("uniform sparsity 0.")
+    assert by_site["share"] <= 0.7
+    assert uniform["share"] <= 0.7
+    assert by_site["predicted_error"] <= uniform["predicted_error"]
+    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert config["lineage"]["reduction"]["ways"] == [by_site, uniform]
+    sites = config["lineage"]["reduction"]["sites"]
+    assert all(site["width_asked"] == site["width"] for site in sites)
