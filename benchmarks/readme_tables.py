@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from benchmarks.gpu import page as gpu_page
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -90,14 +92,26 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def measured() -> str:
+def on_gpus(results: Path) -> list[str]:
+    """Goals and tables of the records that were measured on a GPU; nothing where there are none."""
+    read = {part: results / f"gpu_{part}.json" for part in gpu_page.PARTS}
+    found = {part: json.loads(path.read_text(encoding="utf-8")) for part, path in read.items() if path.is_file()}
+    records = {part: record for part, record in found.items() if gpu_page.counts(record)}
+    tables = [
+        gpu_page.latency(record, 0.5) if part == "latency" else gpu_page.TABLES[part](record)
+        for part, record in records.items()
+    ]
+    return ["Goals on a GPU:\n\n" + gpu_page.goals(records), *tables] if records else []
+
+
+def measured(results: Path = RESULTS) -> str:
     """All tables whose record is there."""
     parts = []
     for name, table in TABLES.items():
-        path = RESULTS / name
+        path = results / name
         if path.is_file():
             parts.append(table(json.loads(path.read_text(encoding="utf-8"))))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *on_gpus(results)])
 
 
 def readme_with_tables(text: str) -> str:

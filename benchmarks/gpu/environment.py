@@ -1,0 +1,45 @@
+"""What a GPU run ran on: the machine as perf describes it, what torch says of the GPU, and its state between rows."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from perf.environment import environment as machine
+from perf.environment import version
+from perf.runs import Flat, Scalar
+from perf.watch import Watch
+
+# Rows that were measured under other values of these don't belong into one record.
+MUST_MATCH = ("machine", "cpu", "gpu", "sm", "driver", "torch", "timm")
+
+
+def environment(device: str, gpu: Flat | None) -> dict[str, Scalar]:
+    """`gpu` is what NVML says, None without it; torch then tells name and compute capability. Names no host or path."""
+    described = {**machine(gpu), "timm": version("timm"), "triton": version("triton"), "device": device}
+    if device == "cpu":
+        return described | {"gpu": None, "sm": None, "torch_threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(0)
+    return described | {
+        "gpu": properties.name,
+        "sm": f"{properties.major}.{properties.minor}",
+        "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "torch_cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "torch_threads": torch.get_num_threads(),
+        "flash_sdp": torch.backends.cuda.flash_sdp_enabled(),
+        "mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+
+
+def state_of(watch: Watch) -> Callable[[], dict[str, Any] | None]:
+    """A function that reads clocks, temperature, power and throttling; None where NVML is not there."""
+
+    def read() -> dict[str, Any] | None:
+        found = watch()
+        return None if found is None else asdict(found)
+
+    return read

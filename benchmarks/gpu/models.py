@@ -1,0 +1,71 @@
+"""Dense models with random but lively weights, and the same models at reduced widths, made on the device."""
+
+import timm
+import torch
+from torch import nn
+
+from benchmarks.gpu.setting import ALIGN_HEAD, Setting
+from corp_deploy import vit
+from corp_deploy.attention import Geometry
+from corp_deploy.choices import aligned_width
+from corp_deploy.cost import macs
+from perf.module_runner import DTYPES, Precision
+
+LAYER_SCALE = 0.3
+
+
+def dense(name: str, setting: Setting, precision: Precision = "fp32") -> nn.Module:
+    """The model of this name in evaluation mode."""
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        model: nn.Module = timm.create_model(setting.models[name], pretrained=False, **setting.kwargs)
+    enliven(model)
+    return model.eval().requires_grad_(False).to(setting.device, DTYPES[precision])
+
+
+@torch.no_grad()
+def enliven(model: nn.Module) -> None:
+    """Weights at the scale of a trained model's: as initialised, a layer scale of 1e-6 would hide every block's work,
+    so that a wrong output looked right.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.normal_(module.bias, std=0.1)
+    for step in vit.steps(model):
+        if isinstance(step, vit.Branch) and step.scale_C is not None:
+            step.scale_C.fill_(LAYER_SCALE)
+
+
+def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Setting) -> nn.Module:
+    """The model with that share of hidden channels and of q/k (and, square, v) taken away; new random weights there."""
+    share, modules = 1.0 - sparsity, dict[str, nn.Module]()
+    found = vit.parts(model)
+    for mlp in found.mlps:
+        hidden = aligned_width(mlp.hidden, share, setting.align_hidden)
+        modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=mlp.fc2.bias is not None)
+    for part in found.attentions:
+        width = aligned_width(part.qk, share, ALIGN_HEAD)
+        v = width if geometry == "square" else part.v
+        modules[part.name] = vit.empty_attention(part, qk=width, v=v, geometry="square" if width == v else geometry)
+    return vit.replaced(model, modules).eval().requires_grad_(False)
+
+
+def facts(model: nn.Module) -> dict[str, int]:
+    """MACs of an image and the widths of the first block; all blocks have the same here."""
+    found = vit.parts(model)
+    first = found.attentions[0]
+    return {"macs": macs(vit.shape(model)), "hidden": found.mlps[0].hidden, "qk": first.qk, "v": first.v}
+
+
+def macs_of(name: str, setting: Setting) -> int:
+    """Of the dense model for one image, without making its weights."""
+    with torch.device("meta"):
+        return macs(vit.shape(timm.create_model(setting.models[name], pretrained=False, **setting.kwargs)))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that hold the sites, in order."""
+    names = dict.fromkeys(part.name.rpartition(".")[0] for part in vit.parts(model).mlps)
+    return [model.get_submodule(name) for name in names]

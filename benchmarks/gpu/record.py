@@ -1,0 +1,186 @@
+"""The rows of one part on disk: written whole after every row, so that a later run goes on where this one ended.
+
+A row says how it ended: done; absent (a package or device is not there); refused (what was timed gave another answer
+than a plain call); oom; failed. What the time did not allow is listed under `skipped` with the reason. The next run
+makes again whatever is not done.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from corp_deploy.errors import Missing
+from corp_deploy.files import read_json, write_json
+from export.errors import Missing as MissingForExport
+from perf.errors import Missing as MissingForTiming
+from perf.memory import is_out_of_memory
+
+Row = dict[str, Any]
+ABSENT = (ImportError, Missing, MissingForExport, MissingForTiming)
+
+
+class Refused(RuntimeError):
+    """A timed call gave another answer than a plain one, so that its times mean nothing."""
+
+
+class OtherMachine(ValueError):
+    """The record in the output folder was measured on another machine or with other settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One row to be made: its key, unique in the part; about how long it takes on an H200; what makes it."""
+
+    key: str
+    estimate_s: float
+    run: Callable[[], Row]
+
+    def __post_init__(self) -> None:
+        assert self.estimate_s >= 0.0, self.estimate_s
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Time left until a moment of the clock."""
+
+    ends_s: float
+    clock: Callable[[], float] = time.monotonic
+
+    def left_s(self) -> float:
+        return self.ends_s - self.clock()
+
+    def part(self, share: float) -> "Budget":
+        """A share of the time left."""
+        assert 0.0 <= share <= 1.0, share
+        return Budget(self.clock() + share * max(self.left_s(), 0.0), self.clock)
+
+
+class Record:
+    """The rows of one part, in the order made, and their file."""
+
+    def __init__(self, path: Path, part: str, environment: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.path, self.part = path, part
+        self.environment, self.settings = dict(environment), dict(settings)
+        self.rows: list[Row] = []
+        self.skipped: dict[str, str] = {}
+        self.tried: set[str] = set()
+
+    @classmethod
+    def opened(
+        cls,
+        path: Path,
+        part: str,
+        environment: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        must_match: Sequence[str],
+    ) -> "Record":
+        """The record at `path` to go on with, or a new one. Raises OtherMachine where its rows don't belong here."""
+        record = cls(path, part, environment, settings)
+        if not path.is_file():
+            return record
+        held = read_json(path, kind=record.kind)
+        differing = [
+            f"{key}: {held['environment'].get(key)!r} then, {environment.get(key)!r} now"
+            for key in must_match
+            if held["environment"].get(key) != environment.get(key)
+        ]
+        if held["settings"] != record.settings:
+            differing.append(f"settings: {held['settings']} then, {record.settings} now")
+        if differing:
+            told = "; ".join(differing)
+            raise OtherMachine(f"{path}: its rows were measured otherwise ({told}); name another --output")
+        record.environment, record.rows = held["environment"], held["rows"]
+        record.skipped = {each["key"]: each["reason"] for each in held["skipped"]}
+        return record
+
+    @property
+    def kind(self) -> str:
+        return f"benchmarks/gpu/{self.part}"
+
+    def done(self, key: str) -> Row | None:
+        """The row of this key if it was measured."""
+        return next((row for row in self.rows if row["key"] == key and row["status"] == "done"), None)
+
+    def put(self, row: Row) -> None:
+        """Add a row, in place of an earlier one of its key, and write the file."""
+        self.tried.add(row["key"])
+        self.skipped.pop(row["key"], None)
+        self.rows = [each for each in self.rows if each["key"] != row["key"]] + [row]
+        self.write()
+
+    def skip(self, key: str, reason: str) -> None:
+        """List what the time did not allow."""
+        self.skipped[key] = reason
+        self.write()
+
+    def forget(self) -> None:
+        """Drop every row: they rest on something that is no longer there."""
+        self.rows, self.skipped = [], {}
+        self.write()
+
+    def write(self) -> None:
+        write_json(self.path, self.as_json())
+
+    def as_json(self) -> Row:
+        return {
+            "kind": self.kind,
+            "version": 1,
+            "environment": self.environment,
+            "settings": self.settings,
+            "rows": self.rows,
+            "skipped": [{"key": key, "reason": reason} for key, reason in self.skipped.items()],
+        }
+
+
+def made(task: Task, clock: Callable[[], float]) -> Row:
+    """The task's row, whatever became of it; an interrupt alone goes on."""
+    started = clock()
+    try:
+        row = {"key": task.key, "status": "done", **task.run()}
+    except ABSENT as error:
+        row = {"key": task.key, "status": "absent", "reason": reason_of(error)}
+    except Refused as error:
+        row = {"key": task.key, "status": "refused", "reason": reason_of(error)}
+    except Exception as error:
+        row = {"key": task.key, "status": "oom" if is_out_of_memory(error) else "failed", "reason": reason_of(error)}
+    return row | {"row_seconds": clock() - started, "at": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def reason_of(error: BaseException) -> str:
+    """An error on one line of at most 400 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def work(
+    record: Record,
+    tasks: Sequence[Task],
+    budget: Budget,
+    *,
+    state: Callable[[], Row | None],
+    say: Callable[[str], None],
+) -> None:
+    """Make the rows that are missing, in order, while the time lasts; `state` is asked for the GPU's after each.
+
+    Estimates are an H200's; they grow by how much longer than estimated the rows so far took.
+    """
+    taken_s = estimated_s = 0.0
+    for task in tasks:
+        if record.done(task.key) is not None or task.key in record.tried:
+            continue
+        pace = max(taken_s / estimated_s, 1.0) if estimated_s else 1.0
+        needed_s, left_s = task.estimate_s * pace, budget.left_s()
+        if needed_s > left_s or left_s <= 0.0:
+            record.skip(task.key, f"needs about {needed_s:.0f} s, {max(left_s, 0.0):.0f} s were left")
+            continue
+        row = made(task, budget.clock)
+        if row["status"] == "oom":
+            gc.collect()  # it takes a third of a second, so not after every row
+        record.put(row | {"gpu_after": state()})
+        told = f"{record.part}: {task.key}: {row['status']} in {row['row_seconds']:.1f} s"
+        say(f"{told} {row['reason']}" if "reason" in row else told)
+        if row["status"] == "done":
+            taken_s, estimated_s = taken_s + row["row_seconds"], estimated_s + task.estimate_s

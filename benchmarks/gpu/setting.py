@@ -1,0 +1,60 @@
+"""How large a run is: on which device, of which models; `small` is the same code on tiny models in seconds."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.procedural_images import CLASSES
+from corp_deploy.attention import Geometry
+from perf.module_runner import Precision
+
+MODELS = {
+    "DeiT-T": "deit_tiny_patch16_224",
+    "DeiT-S": "deit_small_patch16_224",
+    "DeiT-B": "deit_base_patch16_224",
+    "DeiT-L": "deit3_large_patch16_224",
+    "DeiT-H": "deit3_huge_patch14_224",
+}
+GEOMETRIES: tuple[Geometry, ...] = ("padded", "square", "ragged")
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """`everything` times all combinations instead of the chosen ones; `cache` keeps the trained weights.
+
+    Heads are aligned to 8, finer than the tool's default, so that half of a head of 80 is 40.
+    """
+
+    device: str
+    small: bool
+    everything: bool
+    cache: Path
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {"DeiT-T": MODELS["DeiT-T"], "DeiT-H": MODELS["DeiT-H"]} if self.small else MODELS
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Arguments of timm's models."""
+        return dict(TINY, num_classes=len(CLASSES)) if self.small else {}
+
+    @property
+    def image_size(self) -> int:
+        return 32 if self.small else 224
+
+    @property
+    def align_hidden(self) -> int:
+        return 16 if self.small else ALIGN_HIDDEN
+
+    @property
+    def precision(self) -> Precision:
+        """Of latency: half where there is a GPU."""
+        return "fp16" if self.device == "cuda" else "fp32"
+
+    def as_json(self) -> dict[str, Any]:
+        """What rows of one record must have in common. Asking for everything only adds rows."""
+        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "everything")}
+        return told | {"align_hidden": self.align_hidden, "align_head": ALIGN_HEAD, "precision": self.precision}
