@@ -8,7 +8,7 @@ missing upstream (Kwon et al. 2022; asymmetric calibration, arXiv 2504.02692).
 Legend: B images, N tokens, K inputs and C outputs of a sublayer's last linear layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,6 +159,47 @@ def _through(branch: vit.Branch, layer: nn.Module) -> Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
+def walk(
+    steps: Iterable[vit.Branch | nn.Module],
+    parts: Mapping[str, vit.MlpPart | vit.AttentionPart],
+    sites: Mapping[str, MlpSite | AttentionSite],
+    streams: Streams,
+    choices: Choices,
+    widths: Widths,
+    *,
+    strengths: Sequence[float] = STRENGTHS,
+    held_out_every: int = HELD_OUT_EVERY,
+    done: Callable[[int], None] | None = None,
+) -> tuple[dict[str, nn.Module], list[SiteReport]]:
+    """Take both streams through the steps and reduce every branch that has a width: new modules by name, reports.
+
+    A step that is no branch (a norm after a sum, a block that can't be taken apart) is run as it is on both streams.
+    """
+    modules: dict[str, nn.Module] = {}
+    reports: list[SiteReport] = []
+    finished = 0
+    for step in steps:
+        if not isinstance(step, vit.Branch):
+            streams.advance(step, step)
+            continue
+        width = widths.get(step.name)
+        if width is None:
+            streams.advance(_through(step, step.layer), _through(step, step.layer))
+            continue
+        moments = _collected(step, sites[step.name], streams, choices)
+        new = _reduced(step, parts[step.name], moments, choices, width)
+        streams.advance_dense(_through(step, step.layer))
+        fit = _fit(step, new, streams, strengths, held_out_every)
+        streams.advance_reduced(_through(step, new.layer))
+        modules |= new.modules
+        reports += [*new.reports[:-1], replace(new.reports[-1], loop=fit)]
+        finished += 1
+        if done is not None:
+            done(finished)
+    return modules, reports
+
+
+@torch.no_grad()
 def reduce_closed_loop(
     model: nn.Module,
     images: Images,
@@ -180,35 +221,22 @@ def reduce_closed_loop(
     Raises BadInput for too few images and for a block that can't be walked through.
     """
     found = vit.parts(model)
-    every: tuple[vit.MlpPart | vit.AttentionPart, ...] = (*found.mlps, *found.attentions)
-    parts = {part.name: part for part in every}
-    sites = {site.name: site for site in vit.calibration_sites(model)}
-    wanted = dict(uniform_widths(model, choices) if widths is None else widths)
-    modules: dict[str, nn.Module] = {}
-    reports: list[SiteReport] = []
-    finished = 0
+    wanted = uniform_widths(model, choices) if widths is None else widths
+    steps = list(vit.steps(model))
+    if whole := [name for name in wanted if name not in {step.name for step in steps if isinstance(step, vit.Branch)}]:
+        raise BadInput(f"closed loop: {', '.join(whole)} stand in blocks that can't be taken apart; reduce without it")
     with evaluating(model):
-        streams = Streams(model, images, batch_size)
-        for step in vit.steps(model):
-            if not isinstance(step, vit.Branch):
-                streams.advance(step, step)
-                continue
-            width = wanted.pop(step.name, None)
-            if width is None:
-                streams.advance(_through(step, step.layer), _through(step, step.layer))
-                continue
-            moments = _collected(step, sites[step.name], streams, choices)
-            new = _reduced(step, parts[step.name], moments, choices, width)
-            streams.advance_dense(_through(step, step.layer))
-            fit = _fit(step, new, streams, strengths, held_out_every)
-            streams.advance_reduced(_through(step, new.layer))
-            modules |= new.modules
-            reports += [*new.reports[:-1], replace(new.reports[-1], loop=fit)]
-            finished += 1
-            if done is not None:
-                done(finished)
-    if wanted:
-        raise BadInput(f"closed loop: {', '.join(wanted)} stand in blocks that can't be taken apart; reduce without it")
+        modules, reports = walk(
+            steps,
+            {part.name: part for part in found.every},
+            {site.name: site for site in vit.calibration_sites(model)},
+            Streams(vit.embedded(model, batch) for batch in images.batches(batch_size)),
+            choices,
+            wanted,
+            strengths=strengths,
+            held_out_every=held_out_every,
+            done=done,
+        )
     reports = reports if widths is None else as_allocated(reports)
     reduced = vit.replaced(model, modules).eval().requires_grad_(False)
     return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices))

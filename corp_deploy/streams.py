@@ -3,14 +3,13 @@
 Legend: B images of a batch, N tokens, C channels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from calib.collect import MlpSite
 from calib.hooks import listening
-from calib.images import Images
 
 from . import vit
 
@@ -23,8 +22,9 @@ class Streams:
     Memory: 2 * images * N * C * 4 bytes, so 2.4 GB for 2,000 images of a model with 197 tokens of 768 channels.
     """
 
-    def __init__(self, model: nn.Module, images: Images, batch_size: int) -> None:
-        self.dense = [vit.embedded(model, batch) for batch in images.batches(batch_size)]
+    def __init__(self, embedded: Iterable[Tensor]) -> None:
+        """`embedded`: what enters the first block, batch by batch."""
+        self.dense = list(embedded)
         self.reduced = list(self.dense)
 
     def advance(self, dense: Step, reduced: Step) -> None:

@@ -67,7 +67,7 @@ def inputs_of_blocks(model: nn.Module, images: NDArray[np.float32]) -> list[Tens
 def test_the_streams_are_the_models_own_activations(kwargs: dict[str, Any]) -> None:
     model, images = tiny.checkpoint(**kwargs).model, tiny.images(6)
     expected = inputs_of_blocks(model, images)
-    streams = Streams(model, opened(model, images), 4)
+    streams = Streams(vit.embedded(model, batch) for batch in opened(model, images).batches(4))
     found = [torch.cat(streams.dense)]
     with torch.no_grad():
         for step in vit.steps(model):
