@@ -3,7 +3,10 @@
 import copy
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -12,18 +15,22 @@ import torch
 from torch import nn
 
 from benchmarks import readme_tables
-from benchmarks.gpu import accuracy, calibration, engines, images, latency, models, subjects
+from benchmarks.gpu import accuracy, calibration, engines, images, latency, load, models, reduction, subjects, training
 from benchmarks.gpu.goals import at_least, judged, together
 from benchmarks.gpu.kernels import attention_kind, profiled
 from benchmarks.gpu.page import page
 from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.workshop import Workshop
+from calib.collect import collect
 from corp_deploy import vit
+from corp_deploy.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.errors import Missing
 from export.errors import Missing as NoLibrary
-from perf.device import require_cuda
+from perf.device import Staging, require_cuda
 from perf.errors import Missing as NoGpu
+from perf.runners import HostBound
 
 try:
     require_cuda()
@@ -119,9 +126,9 @@ def test_flops_are_those_counted_by_hand(setting: Setting) -> None:
 
 
 def test_a_part_of_the_blocks_is_scaled_to_all(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = calibration.Load(bare_every=1, cpu_blocks=1, seconds={}, reduction_s=0.0)
-    monkeypatch.setitem(calibration.LOADS, "DeiT-H", load)
-    row = calibration.reduced("DeiT-H", "cpu", setting)
+    plan = load.Load(bare_every=1, cpu_blocks=1, seconds={}, reduction_s={})
+    monkeypatch.setitem(load.LOADS, "DeiT-H", plan)
+    row = reduction.reduced("DeiT-H", "cpu", setting)
     assert (row["blocks_timed"], row["blocks"], row["extrapolated"]) == (1, 2, True)
     assert row["seconds_timed"] < row["seconds"] <= 2 * row["seconds_timed"]
 
@@ -136,11 +143,14 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: P
         "ragged": (8, 16),
     }
     assert row["rounds"] >= 6
+    rounds = {name: each["round_medians_ms"] for name, each in row["subjects"].items()}
+    assert {len(each) for each in rounds.values()} == {row["rounds"]}
     assert row["refused"] == {}
     macs = {name: each["macs"] for name, each in row["widths"].items()}
     assert macs["square"] < macs["ragged"] < macs["padded"] < macs["dense"]
     square = row["subjects"]["square"]
     value, low, high = square["speedup"]
+    assert value == pytest.approx(np.median(np.divide(rounds["dense"], rounds["square"])))
     assert low <= value <= high
     assert square["realised_share"] == pytest.approx((1 - 1 / value) / (1 - macs["square"] / macs["dense"]))
     assert square["images_per_s_compute"] == pytest.approx(2e3 / square["p50_ms"][0])
@@ -157,12 +167,11 @@ def test_accuracy_sweeps_presets_seeds_loops_and_sizes(output: Path) -> None:
     rows = rows_of(output, "accuracy", row="reduction")
     assert {(row["preset"], row["loop"], row["seed"], row["images"]) for row in rows} == {
         *((preset, "open", seed, 16) for preset in ("best", "corp") for seed in (0, 1)),
-        ("best", "open", 0, 8),
-        *(("best", "closed", seed, 8) for seed in (0, 1)),
+        *(("best", loop, seed, 8) for seed in (0, 1) for loop in ("open", "closed")),
     }
     assert all(0.0 < row["relative_error"] < 1.0 and row["reduced_on"] == "cpu" for row in rows)
-    training = rows_of(output, "accuracy", row="training")[0]
-    assert training["images"] == 24 * training["steps"] > 0
+    trained = rows_of(output, "accuracy", row="training")[0]
+    assert trained["images"] == 24 * trained["steps"] > 0
 
 
 def test_the_page_tells_rows_absences_and_that_a_cpu_says_nothing_of_gpus(output: Path) -> None:
@@ -272,6 +281,18 @@ def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Pat
     assert len(again.rows) == len(cases)
 
 
+def test_a_row_that_rests_on_a_later_one_waits_for_the_next_pass(tmp_path: Path, setting: Setting) -> None:
+    clock, shop = Clock(), Workshop(setting)
+    waiting = Task(key="judged", estimate_s=0.0, run=lambda: {"depth": vit.depth(shop.model())})
+    record = new_record(tmp_path)
+    worked(record, [waiting], clock, 1.0)
+    assert (record.rows, list(record.skipped)) == ([], ["judged"])
+    architecture = training.architecture(setting)
+    save(Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={}), shop.folder)
+    worked(record, [waiting], clock, 1.0)
+    assert (record.rows[0]["depth"], record.skipped) == (2, {})
+
+
 def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
     clock = Clock()
 
@@ -328,6 +349,46 @@ def test_a_refused_geometry_is_told_and_a_refused_dense_model_ends_the_row() -> 
         latency.bounds_of({"dense": subject(Forgetful())}, batch)
 
 
+class Pretended:
+    """Staging on the CPU: the model's input and output stay at their addresses, as they do on a GPU."""
+
+    def __init__(self, batch: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.device_in, self.device_out, self.host_out = batch, torch.empty(shape), torch.zeros(shape)
+
+    def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> Any:
+        def call() -> None:
+            launch()
+            self.host_out.copy_(self.device_out)
+
+        return HostBound(call)
+
+
+@pytest.mark.parametrize(("replayed", "wrong"), [(True, ""), (False, "nan")])
+def test_a_graph_must_write_the_plain_calls_answer(
+    monkeypatch: pytest.MonkeyPatch, setting: Setting, replayed: bool, wrong: str
+) -> None:
+    made: list[Pretended] = []
+
+    def hold(stream: object, batch: Any, shape: tuple[int, ...]) -> Pretended:
+        made.append(Pretended(torch.from_numpy(batch), shape))
+        return made[-1]
+
+    monkeypatch.setattr(subjects, "open_stream", object)
+    monkeypatch.setattr(Staging, "hold", hold)
+    monkeypatch.setattr(subjects, "captured", lambda stream, launch: launch if replayed else lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    batch = images.batch("check", 0, 2, size=32, device="cpu")[0].numpy()
+    subject = subjects.Subject(module=models.dense("DeiT-T", setting), mode="graph", precision="fp32", device="cpu")
+    bound, answer = subject._bound_on_gpu(batch, (2, 24))
+    bound.laps(1, perf_counter_ns)
+    if wrong:
+        with pytest.raises(Refused, match=wrong):
+            subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
+    else:
+        subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
+
+
 def test_every_case_is_there_once_and_the_goals_come_first(setting: Setting) -> None:
     full = Setting(device="cpu", small=False, everything=True, cache=setting.cache)
     record = Record(setting.cache / "x.json", "latency", {}, {})
@@ -369,6 +430,34 @@ def test_random_weights_are_lively(setting: Setting) -> None:
     batch, _ = images.batch("check", 0, 4, size=32, device="cpu")
     one, two = model(batch), damaged(batch)
     assert float((one - two).norm() / one.norm()) > 0.05
+
+
+def test_moments_keep_every_sum_on_another_device(setting: Setting) -> None:
+    model = models.dense("DeiT-T", setting)
+    batches = [images.batch("calibration", 0, 4, size=32, device="cpu")[0]]
+    found = collect(model, vit.calibration_sites(model), batches, device="cpu", attention_system=True)
+    moved = reduction.moments_on(found, "cpu")
+    assert (moved.images, list(moved.sites)) == (found.images, list(found.sites))
+    for name, site in found.sites.items():
+        for field in fields(site):
+            before, after = getattr(site, field.name), getattr(moved.sites[name], field.name)
+            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+
+
+def test_what_fails_on_the_gpu_is_made_on_the_cpu_and_says_why(tmp_path: Path) -> None:
+    shop = Workshop(Setting(device="cuda", small=True, everything=False, cache=tmp_path))
+    asked: list[str] = []
+
+    def work(where: str) -> str:
+        asked.append(where)
+        if where == "cuda":
+            raise RuntimeError("expected all tensors on one device")
+        return "made"
+
+    told = {"reduced_on": "cpu", "not_on_gpu": "RuntimeError: expected all tensors on one device"}
+    assert [shop.somewhere("closed", work) for _ in range(2)] == [("made", told)] * 2
+    assert asked == ["cuda", "cpu", "cpu"]
+    assert shop.somewhere("open", lambda where: where) == ("cuda", {"reduced_on": "cuda"})
 
 
 # Kernels

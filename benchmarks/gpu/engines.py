@@ -195,6 +195,15 @@ def in_cuda_provider(variant: str, setting: Setting) -> Row:
     return speed(variant, setting, in_onnxruntime) | {"backend": "onnxruntime-cuda"}
 
 
+def has_cuda_provider() -> bool:
+    """Whether ONNX Runtime is there and built for GPUs."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return False
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+
+
 def in_full_tensorrt(work: Callable[[], Row], setting: Setting) -> Row:
     """The row, or ImportError or Missing before anything is made."""
     import_module("tensorrt")
@@ -221,7 +230,7 @@ def tasks(setting: Setting, record: Record) -> list[Task]:
     for each in GEOMETRIES:
         made.append(in_tensorrt_task(f"tensorrt speed {each}", 80.0, partial(speed, each, setting, in_tensorrt)))
     for each in GEOMETRIES:
-        estimate_s = seconds_of("onnxruntime", setting, 5.0)
+        estimate_s = seconds_of("onnxruntime", setting, 20.0) if has_cuda_provider() else 0.0
         run = partial(in_cuda_provider, each, setting)
         made.append(Task(key=f"onnxruntime-cuda speed {each}", estimate_s=estimate_s, run=run))
     return made

@@ -27,6 +27,10 @@ class Refused(RuntimeError):
     """A timed call gave another answer than a plain one, so that its times mean nothing."""
 
 
+class NotYet(RuntimeError):
+    """The row rests on another one that is still to be made."""
+
+
 class OtherMachine(ValueError):
     """The record in the output folder was measured on another machine or with other settings."""
 
@@ -137,10 +141,12 @@ class Record:
 
 
 def made(task: Task, clock: Callable[[], float]) -> Row:
-    """The task's row, whatever became of it; an interrupt alone goes on."""
+    """The task's row, whatever became of it. Raises NotYet, and an interrupt goes on."""
     started = clock()
     try:
         row = {"key": task.key, "status": "done", **task.run()}
+    except NotYet:
+        raise
     except ABSENT as error:
         row = {"key": task.key, "status": "absent", "reason": reason_of(error)}
     except Refused as error:
@@ -176,7 +182,11 @@ def work(
         if needed_s > left_s or left_s <= 0.0:
             record.skip(task.key, f"needs about {needed_s:.0f} s, {max(left_s, 0.0):.0f} s were left")
             continue
-        row = made(task, budget.clock)
+        try:
+            row = made(task, budget.clock)
+        except NotYet as error:
+            record.skip(task.key, str(error))
+            continue
         if row["status"] == "oom":
             gc.collect()  # it takes a third of a second, so not after every row
         record.put(row | {"gpu_after": state()})

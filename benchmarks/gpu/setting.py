@@ -22,7 +22,7 @@ ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`everything` times all combinations instead of the chosen ones; `cache` keeps the trained weights.
+    """`everything` adds what nine minutes have no room for; `cache` keeps the trained weights.
 
     Heads are aligned to 8, finer than the tool's default, so that half of a head of 80 is 40.
     """

@@ -84,7 +84,7 @@ class Subject:
     def _bound_on_gpu(self, images: Images, shape: Iterable[int]) -> tuple[Bound, Callable[[], Tensor]]:
         stream = open_stream()
         with torch.cuda.stream(stream):
-            self._first(torch.from_numpy(images).to("cuda"))
+            self._first(torch.from_numpy(images).to(self.device))
         staging: Any = Staging.hold(stream, images, tuple(shape))
         staging.device_out.fill_(torch.nan)
         torch.cuda.synchronize()

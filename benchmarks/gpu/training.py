@@ -37,7 +37,7 @@ class Course:
 def course(setting: Setting) -> Course:
     if setting.small:
         return Course(limit_s=1.0, target=0.5, batch=24, check_every=4, check_images=24, held_out_images=48)
-    return Course(limit_s=85.0, target=0.95, batch=240, check_every=100, check_images=960, held_out_images=2000)
+    return Course(limit_s=60.0, target=0.95, batch=240, check_every=100, check_images=960, held_out_images=2000)
 
 
 def architecture(setting: Setting) -> Architecture:

@@ -1,0 +1,81 @@
+"""The time that a reduction at 50 % by preset best takes after a calibration, on the GPU and on the CPU."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import models
+from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
+from benchmarks.gpu.record import Row
+from benchmarks.gpu.setting import ALIGN_HEAD, Setting
+from calib.collect import Collector
+from calib.moments import Moments
+from corp_deploy import vit
+
+SPARSITY = 0.5
+
+
+def moments_on(moments: Moments, device: str) -> Moments:
+    """The same sums on another device."""
+    sites: dict[str, Any] = {}
+    for name, site in moments.sites.items():
+        values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in values.items()}
+        kind: Any = type(site)
+        sites[name] = kind(**moved)
+    return replace(moments, sites=sites)
+
+
+def reduced(name: str, where: str, setting: Setting) -> Row:
+    """The row of one model's reduction at 50 % by preset best: the whole model on a GPU, on a CPU its first blocks.
+
+    On a GPU the model and the sums are put there (which is counted) and torch's default device is set to it around the
+    reduction. On a CPU the seconds of the blocks timed are scaled to all of them.
+    """
+    from corp_deploy.choices import choices_from_preset
+    from corp_deploy.inputs import model_digest
+    from corp_deploy.reduce import reduce, uniform_widths
+
+    size, device = sizes(setting), setting.device
+    model = models.dense(name, setting)
+    depth = vit.depth(model)
+    blocks = depth if where == "cuda" else min(LOADS[name].cpu_blocks, depth)
+    chosen = {f"blocks.{index}" for index in range(blocks)}
+    sites = [site for site in vit.calibration_sites(model) if site.name.rpartition(".")[0] in chosen]
+    held = held_images(size["images"], setting.image_size, device)[: size["reduction_images"]]
+    with Collector(model, sites, device=device, precision="bfloat16") as collector:
+        timed_s(device, held, size["batch"], collector.add)
+        moments = collector.moments({"model": model_digest(model)})
+    del collector
+    choices = choices_from_preset(
+        "best",
+        mlp_sparsity=SPARSITY,
+        attention_sparsity=SPARSITY,
+        align_hidden=setting.align_hidden,
+        align_head=ALIGN_HEAD,
+    )
+    named = {site.name for site in sites}
+    widths = {site: width for site, width in uniform_widths(model, choices).items() if site in named}
+    model = model.to(where)
+    finished_s: list[float] = []
+    begun_s = clock_s(where)
+    there = moments_on(moments, where) if where == "cuda" else moments
+    with torch.device(where):
+        reduction = reduce(model, there, choices, widths=widths, done=lambda _: finished_s.append(clock_s(where)))
+    seconds, sites_s = clock_s(where) - begun_s, finished_s[-1] - begun_s
+    return {
+        "row": "reduction",
+        "model": name,
+        "where": where,
+        "preset": "best",
+        "sparsity": SPARSITY,
+        "calibration_images": len(held),
+        "blocks": depth,
+        "blocks_timed": blocks,
+        "seconds_timed": seconds,
+        "seconds": seconds + sites_s * (depth / blocks - 1.0),
+        "extrapolated": blocks < depth,
+        **{f"reduced_{key}": value for key, value in models.facts(reduction.model).items() if blocks == depth},
+    }
