@@ -163,7 +163,7 @@ def cases(setting: Setting) -> list[Case]:
     return list(ordered.values())
 
 
-# Seconds on an H200 with 16 CPU cores, the open loop on the GPU; new images add their moments and the eliminations.
+# Guesses in seconds, the open loop on the GPU; new images add their moments and the eliminations.
 SECONDS: Mapping[str, float] = {"best": 2.0, "corp": 4.0, "corp-v1": 2.0, "none": 1.5, "grail": 2.0, "vbp": 1.5}
 CLOSED_S, ELIMINATIONS_S, IMAGES_A_SECOND = 13.0, 4.0, 400.0
 

@@ -38,7 +38,7 @@ DENSE, AGAIN = "dense", "dense again"
 PLAN = Plan(block_ms=10.0, min_rounds=8, noise_rounds=0, warm_up_window=8, warm_up_min_s=0.1, warm_up_limit_s=2.0)
 LONG_PLAN = replace(PLAN, min_rounds=6, warm_up_window=4)
 SMALL_PLAN = Plan(block_ms=1.0, min_rounds=6, noise_rounds=0, warm_up_window=4, warm_up_min_s=0.0, warm_up_limit_s=0.1)
-# For estimates: multiply-adds a second of a half-precision ViT on an H200; seconds to compile one block there.
+# Guesses that rows are planned by: multiply-adds a second of a half-precision ViT; seconds to compile one block.
 RATE, COMPILING_S = 2e14, 9.0
 
 
@@ -62,7 +62,7 @@ class Case:
         return LONG_PLAN if self.batch >= 256 else PLAN
 
     def estimate_s(self, macs: int) -> float:
-        """Building, warming and measuring all subjects on an H200."""
+        """A guess at building, warming and measuring all subjects."""
         plan, subjects, call_s = self.plan, len(self.geometries) + 2, macs * self.batch / RATE + 2e-4
         compiling_s = COMPILING_S * (subjects - 1) if self.mode == "compiled" else 0.0
         rounds_s = 2 * plan.min_rounds * max(plan.block_ms / 1e3, call_s)

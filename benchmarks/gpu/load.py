@@ -16,7 +16,7 @@ from calib.collect import Precision
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How much of it: the bare forward after every `bare_every`-th part; blocks that a CPU reduces before the time of
-    all is extrapolated; seconds on an H200 by precision of the forward pass, and of the reductions by where.
+    all is extrapolated; guesses in seconds by precision of the forward pass, and of the reductions by where.
     """
 
     bare_every: int

@@ -37,7 +37,7 @@ class OtherMachine(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row to be made: its key, unique in the part; about how long it takes on an H200; what makes it."""
+    """One row to be made: its key, unique in the part; a guess, not a measurement, of how long it takes; what makes it."""
 
     key: str
     estimate_s: float
@@ -171,7 +171,7 @@ def work(
 ) -> None:
     """Make the rows that are missing, in order, while the time lasts; `state` is asked for the GPU's after each.
 
-    Estimates are an H200's; they grow by how much longer than estimated the rows so far took.
+    Guesses are for a large data-centre GPU; they grow by how much longer than guessed the rows so far took.
     """
     taken_s = estimated_s = 0.0
     for task in tasks:
