@@ -37,7 +37,7 @@ class OtherMachine(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row to be made: its key, unique in the part; a guess, not a measurement, of how long it takes; what makes it."""
+    """One row to be made: its key, unique in the part; a guess, nothing measured, of its seconds; what makes it."""
 
     key: str
     estimate_s: float
