@@ -102,7 +102,8 @@ def _attention_refusal(attention: nn.Module) -> str:
     return ""
 
 
-def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
+def attention_part(name: str, attention: nn.Module) -> AttentionPart:
+    """timm's Attention, or a reduced one, as a part."""
     if isinstance(attention, HeadAttention):
         heads, qk, v, geometry = attention.heads, attention.qk, attention.v, attention.geometry
     else:
@@ -125,7 +126,8 @@ def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
     )
 
 
-def _mlp_part(name: str, mlp: nn.Module) -> MlpPart:
+def mlp_part(name: str, mlp: nn.Module) -> MlpPart:
+    """timm's Mlp as a part."""
     fc1, fc2 = mlp.fc1, mlp.fc2
     assert isinstance(fc1, nn.Linear), (name, fc1)
     assert isinstance(fc2, nn.Linear), (name, fc2)
@@ -159,11 +161,11 @@ def parts(model: nn.Module) -> Parts:
         if reason := _attention_refusal(block.attn):
             refused.append(Refusal(name=f"{name}.attn", reason=reason))
         else:
-            attentions.append(_attention_part(f"{name}.attn", block.attn))
+            attentions.append(attention_part(f"{name}.attn", block.attn))
         if reason := _mlp_refusal(block.mlp):
             refused.append(Refusal(name=f"{name}.mlp", reason=reason))
         else:
-            mlps.append(_mlp_part(f"{name}.mlp", block.mlp))
+            mlps.append(mlp_part(f"{name}.mlp", block.mlp))
     return Parts(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
 
 
@@ -181,19 +183,22 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def calibration_site(part: MlpPart | AttentionPart) -> MlpSite | AttentionSite:
+    """Where calibration listens: the input of fc2, or q and k as they enter the dot product and the input of proj."""
+    if isinstance(part, MlpPart):
+        return MlpSite(name=part.name, output=part.fc2)
+    if part.keeps_qk:
+        queries, keys = Tap(module=part.q_norm, take=_identity), Tap(module=part.k_norm, take=_identity)
+    else:
+        queries = Tap(module=part.qkv, take=_head_slice(part, 0))
+        keys = Tap(module=part.qkv, take=_head_slice(part, part.heads * part.qk))
+    return AttentionSite(name=part.name, queries=queries, keys=keys, output=part.proj)
+
+
 def calibration_sites(model: nn.Module) -> list[MlpSite | AttentionSite]:
-    """Where calibration listens: the input of fc2, q and k as they enter the dot product, the input of proj."""
-    found = parts(model)
-    sites: list[MlpSite | AttentionSite] = [MlpSite(name=part.name, output=part.fc2) for part in found.mlps]
-    for part in found.attentions:
-        if part.keeps_qk:
-            queries, keys = Tap(module=part.q_norm, take=_identity), Tap(module=part.k_norm, take=_identity)
-        else:
-            queries = Tap(module=part.qkv, take=_head_slice(part, 0))
-            keys = Tap(module=part.qkv, take=_head_slice(part, part.heads * part.qk))
-        sites.append(AttentionSite(name=part.name, queries=queries, keys=keys, output=part.proj))
+    """The sites of every part that can be reduced, in the order they run."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return sorted(sites, key=lambda site: order[site.name])
+    return [calibration_site(part) for part in sorted(parts(model).every, key=lambda part: order[part.name])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
