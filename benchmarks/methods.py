@@ -29,7 +29,7 @@ from calib.moments import MlpMoments, Moments
 from corp_deploy import vit
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
-from corp_deploy.closed_loop import reduce_closed_loop
+from corp_deploy.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.inputs import images_for_model, lineage_for_moments
 from corp_deploy.obs import Elimination
 from corp_deploy.reduce import reduce
@@ -53,7 +53,7 @@ class Method:
     name: str
     preset: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    closed_loop: bool = False
+    loop: Loop | None = None
     kinds: tuple[Kind, ...] = KINDS
     component: bool = False
 
@@ -62,7 +62,7 @@ class Method:
 
 
 METHODS = (
-    Method(name="best, closed loop", preset="best", closed_loop=True),
+    Method(name="best, closed loop", preset="best", loop=Loop()),
     Method(name="best", preset="best"),
     Method(name="corp", preset="corp"),
     Method(name="corp-v1", preset="corp-v1"),
@@ -71,14 +71,15 @@ METHODS = (
     Method(name="vbp", preset="vbp", kinds=("mlp",)),
     Method(name="none", preset="none"),
     *(
-        Method(name=name, preset="best", changes=changes, closed_loop=loop, kinds=("joint",), component=True)
+        Method(name=name, preset="best", changes=changes, loop=loop, kinds=("joint",), component=True)
         for name, changes, loop in (
-            ("best, combined instead of obs", {"mlp_selection": "combined"}, False),
-            ("best, nothing instead of affine", {"mlp_recovery": "none"}, False),
-            ("best, logit instead of lowrank", {"qk_recovery": "logit"}, False),
-            ("best, select instead of lowrank", {"qk_recovery": "select"}, False),
-            ("best, square heads", {"geometry": "square"}, False),
-            ("best, square heads, closed loop", {"geometry": "square"}, True),
+            ("best, combined instead of obs", {"mlp_selection": "combined"}, None),
+            ("best, nothing instead of affine", {"mlp_recovery": "none"}, None),
+            ("best, logit instead of lowrank", {"qk_recovery": "logit"}, None),
+            ("best, select instead of lowrank", {"qk_recovery": "select"}, None),
+            ("best, square heads", {"geometry": "square"}, None),
+            ("best, square heads, closed loop", {"geometry": "square"}, Loop()),
+            ("best, closed loop, first layers not aligned", {}, Loop(align_inputs=False)),
         )
     ),
 )
@@ -194,8 +195,8 @@ class Bench:
         """Reduce and judge."""
         model, choices = self.subject.checkpoint.model, method.choices()
         widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
-        if method.closed_loop:
-            reduced = reduce_closed_loop(model, self.images, choices, widths=widths).model
+        if method.loop is not None:
+            reduced = reduce_closed_loop(model, self.images, choices, widths=widths, loop=method.loop).model
         else:
             reduced = reduce(model, self.moments, choices, widths=widths, eliminations=self.eliminations).model
         found, answers = vit.parts(reduced), logits(reduced, self.subject.images)

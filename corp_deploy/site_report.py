@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopFit:
-    """How the closed loop refitted a site's last linear layer toward the dense residual stream.
+    """How the closed loop refitted a linear layer: a site's last one toward the dense residual stream, or its first
+    one (the alignment) toward what it makes of that stream.
 
-    Mean squares per token of what the reduced stream lacks of the dense one after the sublayer: as recovered, and as
-    refitted, on the images of the fit and on those held out to choose `strength` (of the pull toward the recovered
-    layer; None where no refit was best). A held-out error well above `error` is over-fitting. `energy` is the dense
-    stream's variance per token.
+    Mean squares per token of what is lacking: as it was, and as refitted, on the images of the fit and on those held
+    out to choose `strength` (of the pull toward the layer as it was; None where no refit was best). A held-out error
+    well above `error` is over-fitting. `energy` is the dense stream's variance per token, unknown for an alignment.
     """
 
     strength: float | None
-    energy: float
+    energy: float | None
     error_recovered: float
     error: float
     error_recovered_held_out: float
@@ -37,7 +37,7 @@ class SiteReport:
     Errors are mean squares on the calibration images: of the output per token for `mlp` and `v`, of the logits for
     `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is there where
     held-out statistics were given: a share lost well above the calibration images' is over-fitting. `loop` is there
-    where the closed loop refitted the site's last layer.
+    where the closed loop refitted the site's last layer, `alignment` where it aligned the first one.
     """
 
     site: str
@@ -53,6 +53,7 @@ class SiteReport:
     ridge: float
     held_out: HeldOut | None = None
     loop: LoopFit | None = None
+    alignment: LoopFit | None = None
 
 
 def as_allocated(reports: Iterable[SiteReport]) -> list[SiteReport]:

@@ -10,7 +10,7 @@ from .site_report import SiteReport
 Cell = Callable[[SiteReport], str]
 
 
-def _share(error: float, energy: float) -> str:
+def _share(error: float, energy: float | None) -> str:
     return f"{100.0 * error / (energy or 1.0):.2g}%"
 
 

@@ -46,6 +46,14 @@ class Streams:
         mean_C = torch.stack([x_BNC[:, read].double().sum(dim=(0, 1)) for x_BNC in self.dense]).sum(dim=0) / count
         return sum(float((x_BNC[:, read] - mean_C).square().sum()) for x_BNC in self.dense) / count
 
+    def entering(self, norm: nn.Module, first: nn.Linear, read: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per batch, with the reduced stream behind the norm as inputs [B,N,C] of the branch's first layer: what that
+        makes of the dense stream less what it makes of the reduced one, [B,N,outputs]; of the tokens that are read.
+        """
+        for dense_BNC, reduced_BNC in zip(self.dense, self.reduced, strict=True):
+            x_BNC = norm(reduced_BNC)[:, read]
+            yield x_BNC, first(norm(dense_BNC)[:, read]) - first(x_BNC)
+
     def missing(self, branch: vit.Branch, layer: nn.Module, last: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
         """Per batch, with `layer` in the branch and the dense stream already after it: the inputs [B,N,K] of the
         layer's last linear layer, and what the reduced stream then lacks of the dense one, [B,N,C]; of the tokens that

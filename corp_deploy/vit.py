@@ -37,6 +37,10 @@ class MlpPart:
     def hidden(self) -> int:
         return self.fc1.out_features
 
+    @property
+    def first(self) -> nn.Linear:
+        return self.fc1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPart:
@@ -54,6 +58,10 @@ class AttentionPart:
     k_norm: nn.Module
     geometry: Geometry
     keeps_qk: str
+
+    @property
+    def first(self) -> nn.Linear:
+        return self.qkv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +110,7 @@ def _attention_refusal(attention: nn.Module) -> str:
     return ""
 
 
-def attention_part(name: str, attention: nn.Module) -> AttentionPart:
-    """timm's Attention, or a reduced one, as a part."""
+def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
     if isinstance(attention, HeadAttention):
         heads, qk, v, geometry = attention.heads, attention.qk, attention.v, attention.geometry
     else:
@@ -126,12 +133,16 @@ def attention_part(name: str, attention: nn.Module) -> AttentionPart:
     )
 
 
-def mlp_part(name: str, mlp: nn.Module) -> MlpPart:
-    """timm's Mlp as a part."""
+def _mlp_part(name: str, mlp: nn.Module) -> MlpPart:
     fc1, fc2 = mlp.fc1, mlp.fc2
     assert isinstance(fc1, nn.Linear), (name, fc1)
     assert isinstance(fc2, nn.Linear), (name, fc2)
     return MlpPart(name=name, fc1=fc1, fc2=fc2)
+
+
+def part_of(name: str, layer: nn.Module) -> MlpPart | AttentionPart:
+    """timm's Attention or Mlp, or a reduced attention, as a part."""
+    return _mlp_part(name, layer) if isinstance(layer, TimmMlp) else _attention_part(name, layer)
 
 
 def _require_vit(model: nn.Module) -> VisionTransformer:
@@ -161,11 +172,11 @@ def parts(model: nn.Module) -> Parts:
         if reason := _attention_refusal(block.attn):
             refused.append(Refusal(name=f"{name}.attn", reason=reason))
         else:
-            attentions.append(attention_part(f"{name}.attn", block.attn))
+            attentions.append(_attention_part(f"{name}.attn", block.attn))
         if reason := _mlp_refusal(block.mlp):
             refused.append(Refusal(name=f"{name}.mlp", reason=reason))
         else:
-            mlps.append(mlp_part(f"{name}.mlp", block.mlp))
+            mlps.append(_mlp_part(f"{name}.mlp", block.mlp))
     return Parts(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
 
 

