@@ -6,7 +6,8 @@ D x D matrix in row-major order (torch.triu_indices), not scaled by sqrt(2).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -145,6 +146,16 @@ class AttentionMoments:
 
 
 SiteMoments = MlpMoments | AttentionMoments
+OneKind = TypeVar("OneKind", MlpMoments, AttentionMoments)
+
+
+def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
+    """The same sums on another device; no copy where they are there already."""
+    held: dict[str, Any] = {each.name: getattr(moments, each.name) for each in fields(moments)}
+    moved: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, Tensor) else value for name, value in held.items()
+    }
+    return replace(moments, **moved)
 
 
 def _no_ids() -> Tensor:

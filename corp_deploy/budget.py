@@ -50,7 +50,7 @@ class Allocated:
 def eliminations(model: nn.Module, moments: Moments, choices: Choices) -> dict[str, Elimination]:
     """Every MLP's order of removal; made once, it serves every width of a sweep or a budget."""
     return {
-        part.name: elimination(site_moments(part.name, moments, MlpMoments), layers_of(part), choices)
+        part.name: elimination(site_moments(part.name, moments, MlpMoments, model), layers_of(part), choices)
         for part in vit.parts(model).mlps
     }
 
@@ -109,7 +109,7 @@ def _attention_cost(
 
 def _attention_curves(part: vit.AttentionPart, probe: Probe, widths: tuple[int, ...]) -> tuple[float, ...]:
     """Q/K and, for square heads, the values, each probed apart and added up."""
-    moments = site_moments(part.name, probe.moments, AttentionMoments)
+    moments = site_moments(part.name, probe.moments, AttentionMoments, probe.model)
     half = _halfway(widths, part.qk)
     at = widths.index(half)
     qk_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)

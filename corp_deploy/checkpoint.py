@@ -127,7 +127,12 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
     found = vit.parts(model)
     widths: dict[str, dict[str, Any]] = {
-        part.name: {"hidden": part.hidden, "output_bias": part.fc2.bias is not None} for part in found.mlps
+        part.name: {
+            "hidden": part.hidden,
+            "input_bias": part.fc1.bias is not None,
+            "output_bias": part.fc2.bias is not None,
+        }
+        for part in found.mlps
     }
     for part in found.attentions:
         widths[part.name] = {
@@ -136,6 +141,7 @@ def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
             "v": part.v,
             "scale": part.scale,
             "geometry": part.geometry,
+            "qkv_bias": part.qkv.bias is not None,
             "proj_bias": part.proj.bias is not None,
         }
     return widths
@@ -168,14 +174,18 @@ def _resized(model: nn.Module, sites: Mapping[str, Mapping[str, Any]]) -> nn.Mod
     modules: dict[str, nn.Module] = {}
     for mlp in found.mlps:
         hidden, output_bias = sites[mlp.name]["hidden"], sites[mlp.name]["output_bias"]
-        if (hidden, output_bias) != (mlp.hidden, mlp.fc2.bias is not None):
-            modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=output_bias)
+        input_bias = sites[mlp.name].get("input_bias", mlp.fc1.bias is not None)
+        own = (mlp.hidden, mlp.fc1.bias is not None, mlp.fc2.bias is not None)
+        if (hidden, input_bias, output_bias) != own:
+            modules |= vit.empty_mlp(mlp, hidden=hidden, input_bias=input_bias, output_bias=output_bias)
     for part in found.attentions:
-        width = sites[part.name]
-        if (width["qk"], width["v"], width["geometry"]) != (part.qk, part.v, part.geometry):
-            modules[part.name] = vit.empty_attention(
-                part, qk=width["qk"], v=width["v"], geometry=width["geometry"], proj_bias=width["proj_bias"]
-            )
+        width = {"qkv_bias": part.qkv.bias is not None, **sites[part.name]}
+        wanted = {key: width[key] for key in ("qk", "v", "geometry", "qkv_bias", "proj_bias")}
+        if tuple(wanted.values()) != (
+            *(part.qk, part.v, part.geometry),
+            *(part.qkv.bias is not None, part.proj.bias is not None),
+        ):
+            modules[part.name] = vit.empty_attention(part, **wanted)
     return vit.replaced(model, modules)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from calib.collect import AttentionSite, MlpSite, collect
+from calib.collect import collect
 from calib.hooks import evaluating
 from calib.images import Images
 from calib.moments import AttentionMoments, MlpMoments, SiteMoments
@@ -44,11 +44,12 @@ class _Reduced:
     reports: list[SiteReport]
 
 
-def _collected(branch: vit.Branch, site: MlpSite | AttentionSite, streams: Streams, choices: Choices) -> SiteMoments:
+def _collected(branch: vit.Branch, part: Part, streams: Streams, choices: Choices) -> SiteMoments:
     as_images = (x_BNC.unsqueeze(1) for x_BNC in streams.reduced)
-    system = choices.needs_attention_system and isinstance(site, AttentionSite)
-    moments = collect(Normed(branch), [site], as_images, device="cpu", attention_system=system)
-    return moments.sites[site.name]
+    system = choices.needs_attention_system and isinstance(part, vit.AttentionPart)
+    where = part.first.weight.device
+    moments = collect(Normed(branch), [vit.calibration_site(part)], as_images, device=where, attention_system=system)
+    return moments.sites[part.name]
 
 
 def _reduced(
@@ -145,7 +146,7 @@ def walk(
         branch, part, alignment = step, parts[step.name], None
         if loop.align_inputs:
             branch, part, alignment = _aligned(step, part, streams, loop)
-        moments = _collected(branch, vit.calibration_site(part), streams, choices)
+        moments = _collected(branch, part, streams, choices)
         new = _reduced(branch, part, moments, choices, width)
         streams.advance_dense(_through(step, step.layer))
         lacking = streams.missing(branch, new.layer, new.last)
@@ -174,13 +175,13 @@ def reduce_closed_loop(
 ) -> Reduction:
     """A new model with the widths asked for, every site repaired on the model as reduced so far.
 
-    `images` are the calibration images, of which each `held_out_every`-th of `loop` chooses the strengths; the model is
-    on the CPU. `widths` by site replaces the uniform ones of the choices; a site not named stays dense and is walked
-    through, its weights as they are: refitting its last layer as well moved the held-out error of the digits example by
-    -9 to +5 %. `done` is told how many sites are finished. Each block runs four times an image, however deep the model:
-    dense, for the statistics, for the fit, and reduced; alignment adds the first layers on both streams. Memory: both
-    streams (see Streams) and one site's statistics. Raises BadInput for too few images and for a block that can't be
-    walked through.
+    `images` are the calibration images, of which each `held_out_every`-th of `loop` chooses the strengths. `widths` by
+    site replaces the uniform ones of the choices; a site not named stays dense and is walked through, its weights as
+    they are: refitting its last layer as well moved the held-out error of the digits example by -9 to +5 %. `done` is
+    told how many sites are finished. Each block runs four times an image, however deep the model: dense, for the
+    statistics, for the fit, and reduced; alignment adds the first layers on both streams. All runs where the model is,
+    and there both streams (see Streams) and one site's statistics are held. Raises BadInput for too few images and for
+    a block that can't be walked through.
     """
     found = vit.parts(model)
     wanted = uniform_widths(model, choices) if widths is None else widths
@@ -191,7 +192,7 @@ def reduce_closed_loop(
         modules, reports = walk(
             steps,
             {part.name: part for part in found.every},
-            Streams(vit.embedded(model, batch) for batch in images.batches(batch_size)),
+            Streams(vit.embedded(model, batch.to(vit.device(model))) for batch in images.batches(batch_size)),
             choices,
             wanted,
             loop=loop,

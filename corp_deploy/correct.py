@@ -94,10 +94,11 @@ def correct(
     `held_out_every`-th image chooses the strength. `energy` is the target's scale in the report. Raises BadInput for
     too few images.
     """
-    fit, held_out = (RegressionSums(inputs=layer.in_features, outputs=layer.out_features) for _ in ("fit", "held out"))
+    fit, held_out = (RegressionSums.for_layer(layer) for _ in ("fit", "held out"))
     seen = 0
     for x_BNK, lacking_BNC in lacking:
-        held_B = torch.arange(seen, seen + len(x_BNK)) % held_out_every == held_out_every - 1
+        positions_B = torch.arange(seen, seen + len(x_BNK), device=x_BNK.device)
+        held_B = positions_B % held_out_every == held_out_every - 1
         fit.add(x_BNK[~held_B], lacking_BNC[~held_B])
         held_out.add(x_BNK[held_B], lacking_BNC[held_B])
         seen += len(x_BNK)

@@ -36,24 +36,24 @@ class Folding:
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
     """k-means++: each next centre drawn with odds of its squared distance to the nearest so far; no two coincide."""
-    generator = torch.Generator().manual_seed(seed)
-    picks = [int(torch.randint(distance_FF.shape[0], (1,), generator=generator))]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    picks = [int(torch.randint(distance_FF.shape[0], (1,), generator=generator, device="cpu"))]
     nearest_F = distance_FF[picks[0]].clone()
     while len(picks) < width:
         nearest_F[picks] = 0.0
         if float(nearest_F.sum()) > 0.0:
-            pick = int(torch.multinomial(nearest_F, 1, generator=generator))
+            pick = int(torch.multinomial(nearest_F.cpu(), 1, generator=generator))
         else:  # as many distinct rows as centres: any row not yet taken
             pick = next(i for i in range(distance_FF.shape[0]) if i not in picks)
         picks.append(pick)
         nearest_F = torch.minimum(nearest_F, distance_FF[pick])
-    return torch.tensor(picks)
+    return torch.tensor(picks, device=distance_FF.device)
 
 
 def _numbered(cluster_F: Tensor) -> Tensor:
     """Clusters renumbered by their lowest channel, so that the numbering says nothing about the seeding."""
     names: dict[int, int] = {}
-    return torch.tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])
+    return cluster_F.new_tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])
 
 
 def _mean_map(cluster_F: Tensor, width: int) -> Tensor:
@@ -73,7 +73,7 @@ def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
     square_F = scaled_FI.square().sum(dim=1)
     distance_FF = (square_F[:, None] + square_F - 2.0 * scaled_FI @ scaled_FI.T).clamp_min(0.0)
     centre_KI = scaled_FI[_seeds(distance_FF, width, seed)]
-    cluster_F = torch.full((rows_FI.shape[0],), -1)
+    cluster_F = torch.full((rows_FI.shape[0],), -1, device=rows_FI.device)
     for _ in range(_ROUNDS):
         distance_FK = square_F[:, None] + centre_KI.square().sum(dim=1) - 2.0 * scaled_FI @ centre_KI.T
         own_F, new_F = distance_FK.min(dim=1)

@@ -72,58 +72,65 @@ def _inverse(matrix_MM: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(matrix_MM))
 
 
-def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[list[int], list[float]]:
-    """Remove `count` channels in turn; both matrices and the mask are brought up to date in place."""
+def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Remove `count` channels in turn: which, and what each costs; both matrices and the mask are brought up to date in
+    place. Picks stay where the matrices are: a GPU is never waited for inside a block.
+    """
     width = gone_M.numel()
+    picks_B = torch.empty(count, dtype=torch.int64, device=gone_M.device)
+    costs_B = inverse_MM.new_empty(count)
     a_u_B2M = inverse_MM.new_empty(count, 2, width)  # norms lose a u' + u a', the inverse loses u u'
     inverse_M = inverse_MM.diagonal().masked_fill(gone_M, 1.0)
     norm_M = norms_MM.diagonal().masked_fill(gone_M, torch.inf)
-    removed, costs = [], []
     for done in range(count):
-        pick = int((norm_M / inverse_M).argmin())
+        pick_1 = torch.argmin(norm_M / inverse_M, dim=0, keepdim=True, out=picks_B[done : done + 1])
         past_BM = a_u_B2M[:done].view(2 * done, width)
-        a_B, u_B = a_u_B2M[:done, 0, pick], a_u_B2M[:done, 1, pick]
-        h_M = torch.addmv(inverse_MM[pick], a_u_B2M[:done, 1].T, u_B, alpha=-1.0)
-        n_M = torch.addmv(norms_MM[pick], past_BM.T, torch.stack((u_B, a_B), dim=1).flatten(), alpha=-1.0)
-        pivot = float(h_M[pick])
-        norm = max(float(n_M[pick]), 0.0)
-        u_M = h_M / pivot**0.5
-        a_M = n_M / pivot**0.5 - (0.5 * norm / pivot) * u_M
+        a_u_B2 = a_u_B2M[:done].index_select(2, pick_1).squeeze(2)
+        h_M = torch.addmv(inverse_MM.index_select(0, pick_1)[0], a_u_B2M[:done, 1].T, a_u_B2[:, 1], alpha=-1.0)
+        n_M = torch.addmv(norms_MM.index_select(0, pick_1)[0], past_BM.T, a_u_B2.flip(1).flatten(), alpha=-1.0)
+        pivot_1 = h_M.index_select(0, pick_1)
+        norm_1 = n_M.index_select(0, pick_1).clamp_min_(0.0)
+        root_1 = pivot_1.sqrt()
+        u_M = h_M / root_1
+        a_M = n_M / root_1 - (0.5 * norm_1 / pivot_1) * u_M
         a_u_B2M[done, 0], a_u_B2M[done, 1] = a_M, u_M
         inverse_M -= u_M.square()
         norm_M -= 2.0 * a_M * u_M
-        inverse_M[pick], norm_M[pick], gone_M[pick] = 1.0, torch.inf, True
         norm_M.clamp_min_(0.0)
-        removed.append(pick)
-        costs.append(norm / pivot)
+        inverse_M.index_fill_(0, pick_1, 1.0)
+        norm_M.index_fill_(0, pick_1, torch.inf)
+        costs_B[done : done + 1] = norm_1 / pivot_1
+    gone_M.index_fill_(0, picks_B, True)
     u_BM = a_u_B2M[:, 1]
     inverse_MM.addmm_(u_BM.T, u_BM, alpha=-1.0)
     norms_MM.addmm_(a_u_B2M.view(-1, width).T, a_u_B2M.flip(1).reshape(-1, width), alpha=-1.0)
-    return removed, costs
+    return picks_B, costs_B
 
 
-def _eliminate(shifted_FF: Tensor, weight_OF: Tensor, block: int) -> tuple[list[int], list[float]]:
+def _eliminate(shifted_FF: Tensor, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
-    here_M = torch.arange(weight_OF.shape[1])
+    here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
     target_OF = weight_OF @ shifted_FF
-    order: list[int] = []
-    costs: list[float] = []
+    order: list[Tensor] = []
+    costs: list[Tensor] = []
     while here_M.numel() > 0:
         inverse_MM = _inverse(shifted_FF[here_M[:, None], here_M])
         current_OM = target_OF[:, here_M] @ inverse_MM
         norms_MM = current_OM.T @ current_OM
         until = here_M.numel() // 2
-        gone_M = torch.zeros(here_M.numel(), dtype=torch.bool)
-        while (left := int((~gone_M).sum())) > until:
-            removed, spent = _remove_block(inverse_MM, norms_MM, gone_M, min(block, left - until))
-            order += here_M[removed].tolist()
-            costs += spent
-            if 8 * int(gone_M.sum()) >= gone_M.numel():  # dead rows cost as much as live ones
+        gone_M = torch.zeros(here_M.numel(), dtype=torch.bool, device=here_M.device)
+        left = here_M.numel()
+        while left > until:
+            removed_B, spent_B = _remove_block(inverse_MM, norms_MM, gone_M, min(block, left - until))
+            order.append(here_M[removed_B])
+            costs.append(spent_B)
+            left -= removed_B.numel()
+            if 8 * (gone_M.numel() - left) >= gone_M.numel():  # dead rows cost as much as live ones
                 stay = (~gone_M).nonzero().squeeze(1)
                 inverse_MM, norms_MM = inverse_MM[stay[:, None], stay], norms_MM[stay[:, None], stay]
                 here_M, gone_M = here_M[stay], gone_M[stay]
         here_M = here_M[~gone_M]
-    return order, costs
+    return torch.cat(order), torch.cat(costs)
 
 
 def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: int = _BLOCK) -> Elimination:
@@ -135,9 +142,10 @@ def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: in
     dead_F = dead_channels(covariance_FF, weight_OF)
     first = dead_F.nonzero().squeeze(1)
     alive = (~dead_F).nonzero().squeeze(1)
+    nothing = covariance_FF.new_zeros(first.numel())
     if alive.numel() == 0:
-        return Elimination(order_F=first, error_F=torch.zeros(first.numel(), dtype=torch.float64), ridge=0.0)
+        return Elimination(order_F=first, error_F=nothing, ridge=0.0)
     shifted_FF, ridge = shifted_covariance(covariance_FF, ridge_rel)
     order, costs = _eliminate(shifted_FF[alive[:, None], alive], weight_OF[:, alive], block)
-    error_F = torch.cat((torch.zeros(first.numel(), dtype=torch.float64), torch.tensor(costs, dtype=torch.float64)))
+    error_F = torch.cat((nothing, costs))
     return Elimination(order_F=torch.cat((first, alive[order])), error_F=error_F.cumsum(0), ridge=ridge)

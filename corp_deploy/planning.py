@@ -8,6 +8,7 @@ from calib.images import Images
 from calib.moments import Moments
 
 from . import budget as budgets
+from . import vit
 from .checkpoint import Checkpoint
 from .choices import Choices, Widths
 from .errors import BadInput
@@ -70,7 +71,7 @@ class Planned:
 
 
 def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images) -> budgets.Probe:
-    pixels = next(iter(images.batches(min(PROBE_IMAGES, images.count))))
+    pixels = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(vit.device(dense.model))
     known = budgets.eliminations(dense.model, moments, choices)
     return budgets.Probe(model=dense.model, moments=moments, choices=choices, images=pixels, eliminations=known)
 

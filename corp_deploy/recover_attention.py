@@ -53,16 +53,20 @@ def _selection(kept_HR: Tensor, head_dim: int) -> Tensor:
     return torch.nn.functional.one_hot(kept_HR, head_dim).to(torch.float64)
 
 
+def _identity(like_HDD: Tensor) -> Tensor:
+    return torch.eye(like_HDD.shape[-1], dtype=torch.float64, device=like_HDD.device)
+
+
 def _lost(q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
     """E = I - q_map' k_map."""
-    return torch.eye(q_map_HRD.shape[-1], dtype=torch.float64) - q_map_HRD.mT @ k_map_HRD
+    return _identity(q_map_HRD) - q_map_HRD.mT @ k_map_HRD
 
 
-def _pair_index(head_dim: int) -> Tensor:
+def _pair_index(head_dim: int, device: torch.device) -> Tensor:
     """[D, D] -> position of the pair {a, b} among the T pairs."""
-    rows, columns = torch.triu_indices(head_dim, head_dim)
-    index_DD = torch.empty(head_dim, head_dim, dtype=torch.int64)
-    index_DD[rows, columns] = index_DD[columns, rows] = torch.arange(rows.numel())
+    rows, columns = torch.triu_indices(head_dim, head_dim, device=device)
+    index_DD = torch.empty(head_dim, head_dim, dtype=torch.int64, device=device)
+    index_DD[rows, columns] = index_DD[columns, rows] = torch.arange(rows.numel(), device=device)
     return index_DD
 
 
@@ -75,7 +79,7 @@ def residual_aggregated(q_second_HDD: Tensor, k_second_HDD: Tensor, q_map_HRD: T
 def residual_per_image(system_HTT: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
     """Sum over images of ||Q_b E K_b'||_F^2 per head: any maps on the per-image objective, O(T^2) per head."""
     head_dim = q_map_HRD.shape[-1]
-    first, second = torch.triu_indices(head_dim, head_dim)
+    first, second = torch.triu_indices(head_dim, head_dim, device=system_HTT.device)
     share_T = torch.where(first == second, 0.5, 1.0).to(torch.float64)
     weight_TT = 2.0 * torch.outer(share_T, share_T)
     out = []
@@ -114,7 +118,7 @@ def select(
 
 def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """I + M = U S V': q_map = (U S^1/2)' on the kept rows, k_map = (V S^1/2)' (eq. 16)."""
-    u_HRR, s_HR, vt_HRR = torch.linalg.svd(torch.eye(m_HRR.shape[-1], dtype=torch.float64) + m_HRR)
+    u_HRR, s_HR, vt_HRR = torch.linalg.svd(_identity(m_HRR) + m_HRR)
     root_HR1 = s_HR.sqrt().unsqueeze(-1)
     rows_HRD = _selection(kept_HR, head_dim)
     return (root_HR1 * u_HRR.mT) @ rows_HRD, (root_HR1 * vt_HRR) @ rows_HRD
@@ -131,8 +135,8 @@ class LogitSystem:
 
 def logit_system(system_TT: Tensor, kept_R: Tensor, head_dim: int) -> LogitSystem:
     """Pick eq. 15's system for a kept set out of the full one: index arithmetic only."""
-    pair_DD = _pair_index(head_dim)
-    mask_D = torch.ones(head_dim, dtype=torch.bool)
+    pair_DD = _pair_index(head_dim, system_TT.device)
+    mask_D = torch.ones(head_dim, dtype=torch.bool, device=kept_R.device)
     mask_D[kept_R] = False
     pruned_P = mask_D.nonzero().squeeze(1)
     width = kept_R.numel()
@@ -164,8 +168,8 @@ def logit(system_HTT: Tensor, kept_HR: Tensor, head_dim: int, *, ridge_rel: floa
         missing.append(system.missing)
         conditions.append(solved.condition)
         ridges.append(solved.ridge)
-    residual_H = torch.tensor(residuals, dtype=torch.float64)
-    uncompensated_H = torch.tensor(missing, dtype=torch.float64)
+    residual_H = system_HTT.new_tensor(residuals)
+    uncompensated_H = system_HTT.new_tensor(missing)
     q_map_HRD, k_map_HRD = _folded(torch.stack(ms), kept_HR, head_dim)
     return QkRecovery(
         q_map_HRD=q_map_HRD,
@@ -191,7 +195,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     """
     head_dim = q_second_HDD.shape[-1]
     rows_HRD = _selection(kept_HR, head_dim)
-    pruned_HDD = torch.eye(head_dim, dtype=torch.float64) - rows_HRD.mT @ rows_HRD
+    pruned_HDD = _identity(rows_HRD) - rows_HRD.mT @ rows_HRD
     q_HRR, k_HRR = _block(q_second_HDD, rows_HRD, rows_HRD), _block(k_second_HDD, rows_HRD, rows_HRD)
     cross_HRR = rows_HRD @ q_second_HDD @ pruned_HDD @ k_second_HDD @ rows_HRD.mT
     q_value_HR, q_basis_HRR = torch.linalg.eigh(q_HRR)

@@ -38,7 +38,7 @@ class MlpRecovery:
 
 
 def _pruned(kept_K: Tensor, channels: int) -> Tensor:
-    mask_F = torch.ones(channels, dtype=torch.bool)
+    mask_F = torch.ones(channels, dtype=torch.bool, device=kept_K.device)
     mask_F[kept_K] = False
     return mask_F.nonzero().squeeze(1)
 

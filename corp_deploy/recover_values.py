@@ -76,7 +76,7 @@ def keep(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
     """Everything as it is."""
     head_dim = weight_OC.shape[1] // heads
     return ValueRecovery(
-        v_map_HRV=torch.eye(head_dim, dtype=torch.float64).expand(heads, -1, -1),
+        v_map_HRV=torch.eye(head_dim, dtype=torch.float64, device=weight_OC.device).expand(heads, -1, -1),
         weight_OK=weight_OC.clone(),
         bias_O=weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O.clone(),
         residual=0.0,

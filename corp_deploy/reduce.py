@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from calib.moments import AttentionMoments, MlpMoments, Moments
+from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_device
 
 from . import vit
 from .choices import Choices, HeadWidths, Widths, aligned_width, head_widths
@@ -48,16 +48,12 @@ def uniform_widths(model: nn.Module, choices: Choices) -> dict[str, int | HeadWi
     return widths
 
 
-def site_moments(site: str, moments: Moments, kind: type) -> Any:
-    """The statistics of one site. Raises BadInput when the moments were taken without it."""
+def site_moments(site: str, moments: Moments, kind: type[OneKind], model: nn.Module) -> OneKind:
+    """The statistics of one site, where the model is. Raises BadInput when the moments were taken without it."""
     found = moments.sites.get(site)
     if not isinstance(found, kind):
         raise BadInput(f"{site}: the moments hold no statistics of this site; calibrate again without leaving it out")
-    return found
-
-
-def _of_site(site: str, moments: Moments | None, kind: type) -> Any:
-    return None if moments is None else site_moments(site, moments, kind)
+    return on_device(found, vit.device(model))
 
 
 def require_apart(moments: Moments, held_out: Moments) -> None:
@@ -110,7 +106,7 @@ def reduce(
 
     `widths` by site replaces the uniform ones of the choices; a site not named stays dense. `eliminations` by site
     spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site
-    again. `done` is told how many sites are finished.
+    again. `done` is told how many sites are finished. All runs where the model is.
     Raises BadInput for moments of another model or without what the choices need, and for held-out images that are
     calibration images too.
     """
@@ -130,14 +126,16 @@ def reduce(
         if isinstance(part, vit.MlpPart):
             assert isinstance(width, int), (part.name, width)
             known = None if eliminations is None else eliminations.get(part.name)
-            taken, others = (_of_site(part.name, each, MlpMoments) for each in (moments, held_out))
+            taken = site_moments(part.name, moments, MlpMoments, model)
+            others = None if held_out is None else site_moments(part.name, held_out, MlpMoments, model)
             new, report = reduced_mlp(part, taken, choices, width, known, others)
             modules |= new
             reports.append(report)
         else:
             assert isinstance(width, HeadWidths), (part.name, width)
-            taken, others = (_of_site(part.name, each, AttentionMoments) for each in (moments, held_out))
-            attention, several = reduced_attention(part, taken, choices, width, others)
+            at_heads = site_moments(part.name, moments, AttentionMoments, model)
+            heads = None if held_out is None else site_moments(part.name, held_out, AttentionMoments, model)
+            attention, several = reduced_attention(part, at_heads, choices, width, heads)
             modules |= attention
             reports += several
         finished += 1

@@ -52,7 +52,7 @@ def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HR
 
 def logit_scale(site: str, moments: AttentionMoments, choices: Choices) -> Tensor:
     """Each head's dense logit energy [H], in the unit of `logit_error`."""
-    nothing_HRD = torch.zeros(*moments.energy_HD.shape[:1], 1, *moments.energy_HD.shape[1:], dtype=torch.float64)
+    nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
     return logit_error(site, moments, choices, nothing_HRD, nothing_HRD)
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,11 @@ def reduce_checkpoint(
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> tuple[Reduction, Planned]:
-    """Reduce and write; nothing is written unless all of it succeeds."""
+    """Reduce where the dense model is, and write; nothing is written unless all of it succeeds."""
     reduction, planned = reduce_as_asked(
         dense, load_moments(moments), asked, images=images, held_out=held_out, done=done
     )
+    reduction = replace(reduction, model=reduction.model.cpu())
     save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)
     return reduction, planned
 

@@ -48,7 +48,7 @@ def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
 def logit_energy_from_system(system_HTT: Tensor, head_dim: int, images: int) -> Tensor:
     """The same score from the summed per-image products: the entry at pair (j, j) of both."""
     assert images > 0, images
-    rows, columns = torch.triu_indices(head_dim, head_dim)
+    rows, columns = torch.triu_indices(head_dim, head_dim, device=system_HTT.device)
     squares = (rows == columns).nonzero().squeeze(1)
     return system_HTT[:, squares, squares] / images
 

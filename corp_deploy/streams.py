@@ -17,7 +17,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Streams:
-    """Both streams [B,N,C] of every image, batch by batch, float32 on the CPU.
+    """Both streams [B,N,C] of every image, batch by batch, float32, where they come from.
 
     Memory: 2 * images * N * C * 4 bytes, so 2.4 GB for 2,000 images of a model with 197 tokens of 768 channels.
     """

@@ -143,7 +143,7 @@ def swap(
     if not bool(allowed_F.any()):
         return Swapped(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
     shifted_FF, _ = shifted_covariance(covariance_FF, ridge_rel)
-    mask_F = torch.zeros(weight_OF.shape[1], dtype=torch.bool)
+    mask_F = torch.zeros(weight_OF.shape[1], dtype=torch.bool, device=kept_K.device)
     mask_F[kept_K] = True
     swept = _Swept(shifted_FF, weight_OF, mask_F)
     before = error = _objective(weight_OF, swept)

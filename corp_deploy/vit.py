@@ -292,7 +292,14 @@ def _plain_attention(part: AttentionPart, geometry: Geometry | None) -> HeadAtte
 
 
 def empty_attention(
-    part: AttentionPart, *, qk: int, v: int, geometry: Geometry, proj_bias: bool | None = None, fused: bool = True
+    part: AttentionPart,
+    *,
+    qk: int,
+    v: int,
+    geometry: Geometry,
+    qkv_bias: bool | None = None,
+    proj_bias: bool | None = None,
+    fused: bool = True,
 ) -> HeadAttention:
     """An attention module for this place with other head widths, its weights not yet set."""
     with torch.device(part.qkv.weight.device):
@@ -303,7 +310,7 @@ def empty_attention(
             v=v,
             scale=part.scale,
             geometry=geometry,
-            qkv_bias=part.qkv.bias is not None,
+            qkv_bias=part.qkv.bias is not None if qkv_bias is None else qkv_bias,
             proj_bias=part.proj.bias is not None if proj_bias is None else proj_bias,
             q_norm=copy.deepcopy(part.q_norm),
             k_norm=copy.deepcopy(part.k_norm),
@@ -312,10 +319,11 @@ def empty_attention(
     return module.to(part.qkv.weight.dtype)
 
 
-def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool) -> dict[str, nn.Linear]:
+def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Linear]:
     """fc1 and fc2 of this MLP at another hidden width, by module name, their weights not yet set."""
     device, dtype = part.fc1.weight.device, part.fc1.weight.dtype
-    fc1 = nn.Linear(part.fc1.in_features, hidden, bias=part.fc1.bias is not None, device=device, dtype=dtype)
+    input_bias = part.fc1.bias is not None if input_bias is None else input_bias
+    fc1 = nn.Linear(part.fc1.in_features, hidden, bias=input_bias, device=device, dtype=dtype)
     fc2 = nn.Linear(hidden, part.fc2.out_features, bias=output_bias, device=device, dtype=dtype)
     return {f"{part.name}.fc1": fc1, f"{part.name}.fc2": fc2}
 

@@ -4,7 +4,6 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -23,7 +22,6 @@ from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, w
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workshop import Workshop
-from calib.collect import collect
 from corp_deploy import vit
 from corp_deploy.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.errors import Missing
@@ -430,18 +428,6 @@ def test_random_weights_are_lively(setting: Setting) -> None:
     batch, _ = images.batch("check", 0, 4, size=32, device="cpu")
     one, two = model(batch), damaged(batch)
     assert float((one - two).norm() / one.norm()) > 0.05
-
-
-def test_moments_keep_every_sum_on_another_device(setting: Setting) -> None:
-    model = models.dense("DeiT-T", setting)
-    batches = [images.batch("calibration", 0, 4, size=32, device="cpu")[0]]
-    found = collect(model, vit.calibration_sites(model), batches, device="cpu", attention_system=True)
-    moved = reduction.moments_on(found, "cpu")
-    assert (moved.images, list(moved.sites)) == (found.images, list(found.sites))
-    for name, site in found.sites.items():
-        for field in fields(site):
-            before, after = getattr(site, field.name), getattr(moved.sites[name], field.name)
-            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
 
 
 def test_what_fails_on_the_gpu_is_made_on_the_cpu_and_says_why(tmp_path: Path) -> None:

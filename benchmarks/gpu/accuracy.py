@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import images as pictures
@@ -92,9 +91,8 @@ def open_loop(case: Case, shop: Workshop) -> Row:
     def on(where: str) -> nn.Module:
         model, known = models_copy(shop.model(), where), None
         if choices.mlp_selection == "obs":
-            known = calibrated.eliminations_on(where, model, choices.ridge_rel)
-        with torch.device(where):
-            return reduce(model, calibrated.moments_on(where), choices, eliminations=known).model
+            known = calibrated.eliminations_on(where, model, choices)
+        return reduce(model, calibrated.moments, choices, eliminations=known).model
 
     reduced, told = shop.somewhere("open", on)
     return facts_of(case, reduced) | told | shop.judged(reduced)
@@ -113,8 +111,7 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
             path = Path(folder) / "calibration.npy"
             np.save(path, pictures.images_from_bytes(held, "cpu").numpy())
             images = open_images(path, image_shape=(3, size, size), transform=_untransformed)
-            with torch.device(where):
-                return reduce_closed_loop(models_copy(shop.model(), where), images, choices).model, count
+            return reduce_closed_loop(models_copy(shop.model(), where), images, choices).model, count
 
     (reduced, count), told = shop.somewhere("closed", on)
     return facts_of(case, reduced) | {"images": count} | told | shop.judged(reduced)

@@ -1,38 +1,20 @@
 """The time that a reduction at 50 % by preset best takes after a calibration, on the GPU and on the CPU."""
 
-from dataclasses import fields, replace
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from benchmarks.gpu import models
 from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from calib.collect import Collector
-from calib.moments import Moments
 from corp_deploy import vit
 
 SPARSITY = 0.5
 
 
-def moments_on(moments: Moments, device: str) -> Moments:
-    """The same sums on another device."""
-    sites: dict[str, Any] = {}
-    for name, site in moments.sites.items():
-        values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
-        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in values.items()}
-        kind: Any = type(site)
-        sites[name] = kind(**moved)
-    return replace(moments, sites=sites)
-
-
 def reduced(name: str, where: str, setting: Setting) -> Row:
     """The row of one model's reduction at 50 % by preset best: the whole model on a GPU, on a CPU its first blocks.
 
-    On a GPU the model and the sums are put there (which is counted) and torch's default device is set to it around the
-    reduction. On a CPU the seconds of the blocks timed are scaled to all of them.
+    On a GPU the sums are put there site by site, which is counted. On a CPU the seconds of the blocks timed are scaled
+    to all of them.
     """
     from corp_deploy.choices import choices_from_preset
     from corp_deploy.inputs import model_digest
@@ -61,9 +43,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     model = model.to(where)
     finished_s: list[float] = []
     begun_s = clock_s(where)
-    there = moments_on(moments, where) if where == "cuda" else moments
-    with torch.device(where):
-        reduction = reduce(model, there, choices, widths=widths, done=lambda _: finished_s.append(clock_s(where)))
+    reduction = reduce(model, moments, choices, widths=widths, done=lambda _: finished_s.append(clock_s(where)))
     seconds, sites_s = clock_s(where) - begun_s, finished_s[-1] - begun_s
     return {
         "row": "reduction",

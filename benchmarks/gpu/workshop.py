@@ -5,20 +5,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import images as pictures
 from benchmarks.gpu import training
 from benchmarks.gpu.record import NotYet, Row, reason_of
-from benchmarks.gpu.reduction import moments_on
 from benchmarks.gpu.setting import Setting
 from calib.collect import collect
-from calib.moments import MlpMoments, Moments
+from calib.moments import Moments
 from corp_deploy import vit
+from corp_deploy.budget import eliminations
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.choices import Choices
 from corp_deploy.inputs import model_digest
-from corp_deploy.obs import Elimination, obs
+from corp_deploy.obs import Elimination
 from perf.accuracy import wilson
 
 Loop = Literal["open", "closed"]
@@ -27,21 +27,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Calibrated:
-    """The moments of so many images of a seed, and the eliminations that serve every sparsity; both by device."""
+    """The moments of so many images of a seed, and the eliminations, by device, that serve every sparsity."""
 
     seed: int
     count: int
-    moments: dict[str, Moments]
+    moments: Moments
     eliminations: dict[str, dict[str, Elimination]] = field(default_factory=dict)
 
-    def moments_on(self, where: str) -> Moments:
-        if where not in self.moments:
-            self.moments[where] = moments_on(self.moments["cpu"], where)
-        return self.moments[where]
-
-    def eliminations_on(self, where: str, model: nn.Module, ridge_rel: float) -> dict[str, Elimination]:
+    def eliminations_on(self, where: str, model: nn.Module, choices: Choices) -> dict[str, Elimination]:
         if where not in self.eliminations:
-            self.eliminations[where] = eliminations(model, self.moments_on(where), ridge_rel)
+            self.eliminations[where] = eliminations(model, self.moments, choices)
         return self.eliminations[where]
 
 
@@ -105,7 +100,7 @@ class Workshop:
             lineage = {"model": model_digest(dense)}
             sites = vit.calibration_sites(dense)
             found = collect(dense, sites, batches, device=device, attention_system=True, lineage=lineage)
-            self.latest = Calibrated(seed, count, {"cpu": found})
+            self.latest = Calibrated(seed, count, found)
         return self.latest
 
     def somewhere(self, loop: Loop, work: Callable[[str], T]) -> tuple[T, Row]:
@@ -123,14 +118,3 @@ class Workshop:
 def models_copy(model: nn.Module, device: str) -> nn.Module:
     """The model itself on the CPU, a copy elsewhere."""
     return model if device == "cpu" else vit.replaced(model, {}).to(device)
-
-
-def eliminations(model: nn.Module, moments: Moments, ridge_rel: float) -> dict[str, Elimination]:
-    """Of every MLP; one serves all sparsities."""
-    found = {}
-    for part in vit.parts(model).mlps:
-        site = moments.sites[part.name]
-        assert isinstance(site, MlpMoments), part.name
-        with torch.device(site.gram_FF.device):
-            found[part.name] = obs(site.covariance_FF, part.fc2.weight.detach().double(), ridge_rel=ridge_rel)
-    return found

@@ -117,6 +117,9 @@ def choices_from_options(
 @click.option(
     "--held-out", type=FILE, default=None, help="Moments of other images (calibrate --hold-out): judges every site."
 )
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the solving is done."
+)
 @click.option("--images", type=ANY_PATH, default=None, help="Unlabelled images for a budget, auto or the closed loop.")
 @samples_option
 @seed_option
@@ -150,6 +153,7 @@ def reduce_command(
     batch: int | None,
     closed_loop: bool,
     held_out: Path | None,
+    device: str,
     images: Path | None,
     samples: int | None,
     seed: int,
@@ -164,7 +168,7 @@ def reduce_command(
     """
     from calib.store import load as load_moments
 
-    from ..inputs import images_for_model
+    from ..inputs import images_for_model, require_device
     from ..planning import Asked
     from ..reducing import measured_speedup, record_of_reduction, reduce_checkpoint
     from ..site_view import site_table, ways_table
@@ -181,7 +185,9 @@ def reduce_command(
         raise click.UsageError("--images is looked at for --macs, --params, --heads auto and --closed-loop only")
     if held_out is not None and closed_loop:
         raise click.UsageError("--closed-loop holds out some of its own images; leave --held-out away")
+    require_device(device)
     dense = model.load()
+    dense.model.to(device)
     source = None if images is None else images_for_model(dense.model, images, samples=samples, seed=seed)
     with out.progress("reducing", None, unit="sites") as done:
         reduction, planned = reduce_checkpoint(

@@ -1,0 +1,128 @@
+"""Reduction runs where the model and its statistics are: nothing in it is made on torch's default device.
+
+Within `torch.device("meta")` whatever names no device comes without values, so the answer would differ or fail.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calib.images import Images, open_images
+from calib.moments import AttentionMoments, Moments, on_device
+from corp_deploy import vit
+from corp_deploy.budget import Probe, dense_cost, eliminations, offers, spend
+from corp_deploy.calibration import Wanted, calibrate
+from corp_deploy.choices import Choices, choices_from_preset
+from corp_deploy.closed_loop import reduce_closed_loop
+from corp_deploy.reduce import Reduction, reduce
+from tests import tiny
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    path = tmp_path_factory.mktemp("images") / "images.npy"
+    np.save(path, tiny.images(24))
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+@pytest.fixture(scope="module")
+def moments(images: Images) -> Moments:
+    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Wanted(attention_system=True))
+
+
+def choices(preset: str, **changes: Any) -> Choices:
+    whole: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    return choices_from_preset(preset, **(whole | changes))
+
+
+def require_same(one: nn.Module, other: nn.Module) -> None:
+    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert theirs.device == mine.device, name
+        assert torch.equal(mine, theirs), name
+
+
+CASES = [
+    *((preset, {}) for preset in ("best", "corp", "corp-v1", "grail", "grail-fold", "vbp", "none")),
+    ("best", {"geometry": "square"}),
+    ("corp", {"mlp_selection": "active"}),
+    ("corp", {"mlp_selection": "wanda"}),
+]
+
+
+@pytest.mark.parametrize(("preset", "changes"), CASES)
+def test_reduction_makes_nothing_on_the_default_device(preset: str, changes: Any, moments: Moments) -> None:
+    model, wanted = tiny.checkpoint().model, choices(preset, **changes)
+    plain = reduce(model, moments, wanted)
+    with torch.device("meta"):
+        found = reduce(model, moments, wanted)
+    require_same(plain.model, found.model)
+    assert found.sites == plain.sites
+
+
+@pytest.mark.parametrize("preset", ["best", "corp"])
+def test_the_closed_loop_makes_nothing_on_the_default_device(preset: str, images: Images) -> None:
+    model, wanted = tiny.checkpoint().model, choices(preset)
+    held = [batch.clone() for batch in images.batches(8)]
+
+    class Held:
+        """Images that are in memory: reading files is not what is asked about."""
+
+        def batches(self, _: int) -> list[Tensor]:
+            return held
+
+    plain = reduce_closed_loop(model, Held(), wanted)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        found = reduce_closed_loop(model, Held(), wanted)  # type: ignore[arg-type]
+    require_same(plain.model, found.model)
+    assert found.sites == plain.sites
+
+
+def test_budgets_make_nothing_on_the_default_device(images: Images, moments: Moments) -> None:
+    model, wanted = tiny.checkpoint().model, choices("best", mlp_sparsity=0.0, attention_sparsity=0.0)
+    pixels = next(iter(images.batches(8)))
+
+    def widths() -> Any:
+        known = eliminations(model, moments, wanted)
+        probe = Probe(model=model, moments=moments, choices=wanted, images=pixels, eliminations=known)
+        return spend(list(offers(probe, "macs")), dense_cost(model, "macs"), 0.7).widths
+
+    plain = widths()
+    with torch.device("meta"):
+        assert widths() == plain
+
+
+def test_sums_are_the_same_ones_where_they_are_already(moments: Moments) -> None:
+    site = moments.sites["blocks.0.attn"]
+    assert isinstance(site, AttentionMoments)
+    moved = on_device(site, "cpu")
+    assert moved.qq_HDD is site.qq_HDD
+    assert (moved.images, moved.tokens, moved.kept_HK) == (site.images, site.tokens, None)
+
+
+def relative_error(one: nn.Module, other: nn.Module) -> float:
+    pixels = torch.from_numpy(tiny.images(8, seed=3))
+    with torch.inference_mode():
+        mine, theirs = one.cpu()(pixels).double(), other.cpu()(pixels).double()
+    return float((mine - theirs).norm() / theirs.norm())
+
+
+@needs_gpu
+@pytest.mark.parametrize(("preset", "changes"), CASES)
+def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments) -> None:
+    wanted = choices(preset, **changes)
+    here: Reduction = reduce(tiny.checkpoint().model, moments, wanted)
+    there = reduce(tiny.checkpoint().model.cuda(), moments, wanted)
+    assert relative_error(there.model, here.model) < 1e-4
+
+
+@needs_gpu
+def test_the_closed_loop_runs_on_a_gpu(images: Images) -> None:
+    here = reduce_closed_loop(tiny.checkpoint().model, images, choices("best"))
+    there = reduce_closed_loop(tiny.checkpoint().model.cuda(), images, choices("best"))
+    assert relative_error(there.model, here.model) < 1e-2
