@@ -72,6 +72,11 @@ def page(record: dict[str, Any]) -> str:
             "",
             "Closed loop as a share of `best`, joint: " + _ratios(joint, "best, closed loop", "best", sparsities),
         ]
+        lines += [
+            "",
+            "With first layers aligned as a share of without, joint: "
+            + _ratios(joint, "best, closed loop", "best, closed loop, first layers not aligned", sparsities),
+        ]
         lines += ["", "### `best` with one component toggled, joint", ""]
         lines += ["Square heads have smaller values too, so those rows are not at equal widths.", ""]
         lines += _table([row for row in joint if row["component"] or row["method"].startswith("best")], sparsities)

@@ -1,0 +1,71 @@
+"""The benchmarks of sweeps and of the text encoder, on sizes that take seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import sweep_cost, text_encoder
+from benchmarks.readme_tables import text_encoder as text_encoder_table
+from corp_deploy import vit
+from corp_deploy.choices import HeadWidths
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}
+
+
+def test_a_sweep_is_timed_beside_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_cost, "SPARSITIES", (0.3, 0.5))
+    found = sweep_cost.measured("vit_tiny_patch16_224", TINY, images=8, scored_images=2, rounds=1)
+    (row,) = found["rounds"]
+    assert found["ratio"] == pytest.approx(row["sweep"] / (row["one"] + row["nine"]))
+    assert all(value > 0.0 for value in row.values())
+
+
+def subject(monkeypatch: pytest.MonkeyPatch) -> text_encoder.Subject:
+    """An encoder of one small block with random weights."""
+    for name, value in (("WIDTH", 24), ("HEADS", 2), ("HIDDEN", 32), ("LAYERS", 1), ("BATCH", 4)):
+        monkeypatch.setattr(text_encoder, name, value)
+    torch.manual_seed(0)
+    model = text_encoder.Encoder().eval().requires_grad_(False)
+    return text_encoder.Subject(model, torch.randn(8, 1, 5, 24), torch.randn(4, 1, 5, 24))
+
+
+def test_the_encoders_steps_are_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject(monkeypatch)
+    x = made.held_out.squeeze(1)
+    for step in made.steps():
+        x = x + step.added_by(step.layer, x) if isinstance(step, vit.Branch) else step(x)
+    torch.testing.assert_close(x.mean(dim=1), made.model(made.held_out))
+
+
+def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject(monkeypatch)
+    rows = list(text_encoder.rows_of(made, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}))
+    assert [row["method"] for row in rows] == [method.name for method in text_encoder.METHODS]
+    assert all(0.0 < row["error"] < 3.0 for row in rows)
+    assert rows[0]["of_corp"] == 1.0
+    widths = made.widths("joint", 0.5)
+    assert widths == {"blocks.0.attn": HeadWidths(qk=6, v=12), "blocks.0.mlp": 16}
+    whole = made.reduced(text_encoder.METHODS[1], made.widths("joint", 0.0))
+    torch.testing.assert_close(whole(made.held_out), made.model(made.held_out), rtol=1e-3, atol=1e-4)
+    table = text_encoder_table({"rows": rows})
+    assert "| joint | 50% | 40 |" in table
+
+
+def test_without_the_weights_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_encoder, "PACKAGE", "no_such_package")
+    result = CliRunner().invoke(text_encoder.main, ["--output", str(tmp_path / "out.json")])
+    assert result.exit_code == 1
+    assert "no_such_package is not installed" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_committed_records_hold_the_goals_of_the_method() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    sweep = json.loads((results / "sweep_cost.json").read_text())
+    assert len(sweep["sparsities"]) == 10
+    assert sweep["ratio"] < 1.3
+    obs = json.loads((results / "obs.json").read_text())
+    assert obs["deit_base"]["obs_seconds"] + obs["deit_base"]["swap_seconds"] < 60.0
