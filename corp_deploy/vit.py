@@ -105,7 +105,7 @@ def _attention_refusal(attention: nn.Module) -> str:
         return f"attention is {type(attention).__name__}, expected timm's Attention (one fused qkv)"
     if not isinstance(attention.norm, nn.Identity):
         return f"a {type(attention.norm).__name__} before the output projection mixes all heads"
-    if attention.gate is not None:
+    if "gate" in dict(attention.named_children()):  # an attribute since timm 1.0.28 only
         return "gated attention output"
     return ""
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks import readme_tables
 from benchmarks.gpu import accuracy, calibration, engines, images, latency, load, models, reduction, subjects, training
+from benchmarks.gpu.environment import timm_lack
 from benchmarks.gpu.goals import at_least, judged, together
 from benchmarks.gpu.kernels import attention_kind, profiled
 from benchmarks.gpu.page import page
@@ -595,3 +596,12 @@ def gpu_record(output: Path) -> Callable[[str], Row]:
         }
 
     return dressed
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [("1.0.31", None), ("1.0.25", None), ("1.1.0.dev0", None), ("1.0.24", "got 1.0.24"), (None, "got none")],
+)
+def test_a_timm_that_will_not_do_is_told_before_anything_runs(found: str | None, words: str | None) -> None:
+    lack = timm_lack(found)
+    assert (lack is None) if words is None else (words in (lack or ""))

@@ -44,8 +44,12 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     given = parsed(words)
     import torch
 
+    from benchmarks.gpu.environment import MUST_MATCH, environment, state_of, timm_lack
+    from perf.environment import version
+
+    if lack := timm_lack(version("timm")):
+        raise SystemExit(lack)
     from benchmarks.gpu import accuracy, calibration, engines, latency
-    from benchmarks.gpu.environment import MUST_MATCH, environment, state_of
     from benchmarks.gpu.page import page
     from benchmarks.gpu.record import Budget, OtherMachine, Record, Task, work
     from benchmarks.gpu.setting import Setting
