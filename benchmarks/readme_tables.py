@@ -71,7 +71,7 @@ def text_encoder(record: dict[str, Any]) -> str:
     text = (
         "A pretrained 6-layer text encoder, where little is redundant: relative error of the pooled output on held-out "
     )
-    text += "text by preset corp, and the others' as shares of it (equal widths, mean of the calibration seeds):"
+    text += "text by preset corp, and the others' as shares of it (uniform widths but by site; means of the seeds):"
     return text + "\n\n" + _table(["removed from", "share", "calibration tokens", "corp", *names], lines)
 
 
