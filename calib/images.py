@@ -126,15 +126,21 @@ class Images:
 def parted(images: Images, count: int, *, seed: int) -> tuple[Images, Images]:
     """`count` of the images drawn by `seed` to be held out, and first the rest; each in the order they had.
 
-    Raises BadInput unless both have an image.
+    Copies of an image go where it goes, beyond the count, so that no content is in both. Raises BadInput unless both
+    have an image.
     """
-    if not 1 <= count < images.count:
-        raise BadInput(f"hold out: got {count} of {images.count} images, expected at least 1 and fewer than all")
-    drawn = set(np.random.default_rng(seed).choice(images.count, count, replace=False).tolist())
+    distinct = images.ids.unique()
+    if not 1 <= count < len(distinct):
+        copies = f" ({len(distinct)} different ones)" if len(distinct) < images.count else ""
+        raise BadInput(
+            f"hold out: got {count} of {images.count} images{copies}, expected at least 1 and fewer than all"
+        )
+    drawn = np.random.default_rng(seed).choice(len(distinct), count, replace=False)
+    is_held = torch.isin(images.ids, distinct[torch.from_numpy(drawn)]).tolist()
     source, chosen = images.rows.source, images.rows.chosen
     parts = []
     for held in (False, True):
-        positions = tuple(index for place, index in enumerate(chosen) if (place in drawn) == held)
+        positions = tuple(index for index, own in zip(chosen, is_held, strict=True) if own == held)
         ids, digest = _identified(source, positions)
         rows = _Rows(source=source, chosen=positions)
         parts.append(replace(images, rows=rows, ids=ids, digest=digest))

@@ -111,8 +111,7 @@ def _aligned(branch: vit.Branch, part: Part, streams: Streams, loop: Loop) -> tu
     # Keys and values are read at every token, whichever tokens are read behind the branch.
     read = branch.read if isinstance(part, vit.MlpPart) else slice(None)
     fit = loop.correct(first, streams.entering(branch.norm, part.first, read))
-    name = "fc1" if isinstance(part, vit.MlpPart) else "qkv"
-    layer = vit.replaced(branch.layer, {name: first})
+    layer = vit.with_first(branch.layer, part, first)
     return replace(branch, layer=layer), vit.part_of(part.name, layer), fit
 
 

@@ -83,10 +83,14 @@ def _way(name: str, probe: budgets.Probe, found: budgets.Allocated) -> Way:
 
 def _beside_uniform(
     probe: budgets.Probe, found: budgets.Allocated, sites: list[budgets.Offer], dense: int, share: float
-) -> tuple[Way, Way]:
-    """The allocated widths and uniform ones of the same budget."""
-    sparsity, uniform = budgets.uniform_for_share(probe.model, probe.choices, sites, dense, share)
-    return _way("by site", probe, found), _way(f"uniform sparsity {sparsity:.2f}", probe, uniform)
+) -> tuple[Way, ...]:
+    """The allocated widths and, where there are any, uniform ones of the same budget."""
+    by_site = _way("by site", probe, found)
+    uniform = budgets.uniform_for_share(probe.model, probe.choices, sites, dense, share)
+    if uniform is None:
+        return (by_site,)
+    sparsity, allocated = uniform
+    return by_site, _way(f"uniform sparsity {sparsity:.2f}", probe, allocated)
 
 
 def _allocated_in_time(dense: Checkpoint, probe: budgets.Probe, budget: Budget) -> Planned:

@@ -20,7 +20,7 @@ from .errors import BadInput
 from .files import sha256_of_file
 from .inputs import model_digest
 from .planning import Asked, Planned, plan
-from .reduce import Reduction, reduce, require_same_model
+from .reduce import Reduction, reduce, require_apart, require_same_model
 from .side_by_side import measure
 
 
@@ -64,6 +64,9 @@ def reduce_as_asked(
     require_same_model(dense.model, moments)
     if asked.closed_loop and held_out is not None:
         raise BadInput("held-out moments: the closed loop holds out its own images; reduce without one of the two")
+    if held_out is not None:
+        require_same_model(dense.model, held_out)
+        require_apart(moments, held_out)
     with torch.inference_mode():
         planned = plan(dense, moments, asked, images)
     if asked.closed_loop:

@@ -270,6 +270,11 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def with_first(layer: nn.Module, part: MlpPart | AttentionPart, first: nn.Linear) -> nn.Module:
+    """A copy of a part's layer with another first linear layer of the same widths."""
+    return replaced(layer, {"fc1" if isinstance(part, MlpPart) else "qkv": first})
+
+
 def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Module:
     """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
     float32.

@@ -236,6 +236,17 @@ def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
     assert parted(images, 9, seed=4)[1].digest != held_out.digest
 
 
+def test_copies_of_an_image_are_not_parted_from_it(tmp_path: Path) -> None:
+    """Else a folder with copies would give moments that judge themselves, and be refused."""
+    np.save(tmp_path / "images.npy", tiny.images(10)[np.arange(30) % 10])
+    images = opened(tmp_path / "images.npy")
+    rest, held_out = parted(images, 4, seed=0)
+    assert (rest.count, held_out.count) == (18, 12)
+    assert not torch.isin(rest.ids, held_out.ids).any()
+    with pytest.raises(Exception, match=r"got 10 of 30 images \(10 different ones\)"):
+        parted(images, 10, seed=0)
+
+
 @pytest.mark.parametrize("count", [0, 30, 31])
 def test_all_or_none_held_out_is_refused(tmp_path: Path, count: int) -> None:
     np.save(tmp_path / "images.npy", tiny.images(30))
@@ -274,6 +285,25 @@ def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
     assert all(site["held_out"]["error"] > 0.0 for site in sites)
     assert config["lineage"]["held_out_images"] == held_out.lineage["images"]
     assert "held out" not in run("reduce", *words, "--align", "mlp=8,head=8", "-o", tmp_path / "s").stdout
+
+
+def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(home: Path, tmp_path: Path) -> None:
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "r"]
+    for judge, said in (
+        (home / "m.safetensors", "are calibration images too"),
+        (home / "none.safetensors", "none.saf"),
+    ):
+        result = run("reduce", *words, "--held-out", judge)
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not (tmp_path / "r").exists()
+    result = run(
+        "calibrate", *words[:2], "--images", home / "images.npy", "--hold-out", 30, "-o", tmp_path / "m.safetensors"
+    )
+    assert result.exit_code == 2
+    assert "got 30 of 30 images" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_closed_loop_refuses_another_judge(home: Path, tmp_path: Path) -> None:

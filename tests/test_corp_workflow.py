@@ -106,7 +106,10 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     model = reduce(probe.model, probe.moments, probe.choices, widths=found.widths).model
     cost = macs(vit.shape(model)) if currency == "macs" else sum(p.numel() for p in model.parameters())
     assert cost == pytest.approx(found.share * dense, rel=1e-9)
-    sparsity, uniform = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
+    beside = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
+    assert beside is not None
+    assert uniform_for_share(probe.model, probe.choices, sites, dense, 0.05) is None
+    sparsity, uniform = beside
     asked = replace(probe.choices, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
     assert {part.name: part.hidden for part in vit.parts(even).mlps}.items() <= uniform.widths.items()
