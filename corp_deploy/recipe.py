@@ -12,10 +12,28 @@ from typing import Any
 import export.errors
 import perf.errors
 from export.choices import BatchProfile, BuildChoices
+from perf.quantity import BATCH, Quantity
 from perf.rule import Rule, rule_from_text
 
 from .choices import DEFAULT_RIDGE_REL, PRESETS, Choices, choices_from_preset
 from .errors import BadInput
+from .quantities import (
+    ALIGNMENT,
+    BAD_IMAGES,
+    ERROR,
+    FACTOR,
+    IMAGES,
+    MILLISECONDS,
+    RIDGE,
+    ROUNDS,
+    SECONDS,
+    SEED,
+    SHARE,
+    SHARE_KEPT,
+    SHARE_REMOVED,
+    THREADS,
+    WORKERS,
+)
 
 ENGINES = ("tensorrt", "tensorrt-rtx")
 TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", *ENGINES)
@@ -36,10 +54,6 @@ class Key:
     path: bool = False
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _text(value: object) -> str | None:
     return None if isinstance(value, str) and value.strip() else "a text that is not empty"
 
@@ -57,19 +71,8 @@ def _table(value: object) -> str | None:
     return None if isinstance(value, dict) else "a table of arguments"
 
 
-def _whole(low: int) -> Check:
-    def check(value: object) -> str | None:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-        return None if good else f"a whole number of at least {low}"
-
-    return check
-
-
-def _number(words: str, holds: Callable[[float], bool]) -> Check:
-    def check(value: Any) -> str | None:
-        return None if _is_number(value) and holds(float(value)) else words
-
-    return check
+def _of(quantity: Quantity) -> Check:
+    return lambda value: None if quantity.holds(value) else str(quantity)
 
 
 def _word(*allowed: str) -> Check:
@@ -88,14 +91,8 @@ def _list(each: Check, words: str, *, empty: bool = False) -> Check:
     return check
 
 
-_share_removed = _number("a share in [0, 1)", lambda value: 0.0 <= value < 1.0)
-_share_kept = _number("a share in (0, 1]", lambda value: 0.0 < value <= 1.0)
-_share = _number("a share in [0, 1]", lambda value: 0.0 <= value <= 1.0)
-_positive = _number("a number above 0", lambda value: 0.0 < value < float("inf"))
-_at_least_one = _number("a number of at least 1", lambda value: 1.0 <= value < float("inf"))
-_not_negative = _number("a number of at least 0", lambda value: 0.0 <= value < float("inf"))
 _words = _list(_text, "a list of different texts", empty=True)
-_batches = _list(_whole(1), "a list of different whole numbers of at least 1")
+_batches = _list(_of(BATCH), f"a list of different whole numbers from {BATCH.low} to {BATCH.high}")
 
 SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
     {
@@ -107,30 +104,30 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
         },
         "calibration": {
             "images": Key(check=_text, path=True),
-            "samples": Key(check=_whole(1), default=None),
-            "seed": Key(check=_whole(0), default=0),
-            "batch_size": Key(check=_whole(1), default=32),
+            "samples": Key(check=_of(IMAGES), default=None),
+            "seed": Key(check=_of(SEED), default=0),
+            "batch_size": Key(check=_of(BATCH), default=32),
             "device": Key(check=_word("cpu", "cuda"), default="cpu"),
-            "workers": Key(check=_whole(0), default=0),
-            "max_bad": Key(check=_whole(0), default=0),
-            "hold_out": Key(check=_whole(1), default=None),
+            "workers": Key(check=_of(WORKERS), default=0),
+            "max_bad": Key(check=_of(BAD_IMAGES), default=0),
+            "hold_out": Key(check=_of(IMAGES), default=None),
         },
         "held_out": {
             "images": Key(check=_text, path=True),
             "labels": Key(check=_text, default=None, path=True),
-            "samples": Key(check=_whole(1), default=None),
-            "seed": Key(check=_whole(0), default=0),
+            "samples": Key(check=_of(IMAGES), default=None),
+            "seed": Key(check=_of(SEED), default=0),
         },
         "reduce": {
             "preset": Key(check=_word(*PRESETS), default="best"),
-            "mlp": Key(check=_share_removed, default=0.0),
-            "attn": Key(check=_share_removed, default=0.0),
-            "macs": Key(check=_share_kept, default=None),
-            "params": Key(check=_share_kept, default=None),
+            "mlp": Key(check=_of(SHARE_REMOVED), default=0.0),
+            "attn": Key(check=_of(SHARE_REMOVED), default=0.0),
+            "macs": Key(check=_of(SHARE_KEPT), default=None),
+            "params": Key(check=_of(SHARE_KEPT), default=None),
             "heads": Key(check=_word(*HEADS), default="padded"),
-            "align_mlp": Key(check=_whole(1), default=64),
-            "align_head": Key(check=_whole(1), default=16),
-            "ridge": Key(check=_positive, default=DEFAULT_RIDGE_REL),
+            "align_mlp": Key(check=_of(ALIGNMENT), default=64),
+            "align_head": Key(check=_of(ALIGNMENT), default=16),
+            "ridge": Key(check=_of(RIDGE), default=DEFAULT_RIDGE_REL),
             "closed_loop": Key(check=_flag, default=False),
         },
         "export": {
@@ -139,20 +136,20 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
         },
         "parity": {
             "batches": Key(check=_batches, default=[1, 7, 32]),
-            "min_agreement": Key(check=_share, default=None),
-            "max_error": Key(check=_not_negative, default=None),
-            "half_factor": Key(check=_at_least_one, default=4.0),
+            "min_agreement": Key(check=_of(SHARE), default=None),
+            "max_error": Key(check=_of(ERROR), default=None),
+            "half_factor": Key(check=_of(FACTOR), default=4.0),
         },
         "bench": {
             "batches": Key(check=_batches, default=[1, 8, 32]),
-            "time_limit_s": Key(check=_positive, default=20.0),
-            "half_width": Key(check=_number("a share in (0, 1)", lambda value: 0.0 < value < 1.0), default=0.01),
-            "block_ms": Key(check=_positive, default=25.0),
-            "min_rounds": Key(check=_whole(6), default=16),
-            "threads": Key(check=_whole(1), default=None),
+            "time_limit_s": Key(check=_of(SECONDS), default=20.0),
+            "half_width": Key(check=_of(SHARE_KEPT), default=0.01),
+            "block_ms": Key(check=_of(MILLISECONDS), default=25.0),
+            "min_rounds": Key(check=_of(ROUNDS), default=16),
+            "threads": Key(check=_of(THREADS), default=None),
         },
         "gate": {"fail_if": Key(check=_words, default=[])},
-        "samples": {"count": Key(check=_whole(1), default=16)},
+        "samples": {"count": Key(check=_of(IMAGES), default=16)},
         "package": {"name": Key(check=_model_name, default=None), "labels": Key(check=_text, default=None, path=True)},
     }
 )
@@ -231,10 +228,12 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{path}: no such recipe; write one with: corp-deploy release {path} --init MODEL") from None
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path}: not TOML: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: can't be read ({error})") from None
+    except RecursionError:
+        raise BadInput(f"{path}: not a recipe: its values are nested too deep") from None
+    except ValueError as error:
+        raise BadInput(f"{path}: not TOML: {error}") from None
 
 
 def _refuse_unknown(where: str, given: Mapping[str, Any], known: Mapping[str, object] | tuple[str, ...]) -> None:

@@ -1,10 +1,13 @@
 """What a build may be asked for, and what each backend refuses with its reason."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BadInput
 
+LARGEST_BATCH = 65_536
+_PROFILE = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}:[0-9]{1,9})?")
 RTX_TARGETS = ("75", "80", "86", "89", "120", "121", "portable")
 _RTX_REFUSALS = {
     "timing_cache": "TensorRT-RTX picks kernels on the target machine and has no timing cache",
@@ -23,8 +26,8 @@ class BatchProfile:
     largest: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.smallest <= self.tuned <= self.largest:
-            raise BadInput(f"a batch profile needs 1 <= min <= opt <= max, got {self}")
+        if not 1 <= self.smallest <= self.tuned <= self.largest <= LARGEST_BATCH:
+            raise BadInput(f"a batch profile needs 1 <= min <= opt <= max <= {LARGEST_BATCH}, got {self}")
 
     def __str__(self) -> str:
         return f"{self.smallest}:{self.tuned}:{self.largest}"
@@ -32,9 +35,9 @@ class BatchProfile:
     @staticmethod
     def from_text(text: str) -> "BatchProfile":
         """'1:8:64', or '8' for one fixed size."""
+        if not _PROFILE.fullmatch(text):
+            raise BadInput(f"batch {text[:100]!r} is not MIN:OPT:MAX, such as 1:8:64, nor one number")
         parts = text.split(":")
-        if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
-            raise BadInput(f"batch {text!r} is not MIN:OPT:MAX, such as 1:8:64, nor one number")
         sizes = [int(part) for part in parts] * (3 // len(parts))
         return BatchProfile(smallest=sizes[0], tuned=sizes[1], largest=sizes[2])
 

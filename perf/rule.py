@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import BadInput
+from .quantity import BATCH, Quantity, Real, shown
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
@@ -27,7 +28,8 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
 TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes")
 COUNTED = ("size_bytes", "params", "macs", "fused_attention")
 BASELINE = "baseline"
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+LIMIT = Real(low=-1e18, high=1e18)
 _RULE = re.compile(
     r"^\s*(?P<prefix>(?:[\w-]+\.)*)(?P<metric>[a-z]\w*)(?:@(?P<place>[\w .-]*\w))?"
     r"\s*(?P<compare><=|>=|<|>)(?P<bound>.+)$"
@@ -66,16 +68,16 @@ def rule_from_text(text: str) -> Rule:
     match = _RULE.match(text)
     bound = None if match is None else _BOUND.match(match["bound"])
     if match is None or bound is None:
-        wrong = "it has no comparison" if match is None else f"{match['bound'].strip()!r} is no bound"
+        wrong = "it has no comparison" if match is None else f"{shown(match['bound'].strip())} is no bound"
         raise BadInput(
-            f"rule {text!r}: {wrong}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
+            f"rule {shown(text)}: {wrong}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
             f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
         )
     subject, measure = _prefixes(text, match["prefix"])
     batch, link = _place(text, match["metric"], match["place"])
     if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
-        raise BadInput(f"rule {text!r}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
-    scale, offset = _bound(bound)
+        raise BadInput(f"rule {shown(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
+    scale, offset = _bound(text, bound)
     return Rule(
         text=text.strip(),
         subject=subject,
@@ -95,25 +97,31 @@ def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
     measures = [word for word in words if word in ("compute", "end_to_end")]
     subjects = [word for word in words if word not in measures]
     if len(subjects) > 1 or len(measures) > 1:
-        raise BadInput(f"rule {text!r}: one subject and one of compute or end_to_end may stand before the metric")
+        raise BadInput(f"rule {shown(text)}: one subject and one of compute or end_to_end may stand before the metric")
     return subjects[0] if subjects else None, measures[0] if measures else "compute"
 
 
 def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str | None]:
     if metric in TIMED:
-        match = re.fullmatch(r"b([1-9]\d*)", place or "")
-        if match is None:
-            raise BadInput(f"rule {text!r}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
-        return int(match[1]), None
+        if place is None or not place.startswith("b"):
+            raise BadInput(f"rule {shown(text)}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
+        return int(_number(text, place[1:], BATCH)), None
     if metric in COUNTED and place is not None:
-        raise BadInput(f"rule {text!r}: {metric} is the same at every batch size and link; drop @{place}")
+        raise BadInput(f"rule {shown(text)}: {metric} is the same at every batch size and link; drop @{place}")
     return None, place
 
 
-def _bound(match: re.Match[str]) -> tuple[float, float]:
+def _number(text: str, part: str, quantity: Quantity) -> float:
+    try:
+        return quantity.from_text(part)
+    except BadInput as error:
+        raise BadInput(f"rule {shown(text)}: {error}") from None
+
+
+def _bound(text: str, match: re.Match[str]) -> tuple[float, float]:
     if match["number"] is not None:
-        return 0.0, float(match["number"])
-    by = 0.0 if match["by"] is None else float(match["by"])
+        return 0.0, _number(text, match["number"], LIMIT)
+    by = 0.0 if match["by"] is None else _number(text, match["by"], LIMIT)
     if match["sign"] == "*":
         return by, 0.0
     return 1.0, -by if match["sign"] == "-" else by

@@ -261,7 +261,7 @@ def test_records_that_are_not_given_are_missed() -> None:
         ("p50@b8 > 1.2.3", "no bound"),
         ("p50 > 3", "write p50@b8"),
         ("p50@8 > 3", "write p50@b8"),
-        ("p50@b0 > 3", "write p50@b8"),
+        ("p50@b0 > 3", "'0': expected a whole number from 1 to 65536"),
         ("size_bytes@b8 > 3", "drop @b8"),
         ("end_to_end.size_bytes > 3", "end_to_end goes with"),
         ("dense.reduced.p50@b8 > 3", "one subject"),

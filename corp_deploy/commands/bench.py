@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..console import Output, output_options
-from .options import ANY_PATH, FILE, Integers
+from ..quantities import SECONDS, SHARE_KEPT, STREAMS, THREADS
+from .numbers import Number
+from .options import ANY_PATH, BATCHES, FILE
 
 if TYPE_CHECKING:
     from perf.module_runner import Mode, Precision
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
 @click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
-@click.option("--batch", type=Integers(), default="1,8,32", show_default=True, help="Batch sizes to measure.")
+@click.option("--batch", type=BATCHES, default="1,8,32", show_default=True, help="Batch sizes to measure.")
 @click.option(
     "--backend",
     type=click.Choice(["onnxruntime", "torch"]),
@@ -46,21 +48,21 @@ if TYPE_CHECKING:
 @click.option(
     "--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True, help="For torch."
 )
-@click.option("--streams", type=click.IntRange(1), default=1, show_default=True, help="Above 1: throughput only.")
+@click.option("--streams", type=Number(STREAMS), default=1, show_default=True, help="Above 1: throughput only.")
 @click.option("--flush-l2", is_flag=True, help="Overwrite the GPU's L2 cache before each call.")
 @click.option(
-    "--threads", type=click.IntRange(1), default=None, help="CPU threads of both; default: the runtime's choice."
+    "--threads", type=Number(THREADS), default=None, help="CPU threads of both; default: the runtime's choice."
 )
 @click.option(
     "--time-limit",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(SECONDS),
     default=20.0,
     show_default=True,
     help="Seconds per batch size, at most.",
 )
 @click.option(
     "--half-width",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(SHARE_KEPT),
     default=0.01,
     show_default=True,
     help="Stop when the speed-up is known this well (share of its value, either side).",

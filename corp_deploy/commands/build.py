@@ -3,11 +3,17 @@
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..console import Output, output_options
+from ..quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
+from .numbers import Number, Profile
 from .options import FILE
+
+if TYPE_CHECKING:
+    from export.choices import BatchProfile
 
 
 def _command_line() -> str:
@@ -27,14 +33,16 @@ def _command_line() -> str:
     show_default=True,
     help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU.",
 )
-@click.option("--batch", multiple=True, help="A profile min:opt:max, such as 1:8:64; may be given several times.")
+@click.option(
+    "--batch", type=Profile(), multiple=True, help="A profile min:opt:max, such as 1:8:64; may be given several times."
+)
 @click.option(
     "--sm", multiple=True, help="TensorRT-RTX target such as 86; may be given several times; none is portable."
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "mixed"]), default=None, help="Refuse other graphs.")
 @click.option("--timing-cache", type=FILE, default=None, help="TensorRT's timing cache: read, reused, written whole.")
-@click.option("--optimization-level", type=click.IntRange(0, 5), default=None, help="The builder's effort.")
-@click.option("--workspace-mib", type=click.IntRange(1), default=None, help="Limit of the builder's workspace.")
+@click.option("--optimization-level", type=Number(OPTIMIZATION_LEVEL), default=None, help="The builder's effort.")
+@click.option("--workspace-mib", type=Number(WORKSPACE_MIB), default=None, help="Limit of the builder's workspace.")
 @click.option("--version-compatible", is_flag=True, help="A plan that newer TensorRT versions load too.")
 @click.option("--sparse", is_flag=True, help="Sparse kernels; refused unless the weights really are 2:4.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="For onnxruntime.")
@@ -43,7 +51,7 @@ def build(
     graph: Path,
     output: Path,
     backend: str,
-    batch: tuple[str, ...],
+    batch: "tuple[BatchProfile, ...]",
     sm: tuple[str, ...],
     precision: str | None,
     timing_cache: Path | None,
@@ -58,7 +66,7 @@ def build(
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
-    from export.choices import BatchProfile, BuildChoices
+    from export.choices import BuildChoices
     from export.engine import build_engine
     from export.ort_artifact import build_ort_artifact
 
@@ -79,7 +87,7 @@ def build(
             choices = BuildChoices(
                 backend=backend,
                 precision=precision,
-                profiles=tuple(map(BatchProfile.from_text, batch)),
+                profiles=batch,
                 sms=sm,
                 timing_cache=timing_cache,
                 optimization_level=optimization_level,

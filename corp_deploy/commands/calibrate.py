@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..console import Output, output_options
+from ..quantities import BAD_IMAGES, IMAGES, WORKERS
+from .numbers import Number
 from .options import FILE, ModelChoice, batch_size_option, images_option, model_options, samples_option, seed_option
 
 if TYPE_CHECKING:
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs."
 )
-@click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that decode images.")
-@click.option("--max-bad", type=click.IntRange(0), default=0, show_default=True, help="Unreadable images to skip.")
+@click.option("--workers", type=Number(WORKERS), default=0, show_default=True, help="Processes that decode images.")
+@click.option("--max-bad", type=Number(BAD_IMAGES), default=0, show_default=True, help="Unreadable images to skip.")
 @click.option("--sites", "patterns", multiple=True, help="Only sites that fit this pattern, such as 'blocks.3.*'.")
 @click.option("--no-attention", is_flag=True, help="Take MLP statistics only.")
 @click.option(
@@ -38,12 +40,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--hold-out",
-    type=click.IntRange(1),
+    type=Number(IMAGES),
     default=None,
     help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
 )
 @click.option(
-    "--checkpoint-every", type=click.IntRange(1), default=None, help="Save the state every N images, to go on from."
+    "--checkpoint-every", type=Number(IMAGES), default=None, help="Save the state every N images, to go on from."
 )
 @output_options
 def calibrate(

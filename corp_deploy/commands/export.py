@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perf.quantity import BATCH
+
 from ..console import Output, output_options
+from ..quantities import OPSET
+from .numbers import Number
 from .options import ANY_PATH, FILE, ModelChoice, Words, model_options, samples_option, seed_option
 
 if TYPE_CHECKING:
@@ -31,8 +35,8 @@ if TYPE_CHECKING:
 @samples_option
 @seed_option
 @click.option("--dense", default=None, help="For --auto: the dense model's directory; its FP16 error is the yardstick.")
-@click.option("--opset", type=click.IntRange(20, 23), default=20, show_default=True, help="ONNX operator set.")
-@click.option("--batch", type=click.IntRange(1), default=None, help="Fix the batch size; default: any batch size.")
+@click.option("--opset", type=Number(OPSET), default=20, show_default=True, help="ONNX operator set.")
+@click.option("--batch", type=Number(BATCH), default=None, help="Fix the batch size; default: any batch size.")
 @click.option(
     "--heads",
     type=click.Choice(["padded", "ragged"]),

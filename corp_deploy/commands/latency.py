@@ -5,14 +5,15 @@ from pathlib import Path
 import click
 
 from ..console import Output, output_options
-from .options import DIRECTORY, Integers, ModelChoice, model_options
-from .reduce import Alignment
+from ..quantities import THREADS
+from .numbers import Alignment, Number
+from .options import BATCHES, DIRECTORY, ModelChoice, model_options
 
 
 @click.command("latency-table")
 @model_options
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
-@click.option("--batch", type=Integers(), default="1,8", show_default=True, help="Batch sizes to measure.")
+@click.option("--batch", type=BATCHES, default="1,8", show_default=True, help="Batch sizes to measure.")
 @click.option(
     "--backend",
     type=click.Choice(["onnxruntime", "torch"]),
@@ -24,7 +25,7 @@ from .reduce import Alignment
     "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
 )
 @click.option("--align", type=Alignment(), default="mlp=64,head=16", show_default=True, help="Multiples of widths.")
-@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; default: the runtime's choice.")
+@click.option("--threads", type=Number(THREADS), default=None, help="CPU threads; default: the runtime's choice.")
 @output_options
 def latency_table(
     model: ModelChoice,

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 
+from perf.quantity import BATCH
+
+from ..quantities import IMAGES, SEED
+from .numbers import Number, Numbers
+
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
@@ -18,7 +23,7 @@ R = TypeVar("R")
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 ANY_PATH = click.Path(path_type=Path)
-SPARSITY = click.FloatRange(0, 1, max_open=True)
+BATCHES = Numbers(BATCH, example="1,8,32")
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
@@ -38,27 +43,6 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         if not isinstance(parsed, dict):
             self.fail(f"{value!r} is a JSON {type(parsed).__name__}, expected an object", param, ctx)
         return parsed
-
-
-class Integers(click.ParamType[tuple[int, ...]]):
-    """Comma-separated whole numbers, each at least 1: 1,8,32."""
-
-    name = "n,n,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if not numbers or min(numbers) < 1 or len(set(numbers)) != len(numbers):
-            self.fail(
-                f"{value!r}: expected different whole numbers of at least 1, separated by commas, such as 1,8,32",
-                param,
-                ctx,
-            )
-        return numbers
 
 
 class Words(click.ParamType[tuple[str, ...]]):
@@ -112,11 +96,11 @@ def model_options(command: Callable[P, R]) -> Callable[P, R]:
 IMAGES_HELP = "A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed."
 images_option = click.option("--images", type=ANY_PATH, required=True, help=IMAGES_HELP)
 samples_option = click.option(
-    "--samples", type=click.IntRange(1), default=None, help="Use this many images, drawn by --seed; default: all."
+    "--samples", type=Number(IMAGES), default=None, help="Use this many images, drawn by --seed; default: all."
 )
 seed_option = click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the draw of --samples."
+    "--seed", type=Number(SEED), default=0, show_default=True, help="Seed of the draw of --samples."
 )
 batch_size_option = click.option(
-    "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Images in one forward pass."
+    "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."
 )

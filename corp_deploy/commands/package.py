@@ -5,6 +5,8 @@ from pathlib import Path
 import click
 
 from ..console import Output, output_options
+from ..quantities import MODEL_VERSION
+from .numbers import Number
 from .options import DIRECTORY, FILE
 
 
@@ -12,7 +14,9 @@ from .options import DIRECTORY, FILE
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, made or added to.")
 @click.option("--name", default="vit", show_default=True, help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
-@click.option("--model-version", type=click.IntRange(1), default=1, show_default=True, help="Version directory to add.")
+@click.option(
+    "--model-version", type=Number(MODEL_VERSION), default=1, show_default=True, help="Version directory to add."
+)
 @click.option("--labels", type=FILE, default=None, help="Class names, one a line.")
 @click.option("--server", default=None, help="Server release such as 26.07, to warn when versions don't match.")
 @output_options
@@ -60,7 +64,7 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
 @click.argument("repository", type=DIRECTORY)
 @click.option("--name", default="vit", show_default=True, help="Model name.")
 @click.option(
-    "--model-version", type=click.IntRange(1), required=True, help="The version to serve, such as the last good."
+    "--model-version", type=Number(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
 )
 @output_options
 def serve_version(repository: Path, name: str, model_version: int, out: Output) -> None:

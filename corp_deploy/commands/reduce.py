@@ -1,17 +1,20 @@
 """corp-deploy reduce."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from perf.quantity import BATCH
+
 from ..choices import DEFAULT_RIDGE_REL, PRESETS
 from ..console import Output, output_options
+from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
+from .numbers import Alignment, Number
 from .options import (
     ANY_PATH,
     DIRECTORY,
     FILE,
-    SPARSITY,
     ModelChoice,
     model_options,
     samples_option,
@@ -21,26 +24,6 @@ from .options import (
 if TYPE_CHECKING:
     from ..choices import Choices
     from ..planning import Budget
-
-SHARE_KEPT = click.FloatRange(0, 1, min_open=True)
-
-
-class Alignment(click.ParamType[dict[str, int]]):
-    """mlp=64,head=16; either may be left out."""
-
-    name = "mlp=n,head=n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        if isinstance(value, dict):
-            return value
-        try:
-            pairs = dict(part.split("=") for part in str(value).split(","))
-            aligned = {name: int(number) for name, number in pairs.items()}
-        except ValueError:
-            self.fail(f"{value!r}: expected mlp=64,head=16", param, ctx)
-        if not aligned or aligned.keys() - {"mlp", "head"} or min(aligned.values()) < 1:
-            self.fail(f"{value!r}: expected mlp=64,head=16 with whole numbers of at least 1", param, ctx)
-        return aligned
 
 
 def _budget(
@@ -94,8 +77,16 @@ def choices_from_options(
 @model_options
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for model.safetensors and config.json.")
-@click.option("--mlp", type=SPARSITY, default=0.0, show_default=True, help="Share of MLP hidden channels to remove.")
-@click.option("--attn", type=SPARSITY, default=0.0, show_default=True, help="Share of query/key dimensions to remove.")
+@click.option(
+    "--mlp", type=Number(SHARE_REMOVED), default=0.0, show_default=True, help="Share of MLP hidden channels to remove."
+)
+@click.option(
+    "--attn",
+    type=Number(SHARE_REMOVED),
+    default=0.0,
+    show_default=True,
+    help="Share of query/key dimensions to remove.",
+)
 @click.option(
     "--preset", type=click.Choice(list(PRESETS)), default="best", show_default=True, help="How to choose and repair."
 )
@@ -106,13 +97,17 @@ def choices_from_options(
     show_default=True,
     help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
 )
-@click.option("--macs", type=SHARE_KEPT, default=None, help="Share of the dense MACs to keep: widths differ by site.")
-@click.option("--params", type=SHARE_KEPT, default=None, help="Share of the dense parameters to keep, likewise.")
-@click.option("--latency", type=SHARE_KEPT, default=None, help="Share of the dense latency to keep, on this machine.")
-@click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
 @click.option(
-    "--batch", type=click.IntRange(1), default=None, help="The batch size that --latency is about; default 1."
+    "--macs", type=Number(SHARE_KEPT), default=None, help="Share of the dense MACs to keep: widths differ by site."
 )
+@click.option(
+    "--params", type=Number(SHARE_KEPT), default=None, help="Share of the dense parameters to keep, likewise."
+)
+@click.option(
+    "--latency", type=Number(SHARE_KEPT), default=None, help="Share of the dense latency to keep, on this machine."
+)
+@click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
+@click.option("--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1.")
 @click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
 @click.option(
     "--held-out", type=FILE, default=None, help="Moments of other images (calibrate --hold-out): judges every site."
@@ -132,7 +127,7 @@ def choices_from_options(
 )
 @click.option(
     "--ridge",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(RIDGE),
     default=DEFAULT_RIDGE_REL,
     show_default=True,
     help="Regularisation, relative to the mean diagonal of the matrix it is added to.",

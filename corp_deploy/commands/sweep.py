@@ -7,6 +7,8 @@ import click
 
 from ..choices import PRESETS
 from ..console import Output, output_options
+from ..quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
+from .numbers import Alignment, Number, Numbers
 from .options import (
     DIRECTORY,
     FILE,
@@ -18,24 +20,9 @@ from .options import (
     samples_option,
     seed_option,
 )
-from .reduce import Alignment, choices_from_options
+from .reduce import choices_from_options
 
-
-class Shares(click.ParamType[tuple[float, ...]]):
-    """Comma-separated shares in [0, 1): 0.3,0.5,0.7."""
-
-    name = "s,s,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            shares = tuple(float(part) for part in str(value).split(","))
-        except ValueError:
-            shares = (-1.0,)
-        if not all(0.0 <= share < 1.0 for share in shares):
-            self.fail(f"{value!r}: expected shares in [0, 1), separated by commas, such as 0.3,0.5", param, ctx)
-        return shares
+REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
 
 
 @click.command()
@@ -46,10 +33,8 @@ class Shares(click.ParamType[tuple[float, ...]]):
 @click.option(
     "--output", "-o", type=DIRECTORY, required=True, help="Directory for sweep.json, sweep.csv and sweep.svg."
 )
-@click.option("--sparsity", type=Shares(), default="0.3,0.5,0.7", show_default=True, help="Shares removed.")
-@click.option(
-    "--macs", type=Shares(), default=(), help="Budgets too: shares of the dense MACs to keep, with preset best."
-)
+@click.option("--sparsity", type=REMOVED, default="0.3,0.5,0.7", show_default=True, help="Shares removed.")
+@click.option("--macs", type=KEPT, default=(), help="Budgets too: shares of the dense MACs to keep, with preset best.")
 @click.option(
     "--parts",
     type=click.Choice(["joint", "mlp", "attn"]),
@@ -62,9 +47,7 @@ class Shares(click.ParamType[tuple[float, ...]]):
     "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
 )
 @click.option("--align", type=Alignment(), default="mlp=64,head=16", show_default=True, help="Multiples of widths.")
-@click.option(
-    "--min-agreement", type=click.FloatRange(0, 1), default=None, help="Name the smallest model that meets it."
-)
+@click.option("--min-agreement", type=Number(SHARE), default=None, help="Name the smallest model that meets it.")
 @samples_option
 @seed_option
 @batch_size_option

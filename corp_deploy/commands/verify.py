@@ -5,8 +5,12 @@ from typing import Any
 
 import click
 
+from perf.quantity import BATCH
+
 from ..console import Output, output_options
-from .options import ANY_PATH, FILE, IMAGES_HELP, Integers, JsonObject, ModelChoice, samples_option, seed_option
+from ..quantities import ERROR, FACTOR, SHARE
+from .numbers import Number
+from .options import ANY_PATH, BATCHES, FILE, IMAGES_HELP, JsonObject, ModelChoice, samples_option, seed_option
 
 
 @click.command()
@@ -15,7 +19,7 @@ from .options import ANY_PATH, FILE, IMAGES_HELP, Integers, JsonObject, ModelCho
 @click.option("--weights", type=FILE, help="Weights of REFERENCE when it is a timm name.")
 @click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments of REFERENCE for timm, a JSON object.")
 @click.option("--images", type=ANY_PATH, default=None, help=IMAGES_HELP)
-@click.option("--random", type=click.IntRange(1), default=None, help="Random inputs instead; the record says so.")
+@click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so.")
 @click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration.")
 @click.option(
     "--labels",
@@ -27,17 +31,15 @@ from .options import ANY_PATH, FILE, IMAGES_HELP, Integers, JsonObject, ModelCho
     "--output", "-o", type=FILE, required=True, help="parity.json to write; per-image figures go to .npz beside it."
 )
 @click.option(
-    "--batch", type=Integers(), default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
+    "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
 )
+@click.option("--min-agreement", type=Number(SHARE), default=None, help="Least top-1 agreement with the dense model.")
 @click.option(
-    "--min-agreement", type=click.FloatRange(0, 1), default=None, help="Least top-1 agreement with the dense model."
-)
-@click.option(
-    "--max-error", type=click.FloatRange(0), default=None, help="Largest relative logit error of the reduced model."
+    "--max-error", type=Number(ERROR), default=None, help="Largest relative logit error of the reduced model."
 )
 @click.option(
     "--half-factor",
-    type=click.FloatRange(1),
+    type=Number(FACTOR),
     default=4.0,
     show_default=True,
     help="FP16 links may err by this multiple of the dense model's own FP16 error.",

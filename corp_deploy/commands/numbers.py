@@ -1,0 +1,78 @@
+"""Option types for numbers: one of a quantity, several of it, the multiples of widths, a batch profile."""
+
+from typing import Any
+
+import click
+
+import export.errors
+import perf.errors
+from export.choices import BatchProfile
+from perf.quantity import Count, Quantity, shown
+
+from ..quantities import ALIGNMENT
+
+
+class Number(click.ParamType[int | float]):
+    """One number of a quantity."""
+
+    def __init__(self, quantity: Quantity) -> None:
+        self.quantity = quantity
+        self.name = "integer" if isinstance(quantity, Count) else "number"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self.quantity.span
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
+        try:
+            return self.quantity.from_text(str(value))
+        except perf.errors.BadInput as error:
+            self.fail(str(error), param, ctx)
+
+
+class Numbers(click.ParamType[tuple[int | float, ...]]):
+    """Different numbers of a quantity, separated by commas."""
+
+    def __init__(self, quantity: Quantity, *, example: str) -> None:
+        self.quantity, self.example = quantity, example
+        self.name = "n,n,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self.quantity.from_text(part.strip(" ")) for part in str(value).split(","))
+        except perf.errors.BadInput as error:
+            self.fail(f"{error}, or several separated by commas, such as {self.example}", param, ctx)
+        if len(set(numbers)) != len(numbers):
+            self.fail(f"{shown(str(value))}: a number stands there twice; give each once", param, ctx)
+        return numbers
+
+
+class Alignment(click.ParamType[dict[str, int]]):
+    """mlp=64,head=16; either may be left out."""
+
+    name = "mlp=n,head=n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value
+        pairs = [part.strip(" ").partition("=") for part in str(value).split(",")]
+        names = [name for name, _, _ in pairs]
+        if {*names} - {"mlp", "head"} or len({*names}) != len(names):
+            self.fail(f"{shown(str(value))}: expected mlp=64,head=16, each once, or one of the two", param, ctx)
+        try:
+            return {name: ALIGNMENT.from_text(number) for name, _, number in pairs}
+        except perf.errors.BadInput as error:
+            self.fail(f"{error} after mlp= and head=", param, ctx)
+
+
+class Profile(click.ParamType[BatchProfile]):
+    """A batch profile of an engine: min:opt:max, or one number for a fixed batch."""
+
+    name = "min:opt:max"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BatchProfile:
+        try:
+            return BatchProfile.from_text(str(value))
+        except export.errors.BadInput as error:
+            self.fail(str(error), param, ctx)

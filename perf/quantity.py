@@ -1,0 +1,79 @@
+"""Numbers as people write them: ASCII digits, finite, and no larger than the thing they count can be."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from .errors import BadInput
+
+_DIGITS = re.compile(r"[0-9]{1,19}")
+_REAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """A whole number from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.low} to {self.high}"
+
+    @property
+    def span(self) -> str:
+        return f"{self.low}..{self.high if self.high < 10**6 else ''}"
+
+    def holds(self, value: object) -> bool:
+        """Whether a value that was read from a file is such a number."""
+        return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+
+    def from_text(self, text: str) -> int:
+        """Raises BadInput for anything else than plain digits within the bounds."""
+        value = int(text) if _DIGITS.fullmatch(text) else None
+        if value is None or not self.holds(value):
+            raise BadInput(f"{shown(text)}: expected {self}")
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Real:
+    """A finite number from `low` to `high`; an open end is left out itself."""
+
+    low: float
+    high: float
+    low_open: bool = False
+    high_open: bool = False
+    noun: str = "a number"
+
+    def __str__(self) -> str:
+        opening, closing = "(" if self.low_open else "[", ")" if self.high_open else "]"
+        return f"{self.noun} in {opening}{self.low:.15g}, {self.high:.15g}{closing}"
+
+    @property
+    def span(self) -> str:
+        return f"{self.low:.15g}..{self.high:.15g}"
+
+    def holds(self, value: object) -> bool:
+        """Whether a value that was read from a file is such a number."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or not self.low <= value <= self.high:
+            return False
+        return not (self.low_open and value == self.low) and not (self.high_open and value == self.high)
+
+    def from_text(self, text: str) -> float:
+        """Raises BadInput for anything else than a plain decimal number within the bounds."""
+        value = float(text) if _REAL.fullmatch(text) and (self.low < 0.0 or text[0] != "-") else math.nan
+        if not self.holds(value):
+            raise BadInput(f"{shown(text)}: expected {self}")
+        return value
+
+
+Quantity = Count | Real
+
+BATCH = Count(low=1, high=65_536)
+
+
+def shown(text: str) -> str:
+    """What was got, quoted and cut so that a message stays one."""
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"

@@ -1,0 +1,133 @@
+"""Numbers as they may be written: one type for each quantity, in options, lists, rules and recipes alike."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import export.choices
+from corp_deploy import errors, quantities
+from corp_deploy.cli import main
+from corp_deploy.commands.numbers import Alignment, Number, Numbers, Profile
+from corp_deploy.commands.options import JsonObject, Words
+from corp_deploy.recipe import SECTIONS, load_recipe
+from perf.errors import BadInput
+from perf.quantity import BATCH, Count, Real
+from perf.rule import rule_from_text
+
+NUMERIC = (Number, Numbers, Alignment, Profile)
+WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, Words)
+TEXTS = {
+    "dense", "init_model", "keep_fp32", "model", "name", "only", "patterns", "reference", "rules", "server", "sm",
+}  # fmt: skip
+NO_NUMBERS = (
+    *("1_0", "٣", "１", "nan", "inf", "-inf", "1e400", "-0", "+1", "-1e-3", "9" * 400, "9" * 5000),
+    *("", " ", "0x10", "1 0", "1,,2", "1;2", "one", "1.2.3", "--1", "1e", "\x00"),
+)
+
+
+def parameters() -> Iterator[tuple[str, click.Parameter]]:
+    for name, command in sorted(main.commands.items()):
+        for parameter in command.params:
+            yield name, parameter
+
+
+NUMBERED = [(name, each) for name, each in parameters() if isinstance(each.type, NUMERIC)]
+
+
+def test_every_parameter_is_a_number_of_a_quantity_or_no_number() -> None:
+    others = [(name, each) for name, each in parameters() if not isinstance(each.type, NUMERIC + WORDED)]
+    free = [f"{name} {each.name}" for name, each in others if each.name not in TEXTS]
+    assert not free, f"{free}: give numbers a type of commands/numbers.py; words that are none go into TEXTS here"
+    assert all(isinstance(each.type, click.types.StringParamType) for _, each in others)
+
+
+@pytest.mark.parametrize(("command", "option"), NUMBERED, ids=lambda each: getattr(each, "name", each))
+def test_what_is_no_number_is_refused_by_every_option(command: str, option: click.Parameter) -> None:
+    for text in NO_NUMBERS:
+        forms = {Numbers: f"1,{text}", Alignment: f"mlp={text}", Profile: f"1:{text}:8"}
+        value = next((form for kind, form in forms.items() if isinstance(option.type, kind)), text)
+        result = CliRunner().invoke(main, [command, f"{option.opts[0]}={value}"])
+        assert result.exit_code == 2, (text, result.output)
+        assert option.opts[0] in result.stderr, (text, result.stderr)
+        assert len(result.stderr) < 1000, "what was typed is not echoed whole"
+
+
+@pytest.mark.parametrize("value", ["8,8", "1,8,8", "1,99999999999", "1," + "9" * 400, "65537", "0"])
+def test_lists_of_batches(value: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "--batch", value])
+    assert result.exit_code == 2
+    assert "--batch" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["mlp=8,mlp=16", "mlp", "=8", "mlp=8,", "width=8", "mlp==8", "head=0"])
+def test_multiples_of_widths(value: str) -> None:
+    result = CliRunner().invoke(main, ["sweep", "--align", value])
+    assert result.exit_code == 2
+    assert "--align" in result.stderr
+
+
+def test_bounds_belong_to_their_side() -> None:
+    assert quantities.SHARE_REMOVED.from_text("0") == 0.0
+    assert quantities.SHARE_KEPT.from_text("1.") == 1.0
+    assert Real(low=-1.0, high=1.0).from_text("-.5e-1") == -0.05
+    assert Count(low=0, high=7).from_text("007") == 7
+    for quantity, text in ((quantities.SHARE_REMOVED, "1"), (quantities.SHARE_KEPT, "0"), (quantities.RIDGE, "1e-400")):
+        with pytest.raises(BadInput, match=r"expected a (share|number) in [(\[]0, "):
+            quantity.from_text(text)
+    assert not BATCH.holds(True)
+    assert not quantities.SHARE.holds(float("nan"))
+    assert not quantities.ERROR.holds(10**400)
+
+
+def test_the_rooms_agree_on_the_largest_batch() -> None:
+    assert BATCH.high == export.choices.LARGEST_BATCH
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *("p50@b1 > 1e999", "size_bytes > -1e400", "p50@b1 > ٣", "size_bytes > dense * 1e999", "p50@b1 > 1_0"),
+        *("p50@b٣ > 1", "p50@b99999999999 > 1", f"p50@b1 > {'9' * 5000}", "p50@b1 > +1", "p50@b1 > baseline * nan"),
+    ],
+)
+def test_rules_take_the_same_numbers(rule: str) -> None:
+    with pytest.raises(BadInput, match="rule ") as caught:
+        rule_from_text(rule)
+    assert len(str(caught.value)) < 500
+
+
+LEAST = '[model]\nmodel = "x"\n[calibration]\nimages = "a"\n[held_out]\nimages = "b"\n[reduce]\nmlp = 0.5\n'
+KEYS = [(table, word, key) for table, keys in SECTIONS.items() for word, key in keys.items()]
+NUMERIC_KEYS = [
+    (table, word) for table, word, key in KEYS if re.match(r"a (whole )?(number|share) (from|in) ", str(key.check("x")))
+]
+
+
+def test_no_key_of_a_recipe_takes_a_number_without_bounds() -> None:
+    assert len(NUMERIC_KEYS) > 20
+    for table, word, key in KEYS:
+        assert all(key.check(value) for value in (math.nan, math.inf, -1, 10**400)), (table, word)
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "9" * 5000, "true", "'1'"])
+def test_recipes_take_the_same_numbers(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "r.toml"
+    for table, word in NUMERIC_KEYS:
+        lines = LEAST.replace("mlp = 0.5\n", "") + ("" if f"[{table}]" in LEAST else f"[{table}]\n")
+        path.write_text(lines.replace(f"[{table}]\n", f"[{table}]\n{word} = {value}\n"))
+        with pytest.raises(errors.BadInput, match=rf"r\.toml: (not TOML|{table}\.{word} is )"):
+            load_recipe(path)
+
+
+@pytest.mark.parametrize("value", ["[1, 99999999999]", "[0]", "[true]", "[1, 1]", "[1.0]"])
+@pytest.mark.parametrize("table", ["parity", "bench"])
+def test_a_recipe_with_batches_that_cannot_be_fails_when_it_is_read(tmp_path: Path, table: str, value: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(f"{LEAST}[{table}]\nbatches = {value}\n")
+    with pytest.raises(errors.BadInput, match=f"{table}.batches is "):
+        load_recipe(path)
