@@ -6,14 +6,20 @@ A width is rounded to its alignment and the result is reported beside what was a
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-MlpSelection = Literal["energy", "magnitude", "combined", "active", "variance", "wanda", "obs", "fold"]
-MlpRecoveryName = Literal["none", "bias", "gram", "affine"]
+MlpRanking = Literal[
+    "obs", "combined", "energy", "magnitude", "active", "variance", "wanda", "producer-l1", "producer-l2"
+]
+MlpSelection = MlpRanking | Literal["fold"]
+MlpRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1"]
+QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
 ValueRecoveryName = Literal["keep", "lowrank"]
 HeadGeometry = Literal["square", "padded", "ragged"]
 
+MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
+QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
 MIN_WIDTH = 8
 DEFAULT_RIDGE_REL = 1e-4
 
@@ -29,6 +35,7 @@ class Choices:
     mlp_selection: MlpSelection
     mlp_recovery: MlpRecoveryName
     qk_recovery: QkRecoveryName
+    qk_selection: QkRanking = "energy"
     value_recovery: ValueRecoveryName = "keep"
     mlp_sparsity: float = 0.0
     attention_sparsity: float = 0.0
@@ -45,6 +52,13 @@ class Choices:
             raise ValueError(f"alignment: got hidden {self.align_hidden}, head {self.align_head}, expected at least 1")
         if not self.ridge_rel > 0.0:
             raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
+        if self.mlp_selection == "fold" and self.mlp_recovery != "gram":
+            raise ValueError(f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair")
+        if self.qk_selection != "energy" and self.qk_recovery in ("keep", "lowrank"):
+            raise ValueError(
+                f"dimensions of heads can't be ranked by {self.qk_selection}: this preset ranks none "
+                f"(queries and keys: {self.qk_recovery}); expected preset corp, corp-v1 or none"
+            )
         if self.geometry == "square" and self.reduces_attention and self.value_recovery == "keep":
             raise ValueError(
                 "square heads need the values reduced too, but this preset keeps them; "
@@ -66,7 +80,7 @@ PRESETS: Mapping[str, Choices] = MappingProxyType(
     {
         "best": Choices(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", value_recovery="lowrank"),
         "corp": Choices(mlp_selection="combined", mlp_recovery="affine", qk_recovery="logit"),
-        "corp-v1": Choices(mlp_selection="energy", mlp_recovery="affine", qk_recovery="logit-v1"),
+        "corp-v1": Choices(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
         "grail": Choices(mlp_selection="wanda", mlp_recovery="gram", qk_recovery="keep"),
         "grail-fold": Choices(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
         "vbp": Choices(mlp_selection="variance", mlp_recovery="bias", qk_recovery="keep"),

@@ -103,17 +103,17 @@ def fold(
 ) -> Folding:
     """Merge F channels into `width` and recover the second layer on the merged ones, uncentred, its bias untouched.
 
-    With M the averages of clusters and G = E[x x']: plain folding gives each average the sum of its members' columns,
-    W M+; the recovery is a ridge toward that, W M+ + (W - W M+ M) G M' (M G M' + ridge I)^-1, so that it cannot lose
-    to it. (GRAIL's own ridge is toward zero; without ridge both are W G M' (M G M')^-1.)
+    With M the averages of clusters and G = E[x x']: W' = W G M' (M G M' + ridge I)^-1 (GRAIL, 3.1), ridge = ridge_rel *
+    mean diagonal of M G M'. Plain folding, which gives each average the sum of its members' columns, is the
+    uncompensated case.
     """
     cluster_F = cluster_rows(weight_FI, width, seed=seed)
     map_KF = _mean_map(cluster_F, width)
     sums_OK = weight_OF @ (map_KF > 0.0).to(torch.float64).T
     spread_FK = second_FF @ map_KF.T
     plain_OF = weight_OF - sums_OK @ map_KF
-    solved = solve_ridge(plain_OF @ spread_FK, map_KF @ spread_FK, ridge_rel=ridge_rel)
-    new_OK = sums_OK + solved.solution_OK
+    solved = solve_ridge(weight_OF @ spread_FK, map_KF @ spread_FK, ridge_rel=ridge_rel)
+    new_OK = solved.solution_OK
     as_dense_OF = new_OK @ map_KF
     left_OF = weight_OF - as_dense_OF
     residual, plain = variance(left_OF, second_FF), variance(plain_OF, second_FF)

@@ -15,7 +15,7 @@ from export.choices import BatchProfile, BuildChoices
 from perf.quantity import BATCH, Quantity
 from perf.rule import Rule, rule_from_text
 
-from .choices import DEFAULT_RIDGE_REL, PRESETS, Choices, choices_from_preset
+from .choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS, Choices, choices_from_preset
 from .errors import BadInput
 from .quantities import (
     ALIGNMENT,
@@ -124,6 +124,8 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "attn": Key(check=_of(SHARE_REMOVED), default=0.0),
             "macs": Key(check=_of(SHARE_KEPT), default=None),
             "params": Key(check=_of(SHARE_KEPT), default=None),
+            "select_mlp": Key(check=_word(*MLP_RANKINGS), default=None),
+            "select_head": Key(check=_word(*QK_RANKINGS), default=None),
             "heads": Key(check=_word(*HEADS), default="padded"),
             "align_mlp": Key(check=_of(ALIGNMENT), default=64),
             "align_head": Key(check=_of(ALIGNMENT), default=16),
@@ -214,6 +216,8 @@ class Recipe:
             align_hidden=wanted["align_mlp"],
             align_head=wanted["align_head"],
             ridge_rel=wanted["ridge"],
+            mlp_selection=wanted["select_mlp"],
+            qk_selection=wanted["select_head"],
         )
 
 

@@ -1,4 +1,4 @@
-"""What the second linear layer of an MLP becomes when some of its inputs are gone: four closed forms.
+"""What the second linear layer of an MLP becomes when some of its inputs are gone: five closed forms.
 
 Each takes the moments of the input x, the layer y = W x + b and the kept channels, and returns the new layer with its
 error on the calibration distribution, computed exactly from the moments (CORP, eq. 52-54 and 63-65).
@@ -98,17 +98,32 @@ def bias(
 def gram(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
 ) -> MlpRecovery:
-    """x_P ~ B x_K with B = G_PK (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL).
+    """W' = W B, x ~ B x_K, B = G_:K (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL, 3.1).
 
-    GRAIL maps the kept channels through the same ridge, which shrinks them too; here they stay as they are, so that no
-    ridge can lose to dropping. Without ridge the two are one.
+    ridge = ridge_rel * mean diagonal of G_KK. The kept channels go through it too, as published, so that a large one
+    shrinks the layer and can lose to dropping.
+    """
+    old_O = _bias_or_zero(bias_O, weight_OF)
+    cross_OK = weight_OF @ second_FF[:, kept_K]
+    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, solved.solution_OK, old_O.clone(), solved)
+
+
+def affine_v1(
+    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+) -> MlpRecovery:
+    """CORP's first version, eq. 9-11: `affine` with uncentred moments, B = G_PK (G_KK + ridge I)^-1, c = mu_P - B mu_K.
+
+    ridge = ridge_rel * mean diagonal of G_KK. B is not the best one for that c, so it can lose to `bias`.
     """
     old_O = _bias_or_zero(bias_O, weight_OF)
     pruned_P = _pruned(kept_K, mean_F.numel())
-    cross_OK = weight_OF[:, pruned_P] @ second_FF[pruned_P[:, None], kept_K]
-    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)
+    dropped_OP = weight_OF[:, pruned_P]
+    cross_OK = dropped_OP @ second_FF[pruned_P[:, None], kept_K]
+    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)  # W_P B
+    new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_F[kept_K]
     new_OK = weight_OF[:, kept_K] + solved.solution_OK
-    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, old_O.clone(), solved)
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
 
 
 def affine(

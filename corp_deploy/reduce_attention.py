@@ -10,13 +10,12 @@ from torch import Tensor
 
 from calib.moments import AttentionMoments
 
-from . import recover_attention, recover_values
+from . import recover_attention, recover_values, select
 from .choices import Choices
 from .errors import BadInput
 from .output_error import output_error, variance
 from .recover_attention import QkRecovery
 from .recover_values import ValueRecovery
-from .select import kept_from_scores, logit_energy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +55,26 @@ def logit_scale(site: str, moments: AttentionMoments, choices: Choices) -> Tenso
     return logit_error(site, moments, choices, nothing_HRD, nothing_HRD)
 
 
-def qk_at_site(site: str, moments: AttentionMoments, choices: Choices, width: int) -> QkAtSite:
+def qk_scores(moments: AttentionMoments, choices: Choices, qkv_XI: Tensor) -> Tensor:
+    """What ranks the dimensions of each head [H, D]; `qkv_XI` are the rows of the fused projection, queries first."""
+    if choices.qk_selection == "energy":
+        return select.logit_energy(moments.energy_HD, moments.images)
+    heads, head_dim = moments.energy_HD.shape
+    rows_2HDI = qkv_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
+    return select.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
+
+
+def qk_at_site(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
-    recovery = _recovered_qk(site, moments, choices, width)
+    recovery = _recovered_qk(site, moments, choices, qkv_XI, width)
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, choices))
 
 
-def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, width: int) -> QkRecovery:
+def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if choices.qk_recovery == "lowrank":
         return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
-    kept_HR = kept_from_scores(logit_energy(moments.energy_HD, moments.images), width)
+    kept_HR = select.kept_from_scores(qk_scores(moments, choices, qkv_XI), width)
     if choices.qk_recovery == "select":
         return recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
     if choices.qk_recovery == "logit-v1":

@@ -24,6 +24,7 @@ RECOVERIES: Mapping[str, Callable[..., MlpRecovery]] = {
     "bias": recover_mlp.bias,
     "gram": recover_mlp.gram,
     "affine": recover_mlp.affine,
+    "affine-v1": recover_mlp.affine_v1,
 }
 
 
@@ -63,6 +64,10 @@ def kept_channels(
             if width == weight_OF.shape[1]:
                 return kept_K
             return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=choices.ridge_rel).kept_K
+        case "producer-l1":
+            score_F = select.producer_l1(layers.first_FI)
+        case "producer-l2":
+            score_F = select.producer_l2(layers.first_FI)
         case "energy":
             score_F = select.energy(second_F)
         case "magnitude":

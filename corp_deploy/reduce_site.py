@@ -82,7 +82,7 @@ def reduced_attention(
     held_out: AttentionMoments | None = None,
 ) -> tuple[dict[str, nn.Module], list[SiteReport]]:
     """The new attention module by name, and a report each for Q/K and, where they change, the values."""
-    at_site = qk_at_site(part.name, moments, choices, widths.qk)
+    at_site = qk_at_site(part.name, moments, choices, part.qkv.weight.detach().double(), widths.qk)
     weight_OC = part.proj.weight.detach().double()
     bias_O = None if part.proj.bias is None else part.proj.bias.detach().double()
     values = values_at_site(moments, choices, weight_OC, bias_O, part.heads, widths.v)

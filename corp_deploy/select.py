@@ -1,11 +1,22 @@
 """Scores that rank what to keep, and the ranking itself.
 
-Legend: F hidden channels of an MLP, O its outputs, H heads, D dimensions of a head, T = D(D+1)/2 pairs, K kept.
-Higher scores are kept. The eliminations that look at channels together live in obs.py.
+Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, T = D(D+1)/2 pairs,
+K kept. Higher scores are kept. The eliminations that look at channels together live in obs.py.
 """
 
 import torch
 from torch import Tensor
+
+
+def producer_l1(first_FI: Tensor) -> Tensor:
+    """||V_i,:||_1 of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 1)."""
+    return first_FI.abs().sum(dim=1)
+
+
+def producer_l2(first_FI: Tensor) -> Tensor:
+    """||V_i,:||_2 of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 2)."""
+    norm_F: Tensor = torch.linalg.vector_norm(first_FI, dim=1)
+    return norm_F
 
 
 def energy(second_F: Tensor) -> Tensor:
@@ -43,6 +54,11 @@ def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
     """s_j = E[||q_j||^2 ||k_j||^2] over images, column norms over an image's tokens (CORP, algorithm 4)."""
     assert images > 0, images
     return energy_HD / images
+
+
+def logit_magnitude(q_weight_HDI: Tensor, k_weight_HDI: Tensor) -> Tensor:
+    """||w_Q,j||^2 ||w_K,j||^2 from the rows of the projections (CORP's first version, section 4.4 and eq. 36)."""
+    return q_weight_HDI.square().sum(dim=2) * k_weight_HDI.square().sum(dim=2)
 
 
 def logit_energy_from_system(system_HTT: Tensor, head_dim: int, images: int) -> Tensor:

@@ -71,6 +71,8 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
         ("[targets.tensorrt]\nfail_if = ['p50@b1 > baseline']", "put this rule under [gate]"),
         ("[package]\nname = 'a b'", "package.name is 'a b', expected letters, digits"),
         ("[package]\nname = 'a'\n[export]\nprecisions = ['fp16']", "needs fp32 among export.precisions"),
+        ("select_mlp = 'fold'", "reduce.select_mlp is 'fold', expected one of obs, combined"),
+        ("select_head = 'magnitude'", "[reduce]: dimensions of heads can't be ranked by magnitude"),
         ("[model2]", "unknown key 'model2'"),
         ("targets = 3", "[reduce]: unknown key 'targets'"),
     ],

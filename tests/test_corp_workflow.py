@@ -162,6 +162,25 @@ def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset:
     assert {part.qk for part in parts.attentions} == {expected}
 
 
+def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Path) -> None:
+    words = ("--preset", "corp-v1", "--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
+    directory = reduced(home, tmp_path / "r", *words, "--select", "mlp=producer-l2,head=magnitude")
+    config = json.loads((directory / "config.json").read_text())
+    choices = config["lineage"]["reduction"]["choices"]
+    assert (choices["mlp_selection"], choices["qk_selection"]) == ("producer-l2", "magnitude")
+    dense = load_checkpoint(home / "dense").model
+    fc1 = load_checkpoint(directory).model.get_submodule("blocks.0.mlp.fc1").weight
+    rows = dense.get_submodule("blocks.0.mlp.fc1").weight
+    assert isinstance(fc1, torch.Tensor)
+    assert isinstance(rows, torch.Tensor)
+    assert torch.equal(fc1, rows[rows.norm(dim=1).argsort(descending=True)[:96].sort().values])
+    for bad, said in (("mlp=fold", "'mlp=fold': expected"), ("head=magnitude", "can't be ranked by magnitude")):
+        given = ("--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "x")
+        refused = run("reduce", *given, "--mlp", 0.5, "--select", bad)
+        assert refused.exit_code == 2
+        assert said in refused.stderr
+
+
 def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
     directory = reduced(home, tmp_path / "r", "--attn", 0.5, "--heads", "square", "--align", "head=8")
     parts = vit.parts(load_checkpoint(directory).model)

@@ -1,13 +1,15 @@
 """corp-deploy reduce."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from perf.quantity import BATCH
 
-from ..choices import DEFAULT_RIDGE_REL, PRESETS
+from ..choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS
 from ..console import Output, output_options
 from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number
@@ -24,6 +26,23 @@ from .options import (
 if TYPE_CHECKING:
     from ..choices import Choices
     from ..planning import Budget
+
+
+class Ranking(click.ParamType[dict[str, str]]):
+    """mlp=wanda,head=magnitude; either may be left out."""
+
+    name = "mlp=how,head=how"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
+        if isinstance(value, dict):
+            return value
+        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS}
+        words = [part.split("=") for part in str(value).split(",")]
+        for word in words:
+            if len(word) != 2 or word[1] not in known.get(word[0], ()):
+                each = "; ".join(f"{name}= {', '.join(allowed)}" for name, allowed in known.items())
+                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW with {each}", param, ctx)
+        return {word[0]: word[1] for word in words}
 
 
 def _budget(
@@ -54,7 +73,13 @@ def _budget(
 
 
 def choices_from_options(
-    preset: str, mlp: float, attn: float, heads: str, align: dict[str, int], ridge: float = DEFAULT_RIDGE_REL
+    preset: str,
+    mlp: float,
+    attn: float,
+    heads: str,
+    align: dict[str, int],
+    ridge: float = DEFAULT_RIDGE_REL,
+    select: Mapping[str, str] = MappingProxyType({}),
 ) -> "Choices":
     """The preset with what was asked for; a combination that makes no sense is a usage error."""
     from ..choices import choices_from_preset
@@ -68,6 +93,8 @@ def choices_from_options(
             align_hidden=align.get("mlp"),
             align_head=align.get("head"),
             ridge_rel=ridge,
+            mlp_selection=select.get("mlp"),
+            qk_selection=select.get("head"),
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
@@ -89,6 +116,12 @@ def choices_from_options(
 )
 @click.option(
     "--preset", type=click.Choice(list(PRESETS)), default="best", show_default=True, help="How to choose and repair."
+)
+@click.option(
+    "--select",
+    type=Ranking(),
+    default=None,
+    help="Rank by something else than the preset does: mlp=producer-l2 or head=magnitude.",
 )
 @click.option(
     "--heads",
@@ -140,6 +173,7 @@ def reduce_command(
     mlp: float,
     attn: float,
     preset: str,
+    select: dict[str, str] | None,
     heads: str,
     macs: float | None,
     params: float | None,
@@ -171,7 +205,7 @@ def reduce_command(
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)
     asked = Asked(
         preset=preset,
-        choices=choices_from_options(preset, mlp, attn, heads, align, ridge),
+        choices=choices_from_options(preset, mlp, attn, heads, align, ridge, select or {}),
         budget=budget,
         auto_heads=heads == "auto",
         closed_loop=closed_loop,

@@ -1,0 +1,212 @@
+"""Presets against their papers' equations: raw float64 activations, sums by loops over tokens, numpy's solvers."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from calib.images import open_images
+from calib.moments import Moments
+from corp_deploy import vit
+from corp_deploy.calibration import calibrate
+from corp_deploy.choices import Choices, choices_from_preset
+from corp_deploy.fold_channels import cluster_rows
+from corp_deploy.reduce import reduce
+from tests import tiny
+
+Array = NDArray[np.floating[Any]]
+RIDGE = 1e-3
+COUNT, HIDDEN, HEADS, DIM, WIDTH = 24, 96, 3, 16, 8
+SITES = ("blocks.0.mlp", "blocks.1.mlp")
+
+
+def doubled(model: nn.Module) -> Any:
+    return copy.deepcopy(model).double().eval()
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
+    path = tmp_path_factory.mktemp("published") / "images.npy"
+    np.save(path, tiny.images(COUNT))
+    checkpoint = tiny.checkpoint()
+    spec = vit.input_spec(checkpoint.model)
+    return calibrate(checkpoint, open_images(path, image_shape=spec.shape, transform=spec.transform()), batch_size=8)
+
+
+def heard(name: str, what: str, images: NDArray[np.float32]) -> Array:
+    """The input or output of a module of the dense model in float64, [images, tokens, channels]."""
+    caught: dict[str, Tensor] = {}
+    dense = doubled(tiny.checkpoint().model)
+    dense.get_submodule(name).register_forward_hook(
+        lambda _, given, out: caught.update({"input": given[0], "output": out})
+    )
+    with torch.inference_mode():
+        dense(torch.from_numpy(images).double())
+    found: Array = caught[what].numpy()
+    return found
+
+
+def layer(name: str) -> tuple[Array, Array]:
+    linear: nn.Linear = doubled(tiny.checkpoint().model).get_submodule(name)
+    return linear.weight.detach().numpy(), linear.bias.detach().numpy()
+
+
+def gram_of(rows: Array) -> Array:
+    """E[x x'] by a loop over tokens."""
+    total = np.zeros((rows.shape[1], rows.shape[1]))
+    for row in rows:
+        total += np.outer(row, row)
+    return total / len(rows)
+
+
+def ridge_on(matrix: Array) -> Array:
+    shifted: Array = matrix + RIDGE * np.trace(matrix) / len(matrix) * np.eye(len(matrix))
+    return shifted
+
+
+def best_of(score: Array) -> tuple[list[int], list[int]]:
+    order = np.argsort(-score, kind="stable")
+    return sorted(order[:HIDDEN].tolist()), sorted(order[HIDDEN:].tolist())
+
+
+# The published second layers: rows of x, first and second layer -> what the outputs become on other rows of x.
+
+Published = Callable[[Array, Array, Array, Array], Callable[[Array], Array]]
+
+
+def grail(score: Callable[[Array, Array, Array], Array]) -> Published:
+    def fitted(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
+        """GRAIL, section 3.1: B = G M' (M G M' + ridge I)^-1 with M the selection, W' = W B, the bias as it was."""
+        kept, _ = best_of(score(x, first, second))
+        selector = np.eye(x.shape[1])[kept]
+        gram = gram_of(x)
+        new = second @ (gram @ selector.T @ np.linalg.inv(ridge_on(selector @ gram @ selector.T)))
+        return lambda rows: rows[:, kept] @ new.T + bias
+
+    return fitted
+
+
+def structured_wanda(x: Array, first: Array, second: Array) -> Array:
+    scores = [
+        sum(abs(w) for w in second[:, j]) * np.sqrt(sum(value**2 for value in x[:, j])) for j in range(x.shape[1])
+    ]
+    return np.array(scores)
+
+
+def producer(power: int) -> Callable[[Array, Array, Array], Array]:
+    return lambda x, first, second: np.array([sum(abs(w) ** power for w in row) for row in first])
+
+
+def corp_v1(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
+    """CORP's first version: algorithm 2, then eq. 9-11 with second moments that nothing was taken from."""
+    kept, pruned = best_of(np.array([np.mean(x[:, j] ** 2) for j in range(x.shape[1])]))
+    sigma = gram_of(x)
+    b = sigma[np.ix_(pruned, kept)] @ np.linalg.inv(ridge_on(sigma[np.ix_(kept, kept)]))
+    mean = x.mean(0)
+    c = mean[pruned] - b @ mean[kept]
+    new, new_bias = second[:, kept] + second[:, pruned] @ b, bias + second[:, pruned] @ c
+    return lambda rows: rows[:, kept] @ new.T + new_bias
+
+
+def vbp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
+    """Variance-based pruning of one layer: the least varying channels become their means."""
+    kept, pruned = best_of(np.array([np.mean((x[:, j] - x[:, j].mean()) ** 2) for j in range(x.shape[1])]))
+    new_bias = bias + sum(second[:, j] * x[:, j].mean() for j in pruned)
+    return lambda rows: rows[:, kept] @ second[:, kept].T + new_bias
+
+
+@pytest.mark.parametrize(
+    ("preset", "select", "published"),
+    [
+        ("grail", None, grail(structured_wanda)),
+        ("grail", "producer-l1", grail(producer(1))),
+        ("grail", "producer-l2", grail(producer(2))),
+        ("corp-v1", None, corp_v1),
+        ("vbp", None, vbp),
+    ],
+)
+def test_the_mlp_of_a_preset_is_the_published_one(
+    moments: Moments, preset: str, select: str | None, published: Published
+) -> None:
+    dense, others = tiny.checkpoint().model, tiny.images(6, seed=9)
+    choices = choices_from_preset(preset, mlp_sparsity=0.5, mlp_selection=select, align_hidden=8, ridge_rel=RIDGE)
+    reduced = doubled(reduce(dense, moments, choices).model)
+    for site in SITES:
+        x = heard(f"{site}.fc2", "input", tiny.images(COUNT)).reshape(-1, 192)
+        new = published(x, layer(f"{site}.fc1")[0], *layer(f"{site}.fc2"))
+        expected = new(heard(f"{site}.fc2", "input", others).reshape(-1, 192))
+        with torch.inference_mode():
+            found = reduced.get_submodule(site)(torch.from_numpy(heard(site, "input", others))).numpy()
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_merged_channels_are_recovered_as_published(moments: Moments) -> None:
+    """GRAIL's folding: mean rows, B = G M' (M G M' + ridge I)^-1 with M the means over clusters."""
+    choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
+    reduced = doubled(reduce(tiny.checkpoint().model, moments, choices).model)
+    for site in SITES:
+        (first, first_bias), (second, bias) = layer(f"{site}.fc1"), layer(f"{site}.fc2")
+        cluster = cluster_rows(torch.from_numpy(first), HIDDEN, seed=0).tolist()
+        merge = np.zeros((HIDDEN, 192))
+        for channel, own in enumerate(cluster):
+            merge[own, channel] = 1.0 / cluster.count(own)
+        gram = gram_of(heard(f"{site}.fc2", "input", tiny.images(COUNT)).reshape(-1, 192))
+        new = second @ gram @ merge.T @ np.linalg.inv(ridge_on(merge @ gram @ merge.T))
+        fc1, fc2 = reduced.get_submodule(f"{site}.fc1"), reduced.get_submodule(f"{site}.fc2")
+        np.testing.assert_allclose(fc1.weight.detach(), merge @ first, atol=1e-6)
+        np.testing.assert_allclose(fc1.bias.detach(), merge @ first_bias, atol=1e-6)
+        np.testing.assert_allclose(fc2.weight.detach(), new, atol=1e-4 * np.abs(new).max())
+        np.testing.assert_allclose(fc2.bias.detach(), bias, atol=1e-7)
+
+
+def heads_of(site: str, images: NDArray[np.float32]) -> tuple[Array, Array]:
+    """q and k of the dense model, [heads, images, tokens, D]."""
+    qkv = heard(f"{site}.qkv", "output", images)
+    rows = qkv.reshape(*qkv.shape[:2], 3, HEADS, DIM).transpose(2, 3, 0, 1, 4)
+    return rows[0], rows[1]
+
+
+@pytest.mark.parametrize("select", ["energy", "magnitude"])
+def test_the_logits_of_the_first_version_are_the_published_ones(moments: Moments, select: Any) -> None:
+    """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16."""
+    choices = choices_from_preset("corp-v1", attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
+    reduced = doubled(reduce(tiny.checkpoint().model, moments, choices).model)
+    others = tiny.images(5, seed=9)
+    for site in ("blocks.0.attn", "blocks.1.attn"):
+        weight = layer(f"{site}.qkv")[0].reshape(3, HEADS, DIM, -1)
+        entering = torch.from_numpy(heard(site, "input", others))
+        with torch.inference_mode():
+            new = reduced.get_submodule(f"{site}.qkv")(entering).numpy()
+        new_q, new_k, _ = np.split(new, (HEADS * WIDTH, 2 * HEADS * WIDTH), axis=-1)
+        for head in range(HEADS):
+            q, k = (rows[head] for rows in heads_of(site, tiny.images(COUNT)))
+            if select == "energy":
+                score = sum(np.square(a).sum(0) * np.square(b).sum(0) for a, b in zip(q, k, strict=True))
+            else:
+                score = np.array([sum(weight[0, head, j] ** 2) * sum(weight[1, head, j] ** 2) for j in range(DIM)])
+            kept = sorted(np.argsort(-np.asarray(score), kind="stable")[:WIDTH].tolist())
+            pruned = [j for j in range(DIM) if j not in kept]
+            q_gram, k_gram = gram_of(q.reshape(-1, DIM)), gram_of(k.reshape(-1, DIM))
+            system: Array = np.kron(k_gram[np.ix_(kept, kept)], q_gram[np.ix_(kept, kept)])
+            cross = q_gram[np.ix_(kept, pruned)] @ k_gram[np.ix_(pruned, kept)]
+            vec: Array = np.linalg.inv(ridge_on(system)) @ cross.flatten(order="F")
+            m = vec.reshape(WIDTH, WIDTH, order="F")
+            own = slice(head * WIDTH, (head + 1) * WIDTH)
+            q_other, k_other = (rows[head] for rows in heads_of(site, others))
+            for image, (a, b) in enumerate(zip(q_other, k_other, strict=True)):
+                expected = a[:, kept] @ (np.eye(WIDTH) + m) @ b[:, kept].T
+                found = new_q[image, :, own] @ new_k[image, :, own].T
+                np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_rankings_that_rank_nothing_are_refused() -> None:
+    for preset in ("best", "grail", "vbp"):
+        with pytest.raises(ValueError, match="can't be ranked by magnitude"):
+            choices_from_preset(preset, qk_selection="magnitude")
+    with pytest.raises(ValueError, match="merges channels"):
+        Choices(mlp_selection="fold", mlp_recovery="affine", qk_recovery="keep")
