@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import sweep_cost, text_encoder
+from benchmarks import passes, sweep_cost, text_encoder
 from benchmarks.readme_tables import text_encoder as text_encoder_table
 from corp_deploy import vit
 from corp_deploy.choices import HeadWidths
@@ -71,3 +71,25 @@ def test_the_committed_records_hold_the_goals_of_the_method() -> None:
     assert sweep["ratio"] < 1.3
     obs = json.loads((results / "obs.json").read_text())
     assert obs["deit_base"]["obs_seconds"] + obs["deit_base"]["swap_seconds"] < 60.0
+
+
+def test_costs_are_told_in_passes(tmp_path: Path) -> None:
+    kwargs = ["--model", "vit_tiny_patch16_224", "--model-kwargs", json.dumps(TINY)]
+    few = ["--images", "8", "--share", "0.8", "--rounds", "2", "-o", str(tmp_path / "passes.json")]
+    few += ["--threads", str(torch.get_num_threads())]
+    result = CliRunner().invoke(passes.main, [*kwargs, *few])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "passes.json").read_text())
+    assert record["cpu"]
+    assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
+    assert all(len(each["cpu_s"]) == 2 for each in record["samples"].values())
+    assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
+
+
+def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:
+    def cpu(*seconds: float) -> dict[str, list[float]]:
+        return {"cpu_s": list(seconds)}
+
+    whole, pieces = passes.BARE
+    found = passes.in_passes({whole: cpu(3.0, 4.0, 3.0), pieces: cpu(2.0, 4.0, 2.0), "loop": cpu(12.0, 20.0, 8.0)})
+    assert found == {whole: 1.5, pieces: 1.0, "loop": 5.0}
