@@ -1,7 +1,7 @@
-"""A model as a directory: model.safetensors and config.json. Holds no pruning code and reads no pickle.
+"""A model as a directory: model.safetensors and config.json. Holds no pruning code and runs no pickled code.
 
 config.json names the timm architecture, the widths of every site that differs from it, the preprocessing, and the
-lineage.
+lineage: all that it takes to build the model again, wherever it came from.
 """
 
 from collections.abc import Mapping
@@ -11,117 +11,73 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from . import vit
 from .errors import BadInput
 from .files import read_json, replacing, sha256_of_file, write_json
+from .hub_snapshot import CONFIG as CONFIG
+from .hub_snapshot import config_of_directory, model_of_snapshot, weights_of_snapshot
+from .model_names import look_alikes, refuse_reserved, require_local_name
+from .preprocessing import Preprocessing, preprocessing_from_json
+from .weight_fit import fitted, require_fit
+from .weights import KINDS, State, first_names, read_weights
 
 KIND = "corp-deploy/model"
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How timm builds the dense model: its name and keyword arguments."""
+    """How timm builds the dense model: its name and keyword arguments; and what of its preprocessing is set."""
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model, how it was built, its preprocessing and what led to it."""
+    """A model, how it was built, its preprocessing and what led to it.
+
+    `notes`: what whoever loaded it should hear about its weights.
+    """
 
     model: nn.Module
     architecture: Architecture
     lineage: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
-    """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments."""
+    """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments.
+
+    Nothing is looked for on a network.
+    """
+    require_local_name(architecture.name)
+    refuse_reserved(architecture.kwargs)
     try:
         model: nn.Module = timm.create_model(architecture.name, pretrained=False, **architecture.kwargs)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        close = timm.list_models(f"*{architecture.name[:12]}*")[:5]
         raise BadInput(
             f"--model {architecture.name!r} with arguments {dict(architecture.kwargs)}: timm can't build it ({error}); "
-            f"names that look alike: {', '.join(close) or 'none'}; a directory written by corp-deploy works too"
+            f"{look_alikes(architecture.name)}; a directory written by corp-deploy works too"
         ) from None
     vit.parts(model)
+    vit.set_preprocessing_(model, architecture.preprocessing)
     return model.eval()
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, where: Path) -> None:
-    """Set every weight of a model this project made.
-
-    Raises BadInput naming what is missing, unexpected or misshapen.
-    """
-    expected = model.state_dict()
-    missing = sorted(expected.keys() - state.keys())
-    unexpected = sorted(state.keys() - expected.keys())
-    misshapen = [
-        f"{name} {tuple(state[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in sorted(expected.keys() & state.keys())
-        if state[name].shape != expected[name].shape
-    ]
-    faults = [
-        f"{what}: {_first(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshapen))
-        if names
-    ]
-    if faults:
-        raise BadInput(
-            f"{where}: these weights don't fit the model; {'; '.join(faults)}; check --model and --model-kwargs"
-        )
-    broken = [name for name in expected if not torch.isfinite(state[name]).all()]
+def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
+    """Set every weight of a model from a state dict of the same names and shapes. Raises BadInput for NaN and Inf."""
+    broken = [name for name in state if not torch.isfinite(state[name]).all()]
     if broken:
-        raise BadInput(f"{where}: NaN or Inf in {_first(broken)}; the checkpoint is damaged, or its training diverged")
+        raise BadInput(
+            f"{where}: NaN or Inf in {first_names(broken)}; the checkpoint is damaged, or its training diverged"
+        )
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     model.requires_grad_(False)
-
-
-def _state_from_pickle(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise BadInput(
-            f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({str(error).splitlines()[0][:150]}); "
-            "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its weights as safetensors"
-        ) from None
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
-            loaded = loaded[key]
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise BadInput(
-            f"{path}: expected a state_dict (names to tensors), got {type(loaded).__name__} with other content"
-        )
-    return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
-
-
-def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """Weights from .safetensors, or .pth / .pt read with weights_only.
-
-    Raises BadInput for a missing or damaged file.
-    """
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file, expected weights (.safetensors, .pth or .pt)")
-    if path.suffix in (".pth", ".pt"):
-        return _state_from_pickle(path)
-    if path.suffix != ".safetensors":
-        raise BadInput(f"{path}: weights of kind {path.suffix!r}, expected .safetensors, .pth or .pt")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise BadInput(
-            f"{path}: can't be read as safetensors ({error}); the file is truncated or of another kind"
-        ) from None
 
 
 def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -201,34 +157,83 @@ def load_checkpoint(directory: Path) -> Checkpoint:
             "the weights were changed or cut off after they were written: write the model again"
         )
     try:
-        architecture = Architecture(name=config["timm"]["name"], kwargs=config["timm"]["kwargs"])
+        recorded = preprocessing_from_json(config["input"]["preprocessing"], where=str(directory / CONFIG))
+        architecture = Architecture(
+            name=config["timm"]["name"], kwargs=config["timm"]["kwargs"], preprocessing=recorded
+        )
         with torch.device("meta"):
             model = _resized(dense_from_architecture(architecture), config["sites"])
     except KeyError as error:
         raise BadInput(
             f"{directory / CONFIG}: no entry {error}; the file was edited or cut off, write the model again"
         ) from None
-    load_weights(model, read_state(weights), where=weights)
+    read = read_weights(weights)
+    require_fit(model, read)
+    load_weights(model, read.state, where=weights)
     return Checkpoint(model=model.eval(), architecture=architecture, lineage=config["lineage"])
 
 
-def load_dense(model: str, *, weights: Path | None, kwargs: Mapping[str, Any]) -> Checkpoint:
-    """A model from a directory written by `save`, or from a timm name with its weights.
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    return str(config.get("kind", "")).startswith("corp-deploy/")
 
-    Raises BadInput when a name comes without weights (random weights are never reduced), or a directory with them.
+
+def _from_snapshot(directory: Path, config: Mapping[str, Any], weights: Path | None) -> tuple[Architecture, Path]:
+    name, kwargs, preprocessing = model_of_snapshot(directory, config)
+    architecture = Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing)
+    return architecture, weights or weights_of_snapshot(directory)
+
+
+def _preprocessing_source(directory: Path | None, built: nn.Module, given: Preprocessing) -> str:
+    tag = vit.pretrained_tag(built)
+    source = f"{directory.name}/{CONFIG}" if directory else f"timm's tag {tag}" if tag else "timm's default"
+    return f"{', '.join(given.given)} as given, the rest from {source}" if given.given else source
+
+
+def load_dense(
+    model: str,
+    *,
+    weights: Path | None,
+    kwargs: Mapping[str, Any],
+    ema: bool | None = None,
+    preprocessing: Preprocessing | None = None,
+) -> Checkpoint:
+    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, or from a timm name
+    with its weights. `ema` as in read_weights; `preprocessing` goes before that of the name or snapshot.
+
+    Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
+    anything that it has itself.
     """
-    directory = Path(model)
-    if directory.is_dir():
-        if weights is not None or kwargs:
-            raise BadInput(
-                f"--model {model} is a directory with its own weights and arguments; drop --weights and --model-kwargs"
-            )
-        return load_checkpoint(directory)
-    architecture = Architecture(name=model, kwargs=kwargs)
+    given = preprocessing or Preprocessing()
+    folder = Path(model.removeprefix("local-dir:"))
+    directory = folder if folder.is_dir() else None
+    file: Path | None
+    if directory is not None:
+        config = config_of_directory(directory)
+        if _is_ours(config):
+            if weights is not None or kwargs or ema is not None or given.given:
+                raise BadInput(
+                    f"--model {model} is a directory with its own weights, arguments and preprocessing; drop "
+                    "--weights, --model-kwargs, --ema, --mean, --std, --crop-pct and --interpolation"
+                )
+            return load_checkpoint(directory)
+        architecture, file = _from_snapshot(directory, config, weights)
+    else:
+        architecture, file = Architecture(name=model), weights
+    architecture = Architecture(
+        name=architecture.name,
+        kwargs={**architecture.kwargs, **kwargs},
+        preprocessing=given.over(architecture.preprocessing),
+    )
     built = dense_from_architecture(architecture)
-    if weights is None:
-        raise BadInput(
-            f"--model {model} is a timm name and needs --weights (.safetensors, .pth or .pt) of the trained model"
-        )
-    load_weights(built, read_state(weights), where=weights)
-    return Checkpoint(model=built, architecture=architecture, lineage={})
+    if file is None:
+        raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
+    read = read_weights(file, ema=ema)
+    state, changed = fitted(built, read, architecture.kwargs)
+    load_weights(built, state, where=file)
+    source = {
+        "weights": file.name,
+        "taken": read.taken,
+        "changed": list(changed),
+        "preprocessing": _preprocessing_source(directory, built, given),
+    }
+    return Checkpoint(model=built, architecture=architecture, lineage={"source": source}, notes=(*read.notes, *changed))

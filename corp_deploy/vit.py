@@ -15,7 +15,7 @@ from timm.layers import Attention as TimmAttention
 from timm.layers import LayerScale
 from timm.layers import Mlp as TimmMlp
 from timm.models.vision_transformer import Block as TimmBlock
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from calib.collect import AttentionSite, MlpSite, Tap
@@ -23,6 +23,7 @@ from calib.collect import AttentionSite, MlpSite, Tap
 from .attention import Geometry, HeadAttention
 from .cost import BlockShape, VitShape
 from .errors import BadInput
+from .preprocessing import Preprocessing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,12 +381,56 @@ def shape(model: nn.Module) -> VitShape:
     )
 
 
+def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict brought to this model by timm's own filter: older and other projects' names are mapped, and
+    position embeddings and patches of another size resampled as timm does for this name.
+    """
+    vit = _require_vit(model)
+    flexible = any(word in architecture(vit) for word in ("flexi", "radio"))
+    how: dict[str, Any] = {"interpolation": "bilinear", "antialias": False} if flexible else {}
+    # DeiT-III's own names, gamma_1 and gamma_2, are no other model's.
+    adapted: dict[str, Tensor] = checkpoint_filter_fn(dict(state), vit, adapt_layer_scale=True, **how)
+    return adapted
+
+
+def _timm_config(model: nn.Module) -> dict[str, Any]:
+    config: Any = _require_vit(model).pretrained_cfg
+    return dict(config)
+
+
+def architecture(model: nn.Module) -> str:
+    """timm's name of the model as it was built, without its tag."""
+    return str(_timm_config(model).get("architecture") or "")
+
+
+def pretrained_tag(model: nn.Module) -> str:
+    """The tag whose configuration timm took for this name; empty where the name has none."""
+    return str(_timm_config(model).get("tag") or "")
+
+
+def unused(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the weights that a model of this architecture may have and this one was built without."""
+    vit = _require_vit(model)
+    classifiers = _timm_config(vit).get("classifier") or "head"
+    heads = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
+    without_head = tuple(f"{name}." for name in heads) if vit.num_classes == 0 else ()
+    return without_head + (("attn_pool.",) if vit.attn_pool is None else ())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing."""
 
     shape: tuple[int, int, int]
     config: Mapping[str, Any]
+
+    def as_line(self) -> str:
+        """The preprocessing for people."""
+        config = self.config
+        mean, std = (" ".join(f"{value:.4g}" for value in config[name]) for name in ("mean", "std"))
+        size = "x".join(map(str, self.shape))
+        crop = f"{config['interpolation']}, crop {config['crop_pct']:g} ({config['crop_mode']})"
+        return f"{size}, {crop}, mean {mean}, std {std}"
 
     def as_json(self) -> dict[str, Any]:
         """The preprocessing as plain JSON values, in one order."""
@@ -395,6 +440,13 @@ class InputSpec:
         """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]."""
         made: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
         return made
+
+
+def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
+    """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
+    vit = _require_vit(model)
+    config: Any = {**_timm_config(vit), **preprocessing.for_channels(vit.in_chans).given}
+    vit.pretrained_cfg = config
 
 
 def input_spec(model: nn.Module) -> InputSpec:

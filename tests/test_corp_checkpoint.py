@@ -86,9 +86,9 @@ def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
         with pytest.raises(BadInput, match="can't be read"):
             _dense(tmp_path / name)
-    (tmp_path / "w.bin").write_bytes(b"x")
-    with pytest.raises(BadInput, match=r"kind '\.bin'"):
-        _dense(tmp_path / "w.bin")
+    (tmp_path / "w.npz").write_bytes(b"x")
+    with pytest.raises(BadInput, match=r"kind '\.npz', expected \.safetensors, \.pth"):
+        _dense(tmp_path / "w.npz")
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
