@@ -26,7 +26,8 @@ DEFAULT_RIDGE_REL = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """One way to reduce a model. Sparsities are shares removed, in [0, 1); alignments are in channels or dimensions.
+    """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
+    full width, None leaves them alone. Alignments are in channels or dimensions.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -37,8 +38,8 @@ class Choices:
     qk_recovery: QkRecoveryName
     qk_selection: QkRanking = "energy"
     value_recovery: ValueRecoveryName = "keep"
-    mlp_sparsity: float = 0.0
-    attention_sparsity: float = 0.0
+    mlp_sparsity: float | None = None
+    attention_sparsity: float | None = None
     geometry: HeadGeometry = "padded"
     align_hidden: int = 64
     align_head: int = 16
@@ -46,7 +47,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         for name, value in (("mlp", self.mlp_sparsity), ("attention", self.attention_sparsity)):
-            if not 0.0 <= value < 1.0:
+            if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} sparsity {value}: expected a share removed in [0, 1)")
         if min(self.align_hidden, self.align_head) < 1:
             raise ValueError(f"alignment: got hidden {self.align_hidden}, head {self.align_head}, expected at least 1")
@@ -66,9 +67,19 @@ class Choices:
             )
 
     @property
+    def mlp_kept(self) -> float:
+        """Share of the channels that stay."""
+        return 1.0 - (self.mlp_sparsity or 0.0)
+
+    @property
+    def attention_kept(self) -> float:
+        """Share of the head dimensions that stay."""
+        return 1.0 - (self.attention_sparsity or 0.0)
+
+    @property
     def reduces_attention(self) -> bool:
-        """Whether any attention site changes at all."""
-        return self.attention_sparsity > 0.0 and self.qk_recovery != "keep"
+        """Whether attention sites go through the method at all."""
+        return self.attention_sparsity is not None and self.qk_recovery != "keep"
 
     @property
     def needs_attention_system(self) -> bool:
@@ -126,5 +137,5 @@ def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
 
 def head_widths(dense_qk: int, dense_v: int, choices: Choices) -> HeadWidths:
     """The uniform widths of one attention site."""
-    width = aligned_width(dense_qk, 1.0 - choices.attention_sparsity, choices.align_head)
+    width = aligned_width(dense_qk, choices.attention_kept, choices.align_head)
     return HeadWidths(qk=width, v=min(width, dense_v) if choices.geometry == "square" else dense_v)

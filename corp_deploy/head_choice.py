@@ -16,14 +16,14 @@ class HeadChoice:
     ways: dict[str, Allocated]
 
 
-def _uniform_share(sites: list[Offer], dense: int, mlp_sparsity: float, head_sparsity: float) -> float:
-    """Share of the dense MACs that uniform sparsities leave, from the offers' own costs."""
+def _uniform_share(sites: list[Offer], dense: int, mlp_kept: float, head_kept: float) -> float:
+    """Share of the dense MACs that uniform shares of the widths leave, from the offers' own costs."""
     fixed = dense - sum(offer.costs[-1] for offer in sites)
     kept = 0
     for offer in sites:
-        sparsity = head_sparsity if isinstance(offer.widths[-1], HeadWidths) else mlp_sparsity
+        share = head_kept if isinstance(offer.widths[-1], HeadWidths) else mlp_kept
         sizes = [width.qk if isinstance(width, HeadWidths) else width for width in offer.widths]
-        wanted = min(range(len(sizes)), key=lambda n: abs(sizes[n] - sizes[-1] * (1.0 - sparsity)))
+        wanted = min(range(len(sizes)), key=lambda n: abs(sizes[n] - sizes[-1] * share))
         kept += offer.costs[wanted]
     return (fixed + kept) / dense
 
@@ -39,7 +39,7 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
     if share is None:
         asked = probe.choices
-        share = _uniform_share(padded_offers, dense, asked.mlp_sparsity, asked.attention_sparsity)
+        share = _uniform_share(padded_offers, dense, asked.mlp_kept, asked.attention_kept)
     ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))
     better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
     name, other = better[0].choices.geometry, worse[0].choices.geometry

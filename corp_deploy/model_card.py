@@ -34,7 +34,8 @@ def _held_out(site: dict[str, Any]) -> str:
 def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     wanted = recipe["reduce"]
     budget = next((f"{wanted[name]:.0%} of the {name} may stay" for name in ("macs", "params") if wanted[name]), None)
-    asked = budget or f"{wanted['mlp']:.0%} of the MLP channels and {wanted['attn']:.0%} of the head dimensions removed"
+    mlp, attn = (wanted[name] or 0.0 for name in ("mlp", "attn"))
+    asked = budget or f"{mlp:.0%} of the MLP channels and {attn:.0%} of the head dimensions removed"
     yield f"Asked for: {asked}; preset `{wanted['preset']}`, heads `{wanted['heads']}`. No labels, no training."
     yield ""
     ways = config["lineage"]["reduction"].get("ways", [])

@@ -120,8 +120,8 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
         },
         "reduce": {
             "preset": Key(check=_word(*PRESETS), default="best"),
-            "mlp": Key(check=_of(SHARE_REMOVED), default=0.0),
-            "attn": Key(check=_of(SHARE_REMOVED), default=0.0),
+            "mlp": Key(check=_of(SHARE_REMOVED), default=None),
+            "attn": Key(check=_of(SHARE_REMOVED), default=None),
             "macs": Key(check=_of(SHARE_KEPT), default=None),
             "params": Key(check=_of(SHARE_KEPT), default=None),
             "select_mlp": Key(check=_word(*MLP_RANKINGS), default=None),
@@ -355,8 +355,10 @@ def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) 
         raise BadInput(f"{path}: [reduce] has macs and params; give one budget")
     if budgets and (wanted["mlp"] or wanted["attn"]):
         raise BadInput(f"{path}: [reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
-    if not budgets and not wanted["mlp"] and not wanted["attn"] and wanted["heads"] != "auto":
-        raise BadInput(f"{path}: [reduce] removes nothing; give mlp or attn a share above 0, or a budget")
+    if not budgets and wanted["mlp"] is None and wanted["attn"] is None and wanted["heads"] != "auto":
+        raise BadInput(
+            f"{path}: [reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), or a budget"
+        )
     if budgets and wanted["preset"] != "best":
         raise BadInput(f"{path}: reduce.{budgets[0]} needs preset best, got {wanted['preset']!r}")
     if tables["calibration"]["hold_out"] is not None and wanted["closed_loop"]:

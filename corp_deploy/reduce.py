@@ -40,8 +40,8 @@ def uniform_widths(model: nn.Module, choices: Choices) -> dict[str, int | HeadWi
     """Every site that the choices reduce, with the same share kept everywhere, aligned."""
     found = vit.parts(model)
     widths: dict[str, int | HeadWidths] = {}
-    if choices.mlp_sparsity > 0.0:
-        share, align = 1.0 - choices.mlp_sparsity, choices.align_hidden
+    if choices.mlp_sparsity is not None:
+        share, align = choices.mlp_kept, choices.align_hidden
         widths |= {part.name: aligned_width(part.hidden, share, align) for part in found.mlps}
     if choices.reduces_attention:
         widths |= {part.name: head_widths(part.qk, part.v, choices) for part in found.attentions if not part.keeps_qk}
@@ -85,7 +85,7 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
 def notes_on(found: vit.Parts, choices: Choices) -> tuple[str, ...]:
     """What stays as it is although something was asked of it, and why."""
     notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in found.refused]
-    if choices.attention_sparsity > 0.0:
+    if choices.attention_sparsity:
         notes += [f"{part.name} keeps Q/K: {part.keeps_qk}" for part in found.attentions if part.keeps_qk]
         if choices.qk_recovery == "keep":
             notes.append("attention kept as it is: this preset's method reduces MLPs only")

@@ -84,11 +84,16 @@ def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI
     return recover_attention.logit(_system(site, moments), kept_HR, head_dim, ridge_rel=choices.ridge_rel)
 
 
+def leaves_values(choices: Choices, width: int, dense: int) -> bool:
+    """Whether values are none of the method's business: at full width, unless heads are square."""
+    return width == dense and choices.geometry != "square"
+
+
 def values_at_site(
     moments: AttentionMoments, choices: Choices, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
 ) -> ValueRecovery:
-    """The values and the output projection at one width per head; kept as they are at full width."""
-    if width == weight_OC.shape[1] // heads:
+    """The values and the output projection at one width per head."""
+    if leaves_values(choices, width, weight_OC.shape[1] // heads):
         return recover_values.keep(weight_OC, bias_O, heads)
     assert choices.value_recovery == "lowrank", choices.value_recovery
     return recover_values.lowrank(

@@ -61,8 +61,6 @@ def kept_channels(
     match choices.mlp_selection:
         case "obs":
             kept_K = (known or elimination(moments, layers, choices)).kept(width)
-            if width == weight_OF.shape[1]:
-                return kept_K
             return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=choices.ridge_rel).kept_K
         case "producer-l1":
             score_F = select.producer_l1(layers.first_FI)

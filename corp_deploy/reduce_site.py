@@ -9,7 +9,7 @@ from . import reduce_attention, reduce_mlp, vit
 from .choices import Choices, HeadWidths
 from .obs import Elimination
 from .recover_attention import QkRecovery
-from .reduce_attention import HeadMaps, qk_at_site, values_at_site
+from .reduce_attention import HeadMaps, leaves_values, qk_at_site, values_at_site
 from .reduce_mlp import MlpLayers, mlp_at_site, output_energy
 from .site_report import HeldOut, SiteReport
 
@@ -53,7 +53,7 @@ def reduced_mlp(
         site=part.name,
         part="mlp",
         width_dense=part.hidden,
-        width_asked=part.hidden * (1.0 - choices.mlp_sparsity),
+        width_asked=part.hidden * choices.mlp_kept,
         width=width,
         energy=output_energy(moments, layers),
         error_uncompensated=new.recovery.residual_uncompensated,
@@ -93,13 +93,12 @@ def reduced_attention(
     bias = None if part.qkv.bias is None else maps.applied(part.qkv.bias.detach())
     fill(module.qkv, maps.applied(part.qkv.weight.detach()), bias)
     fill(module.proj, values.weight_OK, values.bias_O)
-    asked = 1.0 - choices.attention_sparsity
     reports = [
         SiteReport(
             site=part.name,
             part="qk",
             width_dense=part.qk,
-            width_asked=part.qk * asked,
+            width_asked=part.qk * choices.attention_kept,
             width=widths.qk,
             energy=float(at_site.energy_H.sum()),
             error_uncompensated=float(at_site.recovery.residual_uncompensated_H.sum()),
@@ -110,13 +109,13 @@ def reduced_attention(
             held_out=None if held_out is None else _qk_held_out(part.name, at_site.recovery, held_out, choices),
         )
     ]
-    if widths.v != part.v:
+    if not leaves_values(choices, widths.v, part.v):
         reports.append(
             SiteReport(
                 site=part.name,
                 part="v",
                 width_dense=part.v,
-                width_asked=part.v * asked,
+                width_asked=part.v * choices.attention_kept,
                 width=widths.v,
                 energy=reduce_attention.output_energy(moments, weight_OC),
                 error_uncompensated=values.residual_uncompensated,

@@ -144,7 +144,7 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
 
 def _reduce_words(recipe: Recipe, root: Path) -> str:
     wanted = recipe["reduce"]
-    shares = [f"--{key} {wanted[key]:g}" for key in ("mlp", "attn", "macs", "params") if wanted[key]]
+    shares = [f"--{key} {wanted[key]:g}" for key in ("mlp", "attn", "macs", "params") if wanted[key] is not None]
     if wanted["closed_loop"]:
         shares.append("--closed-loop")
     if recipe["calibration"]["hold_out"] is not None:

@@ -70,8 +70,8 @@ class Scored:
         return Trial(
             preset=wanted.preset,
             budget=wanted.budget,
-            mlp_sparsity=choices.mlp_sparsity,
-            attention_sparsity=choices.attention_sparsity,
+            mlp_sparsity=choices.mlp_sparsity or 0.0,
+            attention_sparsity=choices.attention_sparsity or 0.0,
             geometry=choices.geometry,
             macs=cost,
             macs_share=cost / dense_macs,

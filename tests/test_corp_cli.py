@@ -187,8 +187,8 @@ def test_sparsity_outside_its_range(home: Path, tmp_path: Path, sparsity: str) -
     assert not (tmp_path / "r").exists()
 
 
-def test_nothing_to_remove_and_unknown_words(home: Path, tmp_path: Path) -> None:
-    refused(reduce(home, tmp_path / "r"), "nothing to remove")
+def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
+    refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp or --attn")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp=64,head=16")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--preset", "magic"), "magic")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--ridge", 0), "--ridge")

@@ -88,7 +88,7 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
     ("reduce", "said"),
     [
         ("mlp = 1.0", "reduce.mlp is 1.0, expected a share in [0, 1)"),
-        ("mlp = 0.0", "removes nothing"),
+        ("ridge = 1e-3", "[reduce] asks for nothing; give mlp or attn a share to remove"),
         ("macs = 0.6\nmlp = 0.5", "a budget (macs) and sparsities"),
         ("macs = 0.6\nparams = 0.5", "give one budget"),
         ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),
@@ -104,6 +104,15 @@ def test_a_reduction_that_cannot_be_is_refused(tmp_path: Path, reduce: str, said
     with pytest.raises(BadInput) as caught:
         load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", reduce)))
     assert said in str(caught.value)
+
+
+def test_full_widths_can_be_asked_for(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0\nattn = 0")))
+    assert (recipe.choices.mlp_sparsity, recipe.choices.attention_sparsity) == (0.0, 0.0)
+    again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
+    assert again.choices == recipe.choices
+    alone = load_recipe(written(tmp_path, LEAST))
+    assert (alone.choices.mlp_sparsity, alone.choices.attention_sparsity) == (0.5, None)
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:

@@ -42,11 +42,13 @@ class Ranking(click.ParamType[dict[str, str]]):
             if len(word) != 2 or word[1] not in known.get(word[0], ()):
                 each = "; ".join(f"{name}= {', '.join(allowed)}" for name, allowed in known.items())
                 self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW with {each}", param, ctx)
+        if len({word[0] for word in words}) != len(words):
+            self.fail(f"{value!r}: expected mlp= and head= once each", param, ctx)
         return {word[0]: word[1] for word in words}
 
 
 def _budget(
-    shares: dict[str, float | None], mlp: float, attn: float, tables: Path | None, batch: int | None
+    shares: dict[str, float | None], mlp: float | None, attn: float | None, tables: Path | None, batch: int | None
 ) -> "Budget | None":
     from ..latency_grid import Where
     from ..planning import Budget
@@ -57,10 +59,12 @@ def _budget(
     if "latency" not in given and (tables is not None or batch is not None):
         raise click.UsageError("--latency-tables and --batch belong to --latency")
     if not given:
-        if mlp == 0.0 and attn == 0.0:
-            raise click.UsageError("nothing to remove: give --mlp or --attn a share above 0, or a budget: --macs 0.6")
+        if mlp is None and attn is None:
+            raise click.UsageError(
+                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), or a budget: --macs 0.6"
+            )
         return None
-    if mlp > 0.0 or attn > 0.0:
+    if mlp or attn:
         raise click.UsageError("a budget chooses the widths itself; give it without --mlp and --attn")
     if shares["macs"] is not None:
         return Budget(currency="macs", share=shares["macs"])
@@ -74,8 +78,8 @@ def _budget(
 
 def choices_from_options(
     preset: str,
-    mlp: float,
-    attn: float,
+    mlp: float | None,
+    attn: float | None,
     heads: str,
     align: dict[str, int],
     ridge: float = DEFAULT_RIDGE_REL,
@@ -105,14 +109,16 @@ def choices_from_options(
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for model.safetensors and config.json.")
 @click.option(
-    "--mlp", type=Number(SHARE_REMOVED), default=0.0, show_default=True, help="Share of MLP hidden channels to remove."
+    "--mlp",
+    type=Number(SHARE_REMOVED),
+    default=None,
+    help="Share of MLP hidden channels to remove; 0 repairs at full width; default: MLPs are left alone.",
 )
 @click.option(
     "--attn",
     type=Number(SHARE_REMOVED),
-    default=0.0,
-    show_default=True,
-    help="Share of query/key dimensions to remove.",
+    default=None,
+    help="Share of query/key dimensions to remove; 0 repairs at full width; default: attention is left alone.",
 )
 @click.option(
     "--preset", type=click.Choice(list(PRESETS)), default="best", show_default=True, help="How to choose and repair."
@@ -170,8 +176,8 @@ def reduce_command(
     model: ModelChoice,
     moments: Path,
     output: Path,
-    mlp: float,
-    attn: float,
+    mlp: float | None,
+    attn: float | None,
     preset: str,
     select: dict[str, str] | None,
     heads: str,
@@ -230,7 +236,7 @@ def reduce_command(
         )
     for note in reduction.notes:
         out.warn(note)
-    if heads == "ragged" and attn > 0.0:
+    if heads == "ragged" and attn:
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded or square heads keep it")
     record = record_of_reduction(reduction, planned)
     checked = []

@@ -1,7 +1,7 @@
 """corp-deploy sweep."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,7 +22,16 @@ from .options import (
 )
 from .reduce import choices_from_options
 
+if TYPE_CHECKING:
+    from ..sweep import Trial
+
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
+
+
+def _removed(trial: "Trial", parts: str) -> list[tuple[str, float]]:
+    """The options that remove as much as a trial did."""
+    shares = (("mlp", trial.mlp_sparsity), ("attn", trial.attention_sparsity))
+    return [(word, share) for word, share in shares if parts in ("joint", word)]
 
 
 @click.command()
@@ -97,13 +106,14 @@ def sweep(
     mlp, attn = parts != "attn", parts != "mlp"
     wanted = [
         Wanted(
-            preset=name, choices=choices_from_options(name, share if mlp else 0.0, share if attn else 0.0, heads, align)
+            preset=name,
+            choices=choices_from_options(name, share if mlp else None, share if attn else None, heads, align),
         )
         for name in preset
         for share in sparsity
     ]
     wanted += [
-        Wanted(preset="best", choices=choices_from_options("best", 0.0, 0.0, heads, align), budget=share)
+        Wanted(preset="best", choices=choices_from_options("best", None, None, heads, align), budget=share)
         for share in macs
     ]
     with out.progress("sweeping", len(wanted), unit="models") as done:
@@ -115,7 +125,7 @@ def sweep(
     write_text(output / "sweep.svg", sweep_plot(trials))
     shown: list[Any] = [sweep_table(trials)]
     if answer is not None:
-        uniform = f"--mlp {answer.mlp_sparsity:g} --attn {answer.attention_sparsity:g}"
+        uniform = " ".join(f"--{word} {share:g}" for word, share in _removed(answer, parts))
         how = f"--preset {answer.preset} " + (uniform if answer.budget is None else f"--macs {answer.budget:g}")
         shown.append(f"smallest model with {min_agreement:.2%} agreement: {how} ({answer.macs_share:.1%} of the MACs)")
     out.result(record, *shown)
