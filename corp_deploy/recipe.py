@@ -375,6 +375,13 @@ def _refuse_unservable(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> N
         raise BadInput(f"{path}: package.name asks for a model repository, which needs fp32 among export.precisions")
 
 
+def _refuse_impossible_choices(path: Path, recipe: Recipe) -> None:
+    try:
+        _ = recipe.choices
+    except ValueError as error:
+        raise BadInput(f"{path}: [reduce]: {error}") from None
+
+
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe and what it extends. Raises BadInput, naming file and key, for anything that will not do.
 
@@ -394,8 +401,5 @@ def load_recipe(path: Path) -> Recipe:
         targets=tuple(_target(path, name, table, tables) for name, table in tables["targets"].items()),
         rules=_rules(path, "gate.fail_if", tables["gate"]["fail_if"], tables["bench"]["batches"]),
     )
-    try:
-        assert recipe.choices
-    except ValueError as error:
-        raise BadInput(f"{path}: [reduce]: {error}") from None
+    _refuse_impossible_choices(path, recipe)
     return recipe

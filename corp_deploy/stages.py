@@ -281,7 +281,8 @@ def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
 def _move(stage: Stage, root: Path, into: Path) -> dict[str, str]:
     """The made files to their places; returns their digests."""
     made = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
-    assert _complete(made, stage.makes), (stage.name, made ^ set(stage.makes))
+    if not _complete(made, stage.makes):
+        raise RuntimeError(f"stage {stage.name} was to make {sorted(stage.makes)}, but made {sorted(made)}")
     outputs = {}
     for name in sorted(made):
         _sync(into / name)

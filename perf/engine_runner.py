@@ -164,7 +164,8 @@ class EngineSession:
     def address(self, context: Any, source: int, sink: int) -> None:
         """Fix where the context reads images and writes logits."""
         for name, pointer in ((self.input, source), (self.output, sink)):
-            assert context.set_tensor_address(name, pointer), name
+            if not context.set_tensor_address(name, pointer):
+                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {_said(self.log)}")
 
     def _new_context(self) -> Any:
         if not self.eager_kernels:

@@ -30,6 +30,7 @@ class FakeContext:
     streams: list[int] = field(default_factory=list)
     config: Any = None
     enqueues: bool = True
+    takes_addresses: bool = True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self.shape = shape
@@ -41,7 +42,7 @@ class FakeContext:
 
     def set_tensor_address(self, name: str, pointer: int) -> bool:
         self.addresses[name] = pointer
-        return True
+        return self.takes_addresses
 
     def execute_async_v3(self, stream: int) -> bool:
         self.streams.append(stream)
@@ -215,6 +216,15 @@ def test_no_memory_for_a_context_is_running_out_of_memory(plan: Path) -> None:
     session = EngineSession.load(fake_trt(FakeEngine({}, out_of_memory=True)), plan, eager_kernels=False)
     with pytest.raises(MemoryError):
         session.context((2, 3, 2, 2))
+
+
+def test_an_address_that_is_refused_is_no_measurement(plan: Path) -> None:
+    engine = FakeEngine({})
+    session = EngineSession.load(fake_trt(engine), plan, eager_kernels=False)
+    context = session.context((2, 3, 2, 2))
+    engine.contexts[0].takes_addresses = False
+    with pytest.raises(RuntimeError, match="refused the address of images"):
+        session.address(context, 1, 2)
 
 
 def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> None:
