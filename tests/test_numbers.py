@@ -22,8 +22,9 @@ from perf.rule import rule_from_text
 NUMERIC = (Number, Numbers, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, Words)
 TEXTS = {
-    "dense", "init_model", "keep_fp32", "model", "name", "only", "patterns", "reference", "rules", "select", "server", "sm",
-}  # fmt: skip
+    *("dense", "init_model", "keep_fp32", "model", "name", "only", "patterns", "reference", "rules"),
+    *("select", "server", "sm"),
+}
 NO_NUMBERS = (
     *("1_0", "٣", "１", "nan", "inf", "-inf", "1e400", "-0", "+1", "-1e-3", "9" * 400, "9" * 5000),
     *("", " ", "0x10", "1 0", "1,,2", "1;2", "one", "1.2.3", "--1", "1e", "\x00"),
