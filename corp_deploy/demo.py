@@ -249,7 +249,7 @@ def demo_record(demo: Demo) -> dict[str, Any]:
     ]
     return {
         "verdict": demo.parity.verdict,
-        "reason": demo.parity.reason,
+        "line": demo.parity.line,
         "models": rows,
         "speed": speed,
         "effects": demo.effects,

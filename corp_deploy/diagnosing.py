@@ -14,7 +14,7 @@ from perf.measures import per_image
 
 from . import vit
 from .candidates import Candidate, Logits, Pixels
-from .checkpoint import Checkpoint
+from .checkpoint import CONFIG, Checkpoint
 
 WORST_IMAGES = 16
 
@@ -42,9 +42,11 @@ def dense_noise(dense: Checkpoint, images: Pixels) -> Mapping[str, float]:
 
 
 def mend_command(graph: Path) -> str:
-    """How to export again with the guilty site in float32."""
-    name = graph.name.replace(".fp16.", ".")
-    return f"corp-deploy export --model DIR --precision mixed --keep-fp32 '{{site}}*' -o {name}"
+    """How to export again with the guilty site in float32, to a file beside the graph that fails."""
+    stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
+    model = graph.parent if (graph.parent / CONFIG).is_file() else "DIR"
+    mixed = graph.with_name(f"{stem}.mixed.onnx")
+    return f"corp-deploy export --model {model} --precision mixed --keep-fp32 '{{site}}*' -o {mixed}"
 
 
 def located(

@@ -1,7 +1,6 @@
-"""The gate on files: evidence read, a baseline settled, verdicts written."""
+"""The gate on files: evidence read, judged beside an older record, verdicts written."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,8 @@ from rich.table import Table
 
 from perf.compare import Comparison
 from perf.evidence import Evidence
-from perf.gate import Gate, judge
+from perf.gate import Gate, Judged, judge
+from perf.parity import parity_from_json
 from perf.rule import Rule
 from perf.runs import load_bench
 from perf.summary import summarise
@@ -21,7 +21,7 @@ from .errors import BadInput
 from .files import read_json, replacing, write_text
 
 
-def evidence_of_files(paths: Sequence[Path]) -> Evidence:
+def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
     """At most one bench and one parity record, told apart by their kind. Raises BadInput for anything else."""
     found: dict[str, Path] = {}
     for path in paths:
@@ -29,9 +29,14 @@ def evidence_of_files(paths: Sequence[Path]) -> Evidence:
         if kind in found:
             raise BadInput(f"{path}: a second {kind} record beside {found[kind]}; give one of each kind")
         found[kind] = path
+    return found
+
+
+def evidence_of_files(bench: Path | None, parity: Path | None) -> Evidence:
+    """What the two records hold."""
     return Evidence(
-        bench=load_bench(found["bench"]) if "bench" in found else None,
-        parity=read_json(found["parity"], kind="parity") if "parity" in found else None,
+        bench=None if bench is None else load_bench(bench),
+        parity=None if parity is None else read_json(parity, kind="parity"),
     )
 
 
@@ -47,31 +52,18 @@ def _kind(path: Path) -> str:
     return str(kind)
 
 
-def settle_baseline(
-    rules: Sequence[Rule], now: Evidence, records: Sequence[Path], baseline: Path | None, *, init: bool
-) -> Evidence | None:
-    """The older record, made from this one when asked for. Raises BadInput when a rule needs one and there is none."""
-    if baseline is None:
-        if init:
-            raise BadInput("--init-baseline needs --baseline FILE, which is where the baseline goes")
-        return None
-    if baseline.is_file():
-        return Evidence(bench=load_bench(baseline))
-    if not init:
-        raise BadInput(
-            f"{baseline}: no such baseline; give an older bench.json, or --init-baseline to start with this one"
-        )
-    if now.bench is None:
-        raise BadInput("--init-baseline needs a bench.json among the records")
-    source = next(path for path in records if _kind(path) == "bench")
-    with replacing(baseline) as temporary:
-        shutil.copyfile(source, temporary)
-    return Evidence(bench=load_bench(baseline))
+def parity_row(path: Path) -> Judged:
+    """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
+    parity = parity_from_json(read_json(path, kind="parity"), where=str(path))
+    return Judged(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric="parity")
 
 
-def judged(rules: Sequence[Rule], now: Evidence, older: Evidence | None) -> Gate:
-    """Every rule's verdict."""
-    return judge(rules, now, older)
+def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, starting: bool) -> tuple[Judged, ...]:
+    """Every rule beside the older record; with `starting`, those that ask for one where there is none wait for it."""
+    if not rules:
+        return ()
+    before = None if older is None else Evidence(bench=load_bench(older))
+    return judge(rules, now, before, starting=starting).rules
 
 
 def gate_as_json(gate: Gate) -> str:

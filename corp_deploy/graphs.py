@@ -46,9 +46,11 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def path_for_precision(path: Path, precision: str) -> Path:
-    """NAME.onnx for fp32, NAME.fp16.onnx for fp16, so that both stand side by side."""
-    return path if precision == "fp32" else path.with_suffix(f".{precision}{path.suffix}")
+def paths_by_precision(path: Path, precisions: Sequence[str]) -> dict[str, Path]:
+    """One precision goes to the very file; several stand side by side: NAME.onnx for fp32, NAME.fp16.onnx for fp16."""
+    if len(precisions) == 1:
+        return {precisions[0]: path}
+    return {name: path if name == "fp32" else path.with_suffix(f".{name}{path.suffix}") for name in precisions}
 
 
 def export_checkpoint(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from perf.parity import parity_from_json
 from perf.runs import load_bench
 from perf.summary import summarise
 
@@ -61,7 +62,7 @@ def _calibrated(root: Path, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _agreement(parity: dict[str, Any]) -> Iterator[str]:
-    yield f"{parity['verdict']} on {parity['images']['count']} held-out images: {parity['reason']}."
+    yield f"Judged on held-out images: {parity_from_json(parity).line}."
     yield ""
     yield "| link | against | relative error | top-1 agreement | verdict |"
     yield "|---|---|---|---|---|"

@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from perf.parity import Parity
+from perf.parity import Parity, Verdict
 
 from .chain import Proof
 from .files import replacing, write_json
+
+# A proof in which nothing could fail proves nothing: inconclusive.
+EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "FAIL": 1, "UNJUDGED": 3}
 
 
 def save_proof(proof: Proof, path: Path) -> None:

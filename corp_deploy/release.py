@@ -2,15 +2,15 @@
 
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .baseline import Baseline
 from .errors import BadInput, Missing
-from .files import read_json, replacing, sha256_of_file, write_json, write_text
+from .files import read_json, sha256_of_file, write_json, write_text
 from .machine import versions
 from .recipe import Recipe, Target
 from .recipe_text import text_of_recipe
@@ -26,18 +26,6 @@ SUBJECTS = ("dense", "reduced")
 MANIFEST_KIND = "corp-deploy/manifest"
 MODELS = tuple(f"{name}/{file}" for name in SUBJECTS for file in ("config.json", "model.safetensors"))
 TORCH = ("torch", "timm", "numpy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """The older bench.json that rules compare with; `init` lets this release become it where there is none."""
-
-    path: Path | None = None
-    init: bool = False
-
-    def __post_init__(self) -> None:
-        if self.init and self.path is None:
-            raise BadInput("--init-baseline needs --baseline FILE, which is where the baseline goes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,15 +245,6 @@ def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
     )
 
 
-def _older(baseline: Baseline, root: Path) -> Path | None:
-    """The baseline to judge by; None when there is none yet, or when it is this very record."""
-    path, own = baseline.path, root / "bench.json"
-    if path is None or not path.is_file():
-        return None
-    same = baseline.init and own.is_file() and sha256_of_file(path) == sha256_of_file(own)
-    return None if same else path
-
-
 def _package_stage(recipe: Recipe, root: Path, records: Sequence[str]) -> Stage:
     """The Triton model repository of everything that was built."""
     name, labels = recipe["package"]["name"], recipe.optional_path("package", "labels")
@@ -284,14 +263,14 @@ def _package_stage(recipe: Recipe, root: Path, records: Sequence[str]) -> Stage:
 def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Iterator[Stage]:
     benches = tuple(bench_name(recipe, target) for target in recipe.targets)
     parities = tuple(dict.fromkeys(("parity.json", *map(parity_name, recipe.targets))))
-    older = _older(baseline, root)
+    older = baseline.older(root / benches[0])
     rules = {"gate.fail_if": recipe["gate"]["fail_if"]}
     rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
     fails = " ".join(f"--fail-if {shlex.quote(text)}" for text in recipe["gate"]["fail_if"])
     gate = Stage(
         name="gate",
         makes=("gate.json",),
-        does=_step("gate", recipe, older),
+        does=_step("gate", recipe, older, baseline.init),
         reads=(*benches, *parities),
         outside={} if older is None else {"baseline": older},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": _tool()},
@@ -385,10 +364,7 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
         if not files_of(path):
             raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
     asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
-    if baseline.path is not None and not baseline.path.is_file() and not baseline.init:
-        raise BadInput(
-            f"{baseline.path}: no such baseline; give an older bench.json, or --init-baseline to start with this one"
-        )
+    baseline.require()
     if asking and baseline.path is None:
         raise BadInput(f"gate.fail_if: {asking[0]!r} needs --baseline FILE, at first with --init-baseline")
 
@@ -422,15 +398,15 @@ def release(
         if outcome.blocked:
             return Released(outcome=outcome, verdict=None, exit_code=None)
         gate = read_json(root / "gate.json", kind="gate")
-        if baseline.init and baseline.path is not None and not baseline.path.exists() and gate["exit_code"] == 0:
-            with replacing(baseline.path) as temporary:
-                shutil.copyfile(root / "bench.json", temporary)
+        baseline.start(root / bench_name(recipe, recipe.targets[0]), exit_code=gate["exit_code"])
     return Released(outcome=outcome, verdict=gate["verdict"], exit_code=gate["exit_code"])
 
 
-def run_only(recipe: Recipe, root: Path, names: Sequence[str], *, told: Callable[[Stage, str], None]) -> Outcome:
+def run_only(
+    recipe: Recipe, root: Path, names: Sequence[str], baseline: Baseline, *, told: Callable[[Stage, str], None]
+) -> Outcome:
     """The named stages alone, from what stands in the directory. Raises Missing when this machine can't do one."""
-    stages = stages_of(recipe, root, Baseline())
+    stages = stages_of(recipe, root, baseline)
     known = {stage.name for stage in stages}
     for name in names:
         if name not in known:

@@ -19,12 +19,10 @@ from export.choices import BuildChoices
 from export.engine import build_engine, write_engine
 from export.triton import write_repository
 from perf.bench import bench
-from perf.evidence import Evidence
-from perf.gate import Gate, Judged, Verdict, judge
+from perf.gate import Gate
 from perf.onnx_runner import OnnxRunner
 from perf.report import html, junit, markdown
-from perf.rule import Rule
-from perf.runs import load_bench, save_bench
+from perf.runs import save_bench
 from perf.timing import Plan
 from perf.verdicts import save_gate
 
@@ -33,6 +31,7 @@ from .candidates import Candidate, candidate_from_path
 from .chain import Limits, given_from_images, prove
 from .checkpoint import load_checkpoint, load_dense, save
 from .files import read_json, replacing, sha256_of_file, write_json, write_text
+from .gating import evidence_of_files, judged_rows, parity_row
 from .graphs import export_checkpoint
 from .inputs import images_for_model, labels_from_path, require_device
 from .model_card import card
@@ -236,38 +235,16 @@ def write_bench(place: Place, recipe: Recipe, target: Target, command: str) -> N
     save_bench(measured, place.into / bench_name(recipe, target))
 
 
-def _parity_rule(path: Path) -> Judged:
-    parity = read_json(path, kind="parity")
-    verdict: Verdict = "FAIL" if parity["verdict"] == "FAIL" else "PASS"
-    return Judged(rule=f"parity ({path.name})", verdict=verdict, message=parity["reason"], metric="parity")
-
-
-def _started(rule: Rule) -> Judged:
-    message = "there is no baseline yet; a record that passes becomes it"
-    return Judged(rule=rule.text, verdict="PASS", message=message, metric=rule.metric)
-
-
-def _judged(rules: Sequence[Rule], now: Evidence, baseline: Path | None) -> list[Judged]:
-    """Without a baseline, rules that ask for one start with this record."""
-    if baseline is not None:
-        return list(judge(rules, now, Evidence(bench=load_bench(baseline))).rules) if rules else []
-    ready = [rule for rule in rules if not rule.wants_baseline]
-    found = list(judge(ready, now).rules) if ready else []
-    return found + [_started(rule) for rule in rules if rule.wants_baseline]
-
-
-def write_gate(place: Place, recipe: Recipe, baseline: Path | None) -> None:
+def write_gate(place: Place, recipe: Recipe, older: Path | None, starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, then each target's own."""
     records = ["parity.json", *(parity_name(target) for target in recipe.targets)]
-    rows = [_parity_rule(place.root / name) for name in dict.fromkeys(records)]
+    rows = [parity_row(place.root / name) for name in dict.fromkeys(records)]
     for target in recipe.targets:
-        now = Evidence(
-            bench=load_bench(place.root / bench_name(recipe, target)),
-            parity=read_json(place.root / parity_name(target), kind="parity"),
-        )
+        now = evidence_of_files(place.root / bench_name(recipe, target), place.root / parity_name(target))
         if target == recipe.targets[0]:
-            rows += _judged(recipe.rules, now, baseline)
-        rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in _judged(target.rules, now, None)]
+            rows += judged_rows(recipe.rules, now, older, starting=starting)
+        own = judged_rows(target.rules, now, None, starting=False)
+        rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
     save_gate(Gate(rules=tuple(rows)), place.into / "gate.json")
 
 

@@ -1,4 +1,4 @@
-"""Judge records by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE, each with its reason.
+"""Judge records by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE, each with its reason; UNJUDGED without a bound.
 
 A rule fails only when the whole interval of its figure is on the forbidden side, and passes only when none of it is. An
 older record judges a newer one only if both were measured alike; and when both hold the same reference model, a change
@@ -17,9 +17,9 @@ from .runs import differing_keys
 from .stats import Interval
 from .summary import finite
 
-Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE"]
-EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
-GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS")
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
+EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "UNJUDGED": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
+GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS", "UNJUDGED")
 BLOCKS_IN_ROUND = 4
 MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
 
@@ -41,9 +41,13 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """All rules, judged; the gravest verdict is the gate's."""
+    """All rules, judged; the gravest verdict is the gate's. Raises BadInput without any."""
 
     rules: tuple[Judged, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise BadInput("a gate needs at least one rule")
 
     @property
     def verdict(self) -> Verdict:
@@ -55,20 +59,33 @@ class Gate:
         return EXIT_CODES[self.verdict]
 
 
-def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None) -> Gate:
-    """Judge every rule.
+def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None, *, starting: bool = False) -> Gate:
+    """Judge every rule. With `starting` this record may become the baseline: rules that ask for one are UNJUDGED, but
+    for those whose figure this record doesn't have either.
 
     Raises:
         BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.
     """
-    if not rules:
-        raise BadInput("a gate needs at least one rule")
     lost = [rule.text for rule in rules if rule.wants_baseline and baseline is None]
-    if lost:
+    if lost and not starting:
         raise BadInput(
             f"no baseline to compare with, but {lost[0]!r} needs one: give a baseline, or make this record it"
         )
-    return Gate(rules=tuple(_judged(rule, now, baseline) for rule in rules))
+    return Gate(
+        rules=tuple(_started(rule, now) if rule.text in lost else _judged(rule, now, baseline) for rule in rules)
+    )
+
+
+def _started(rule: Rule, now: Evidence) -> Judged:
+    """A figure that no older record has a bound for; without it the record is no baseline."""
+    value, bound = now.reading(rule, rule.subject, "this record"), Reading(interval=None)
+    if value.broken is not None:
+        return _worded(rule, "FAIL", value.broken, value, bound)
+    if value.interval is None or value.doubt is not None:
+        return _worded(rule, "INCONCLUSIVE", value.doubt, value, bound)
+    if not math.isfinite(value.interval.high):
+        return _worded(rule, "INCONCLUSIVE", _too_few(value), value, bound)
+    return _worded(rule, "UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
 
 
 def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> Judged:
@@ -157,7 +174,7 @@ def _more(mine: Interval, limit: Interval, value: Reading) -> str:
     gap = mine.value - limit.value
     width = gap - low if gap > 0 else high - gap
     if not math.isfinite(mine.high):
-        return f"only {value.count} {value.unit} were kept, too few for an interval; measure longer"
+        return _too_few(value)
     if value.unit is None:
         return "the interval straddles the bound"
     more = math.inf if gap == 0 else value.count * ((width / gap) ** 2 - 1)
@@ -167,6 +184,10 @@ def _more(mine: Interval, limit: Interval, value: Reading) -> str:
     if unit == "rounds":
         count, unit = BLOCKS_IN_ROUND * count, "blocks"
     return f"the interval straddles the bound; about {count} more {unit} would decide"
+
+
+def _too_few(value: Reading) -> str:
+    return f"only {value.count} {value.unit} were kept, too few for an interval; measure longer"
 
 
 def _without(mine: Interval, moved: Interval) -> Interval:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from .numerals import percent, signed_percent
 from .story import Story
 from .summary import SummaryRow
 
 
-def verdicts(story: Story) -> list[tuple[str, str, str]]:
-    """Name, verdict and reason of each record that has one; none is computed here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated:
+    """A record's verdict as it stands in a report: `words` name it with what was judged, `why` is what it rests on."""
+
+    words: str
+    verdict: str
+    why: str
+
+
+def verdicts(story: Story) -> list[Stated]:
+    """Each record that has a verdict; none is computed here."""
     found = []
     if story.gate_verdict is not None:
         unmet = [line.message for line in story.gate if line.verdict != "PASS"]
-        found.append(("Gate", story.gate_verdict, "; ".join(unmet) or f"all {len(story.gate)} rules pass"))
+        why = "; ".join(unmet) or f"all {len(story.gate)} rules pass"
+        found.append(Stated(words=f"Gate {story.gate_verdict}", verdict=story.gate_verdict, why=why))
     if story.parity is not None:
-        found.append(("Parity", story.parity.verdict, story.parity.reason))
+        words = f"Parity {story.parity.verdict} ({story.parity.judged})"
+        found.append(Stated(words=words, verdict=story.parity.verdict, why=story.parity.reason))
     return found
 
 

@@ -91,21 +91,29 @@ class Parity:
         return "UNJUDGED" if all(link.status == "UNJUDGED" for link in self.links) else "PASS"
 
     @property
+    def judged(self) -> str:
+        """How many links a limit judged and how many were measured only: a link without a limit has not passed."""
+        free = sum(link.status == "UNJUDGED" for link in self.links)
+        judged = len(self.links) - free
+        words = f"{judged} {'link' if judged == 1 else 'links'} judged"
+        return f"{words}, {free} measured without a limit" if free else words
+
+    @property
     def reason(self) -> str:
-        """One sentence: what failed, or how many links were judged."""
+        """What it was found on, and what failed."""
         failed = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
         failed += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
-        if failed:
-            return "; ".join(failed)
-        judged = sum(link.status == "PASS" for link in self.links)
-        free = len(self.links) - judged
         on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else 'images'}"
-        tail = f"; {free} measured without a limit" if free else ""
-        return f"{judged} of {len(self.links)} links within tolerance {on}{tail}"
+        return f"{on}: {'; '.join(failed)}" if failed else on
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, the same wherever it stands."""
+        return f"{self.verdict} ({self.judged}) {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values; null stands for a number that is not finite."""
-        head = {"kind": KIND, "version": VERSION, "verdict": self.verdict, "reason": self.reason}
+        head = {"kind": KIND, "version": VERSION, "verdict": self.verdict, "reason": self.reason, "line": self.line}
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         return head | json_from_row(self) | {"batches": sizes}
 

@@ -50,7 +50,7 @@ def html(record: Mapping[str, Any]) -> str:
 def markdown(record: Mapping[str, Any]) -> str:
     """The same tables for a pull request or a terminal."""
     story = story_from_record(record)
-    lines = [f"# {story.title}", "", *(f"**{name} {verdict}**: {why}  " for name, verdict, why in verdicts(story)), ""]
+    lines = [f"# {story.title}", "", *(f"**{stated.words}** {stated.why}  " for stated in verdicts(story)), ""]
     lines += [lead(story), ""] if lead(story) else []
     for table in tables(story).values():
         lines += [f"## {table.title}", "", *_markdown_rows(table), ""]
@@ -70,6 +70,7 @@ def junit(record: Mapping[str, Any]) -> str:
     story = story_from_record(record)
     suites = ElementTree.Element("testsuites", name=story.title)
     links, findings = (story.parity.links, story.parity.structure) if story.parity else ((), ())
+    lines = {"parity": story.parity.line} if story.parity else {}
     cases = {
         "parity": [(link.name, link.status, link.reason) for link in links],
         "structure": [(f"{f.test} of {f.candidate}", f.status, f.reason) for f in findings],
@@ -77,7 +78,7 @@ def junit(record: Mapping[str, Any]) -> str:
     }
     for suite, rows in cases.items():
         if rows:
-            _suite(suites, suite, rows)
+            _suite(suites, suite, rows, lines.get(suite))
     ElementTree.indent(suites)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
@@ -88,11 +89,14 @@ def svgs(record: Mapping[str, Any]) -> dict[str, str]:
     return {figure.key: standalone(figure.svg) for figure in (*speed_figures(story), *fidelity_figures(story))}
 
 
-def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str, str]]) -> None:
+def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str, str]], line: str | None) -> None:
     failures = sum(status == "FAIL" for _, status, _ in rows)
     skipped = sum(status not in ("PASS", "FAIL", "NOTED") for _, status, _ in rows)
     counts = {"tests": str(len(rows)), "failures": str(failures), "skipped": str(skipped), "errors": "0"}
     suite = ElementTree.SubElement(parent, "testsuite", {"name": name, **counts})
+    if line is not None:
+        properties = ElementTree.SubElement(suite, "properties")
+        ElementTree.SubElement(properties, "property", {"name": "verdict", "value": line})
     for case, status, why in rows:
         element = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": case})
         if status == "FAIL":
@@ -105,15 +109,14 @@ def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str
 
 def _banner(story: Story) -> str:
     found = verdicts(story)
-    tones = [TONES.get(verdict, "note") for _, verdict, _ in found]
+    tones = [TONES.get(stated.verdict, "note") for stated in found]
     tone = next((t for t in ("fail", "note", "pass") if t in tones), "none")
     chips = [
-        f'<span class="chip full {t}">{escape(f"{name} {verdict}")}</span>'
-        for (name, verdict, _), t in zip(found, tones, strict=True)
+        f'<span class="chip full {t}">{escape(stated.words)}</span>' for stated, t in zip(found, tones, strict=True)
     ]
     chips = chips or ['<span class="chip">No verdict: nothing was verified</span>']
     sentence = f'<p class="lead">{_unbroken(lead(story))}</p>' if lead(story) else ""
-    whys = [f'<p class="why"><b>{escape(name)}</b> {escape(why)}</p>' for name, _, why in found]
+    whys = [f'<p class="why"><b>{escape(stated.words)}</b> {escape(stated.why)}</p>' for stated in found]
     return f'<div class="verdict {tone}"><p>{"".join(chips)}</p>{sentence}{"".join(whys)}</div>'
 
 

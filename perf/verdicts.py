@@ -31,19 +31,20 @@ def save_gate(gate: Gate, path: Path) -> None:
 
 
 def junit_from_gate(gate: Gate) -> str:
-    """One test case per rule. FAIL is a failure; what could not be decided is an error, so no CI shows it green."""
+    """One test case per rule. FAIL is a failure, what could not be decided an error, what had no bound is skipped."""
     judged = gate.rules
     failed = sum(rule.verdict == "FAIL" for rule in judged)
     errors = sum(rule.verdict in ("INCONCLUSIVE", "NOT-COMPARABLE") for rule in judged)
-    suite = ElementTree.Element(
-        "testsuite", name="corp-deploy gate", tests=str(len(judged)), failures=str(failed), errors=str(errors)
-    )
+    skipped = sum(rule.verdict == "UNJUDGED" for rule in judged)
+    counts = {"tests": len(judged), "failures": failed, "errors": errors, "skipped": skipped}
+    attributes = {"name": "corp-deploy gate"} | {key: str(count) for key, count in counts.items()}
+    suite = ElementTree.Element("testsuite", attributes)
     for rule in judged:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=rule.rule)
         if rule.verdict == "PASS":
             ElementTree.SubElement(case, "system-out").text = rule.message
             continue
-        tag = "failure" if rule.verdict == "FAIL" else "error"
+        tag = {"FAIL": "failure", "UNJUDGED": "skipped"}.get(rule.verdict, "error")
         ElementTree.SubElement(case, tag, type=rule.verdict, message=rule.message)
     ElementTree.indent(suite)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"

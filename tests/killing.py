@@ -121,8 +121,9 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     import torch
 
     from corp_deploy import release_steps
+    from corp_deploy.baseline import Baseline
     from corp_deploy.recipe import load_recipe
-    from corp_deploy.release import Baseline, release
+    from corp_deploy.release import release
 
     assert release_steps
     torch.set_num_threads(1)

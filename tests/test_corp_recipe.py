@@ -189,6 +189,8 @@ def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_pa
     assert recipe.path("held_out", "images") == tmp_path.resolve() / "images" / "held-out"
     text = path.read_text()
     assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
+    limits = recipe["parity"]
+    assert (limits["min_agreement"], limits["max_error"]) == (0.98, 0.05), "no link of a first release goes unjudged"
     with_labels = starter(str(model), path, images=None, held_out=None, labels=tmp_path / "labels.npy")
     path.write_text(with_labels)
     assert load_recipe(path).path("held_out", "labels") == tmp_path.resolve() / "labels.npy"

@@ -252,6 +252,36 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     assert made(result) == ["gate", "report", "manifest"]
 
 
+def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
+    """Not one whose rule fails, whose proof fails or whose figures decide nothing."""
+    baseline = home / "baseline.json"
+    started = ("--baseline", baseline, "--init-baseline")
+    edit(home, '"params >= dense"', '"size_bytes > baseline * 1.01", "params < dense"')
+    release(home, *started, expect=1)
+    edit(home, '"params < dense"', '"p99@b2 > 1000"')
+    release(home, *started, expect=3)
+    edit(home, ', "p99@b2 > 1000"', "")
+    edit(home, "batches = [1, 3]", "batches = [1, 3]\nmax_error = 0.0")
+    release(home, *started, expect=1)
+    assert not baseline.exists()
+    edit(home, "max_error = 0.0", "min_agreement = 0.0")
+    result = release(home, *started)
+    assert baseline.read_bytes() == (home / "out" / "bench.json").read_bytes()
+    assert "PASS (3 links judged) on 9 images" in said(result)
+
+
+def test_the_verdict_says_what_had_no_limit_wherever_it_stands(first: Path) -> None:
+    out = first / "out"
+    line = "PASS (1 link judged, 2 measured without a limit) on 9 images"
+    (row,) = [row for row in json.loads((out / "gate.json").read_text())["rules"] if row["metric"] == "parity"]
+    assert (row["verdict"], row["message"]) == ("PASS", line)
+    for name in ("MODEL_CARD.md", "report.xml", "parity.json"):
+        assert line in (out / name).read_text(), name
+    for name in ("report.html", "report.md"):
+        assert "Parity PASS (1 link judged, 2 measured without a limit)" in (out / name).read_text(), name
+    assert 'skipped="2"' in (out / "report.xml").read_text()
+
+
 def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
     edit(home, "calibration.npy", "nowhere")
     assert "calibration.images: " in release(home, expect=2).stderr

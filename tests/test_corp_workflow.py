@@ -21,6 +21,7 @@ from corp_deploy.choices import aligned_width, aligned_widths, choices_from_pres
 from corp_deploy.cli import main
 from corp_deploy.cost import macs
 from corp_deploy.errors import BadInput
+from corp_deploy.graphs import facts_of_onnx
 from corp_deploy.head_choice import choose_heads
 from corp_deploy.reduce import reduce
 from corp_deploy.sweep import logits
@@ -266,9 +267,8 @@ def test_build_and_audit(home: Path, tmp_path: Path) -> None:
         ("padded", padded, []),
         ("ragged", padded, ["--heads", "ragged"]),
     ):
-        graphs[name] = tmp_path / f"{name}.onnx"
-        done("export", "--model", model, "-o", graphs[name], "--precision", "fp16", *extra)
         graphs[name] = tmp_path / f"{name}.fp16.onnx"
+        done("export", "--model", model, "-o", graphs[name], "--precision", "fp16", *extra)
     plan = tmp_path / "padded.plan"
     done("build", graphs["padded"], "--backend", "tensorrt-rtx", "--batch", "1:2:4", "--sm", "86", "-o", plan)
     record = json.loads((tmp_path / "padded.plan.json").read_text())
@@ -287,10 +287,22 @@ def test_a_backend_that_is_absent_exits_with_4_and_says_how(home: Path, tmp_path
     except ImportError:
         pass
     done("export", "--model", home / "dense", "-o", tmp_path / "d.onnx", "--precision", "fp16")
-    result = run("build", tmp_path / "d.fp16.onnx", "--batch", "1:2:4", "-o", tmp_path / "d.plan")
+    result = run("build", tmp_path / "d.onnx", "--batch", "1:2:4", "-o", tmp_path / "d.plan")
     assert result.exit_code == 4
     assert "pip install" in result.stderr
     assert not (tmp_path / "d.plan").exists()
+
+
+def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Path, tmp_path: Path) -> None:
+    one = done("export", "--model", home / "dense", "--precision", "fp16", "-o", tmp_path / "x.onnx", "--json")
+    assert [Path(row["path"]).name for row in json.loads(one.stdout)["written"]] == ["x.onnx"]
+    assert facts_of_onnx(tmp_path / "x.onnx").precision == "fp16"
+    assert [path.name for path in tmp_path.glob("*.onnx")] == ["x.onnx"]
+    both = done("export", "--model", home / "dense", "--precision", "fp16,fp32", "-o", tmp_path / "y.onnx")
+    printed = "".join(both.stdout.split())
+    assert "y.onnx:fp32" in printed
+    assert "y.fp16.onnx:fp16" in printed
+    assert [facts_of_onnx(tmp_path / name).precision for name in ("y.onnx", "y.fp16.onnx")] == ["fp32", "fp16"]
 
 
 # Proof
@@ -330,6 +342,7 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
     far = tmp_path / "far.npy"
     np.save(far, 3.0 * tiny.images(24, seed=9) + 1.0)
     words = ["verify", home / "dense", home / "dense", "-o", tmp_path / "p.json", "--batch", "4", "--json"]
+    words += ["--min-agreement", 1]
     near = json.loads(done(*words, "--images", home / "images.npy", "--moments", home / "m.safetensors").stdout)
     assert near["shift"]["status"] == "PASS"
     shifted = json.loads(done(*words, "--images", far, "--moments", home / "m.safetensors").stdout)
@@ -352,7 +365,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     save(Checkpoint(model=hot, architecture=dense.architecture, lineage={}), tmp_path / "hot")
     result = done(
         "export", "--model", tmp_path / "hot", "--dense", home / "dense", "--precision", "mixed", "--auto",
-        "--images", home / "images.npy", "-o", tmp_path / "hot.onnx", "--json",
+        "--images", home / "images.npy", "-o", tmp_path / "hot.mixed.onnx", "--json",
     )  # fmt: skip
     assert json.loads(result.stdout)["kept_fp32"] == ["blocks.1.mlp"]
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4", "--half-factor", 8]
@@ -371,7 +384,10 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     small = reduced(home, tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
     bench = tmp_path / "bench.json"
     done("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
-    done("verify", home / "dense", small, "--images", home / "images.npy", "-o", tmp_path / "parity.json")
+    proof = ("verify", home / "dense", small, "--images", home / "images.npy", "-o", tmp_path / "parity.json")
+    free = done(*proof, code=3)
+    assert "UNJUDGED (0 links judged, 1 measured without a limit) on 24 images" in free.stdout
+    assert "nothing was judged: give --min-agreement or --max-error" in free.stderr
     files = [bench, tmp_path / "parity.json"]
     out = [word for suffix in ("json", "md", "xml") for word in ("-o", tmp_path / f"gate.{suffix}")]
     done(
@@ -385,12 +401,23 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
         "--track",
         tmp_path / "t",
     )
-    assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "PASS"
+    judged = json.loads((tmp_path / "gate.json").read_text())
+    assert judged["verdict"] == "PASS"
+    assert [row["verdict"] for row in judged["rules"]] == ["UNJUDGED", "PASS", "PASS"]
+    assert judged["rules"][0]["message"].startswith("UNJUDGED (0 links judged, 1 measured without a limit)")
     assert (tmp_path / "t" / "smaller-is-better.json").is_file()
     done("gate", *files, "--fail-if", "size_bytes < dense", code=1)
     words = ["gate", bench, "--fail-if", "size_bytes > baseline", "--baseline", tmp_path / "base.json"]
     assert "--init-baseline" in run(*words).stderr
+    done(*words, "--init-baseline", "--fail-if", "size_bytes < dense", code=1)
+    assert not (tmp_path / "base.json").exists(), "only a record that passes becomes the baseline"
     done(*words, "--init-baseline")
+    assert (tmp_path / "base.json").read_bytes() == bench.read_bytes()
     done(*words)
+    done(*proof, "--max-error", 0, code=1)
+    done(*words[:2], tmp_path / "parity.json", *words[2:4], "--baseline", tmp_path / "b", "--init-baseline", code=1)
+    assert not (tmp_path / "b").exists(), "nor one whose proof fails"
+    done("gate", tmp_path / "parity.json", code=1)
+    assert "nothing to judge" in run("gate", bench).stderr
     assert run("gate", *files, "--fail-if", "speed is good").exit_code == 2
     assert "no difference" in done("compare", bench, bench).stdout

@@ -288,9 +288,37 @@ def gate() -> Gate:
 
 def test_the_gravest_verdict_is_the_gates() -> None:
     assert (gate().verdict, gate().exit_code) == ("FAIL", 1)
-    assert EXIT_CODES == {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
+    assert EXIT_CODES == {"PASS": 0, "UNJUDGED": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
     assert Gate(rules=gate().rules[2:]).exit_code == 3
     assert Gate(rules=gate().rules[:1]).exit_code == 0
+
+
+def test_a_first_record_is_judged_by_what_needs_no_older_one() -> None:
+    rules = [rule_from_text(text) for text in ("p50@b8 > baseline * 1.03", "size_bytes > 500")]
+    first = judge(rules, Evidence(bench=plain()), starting=True)
+    assert [row.verdict for row in first.rules] == ["UNJUDGED", "FAIL"]
+    assert "a record that passes becomes it" in first.rules[0].message
+    only = judge(rules[:1], Evidence(bench=plain()), starting=True)
+    assert (only.verdict, only.exit_code) == ("UNJUDGED", 0)
+    skipped = ElementTree.fromstring(junit_from_gate(only))
+    assert (skipped.get("skipped"), skipped.get("errors")) == ("1", "0")
+    assert skipped[0].find("skipped") is not None
+
+
+def test_a_record_without_the_figure_can_not_start_a_baseline() -> None:
+    rules = [rule_from_text("p50@b8 > baseline * 1.03")]
+    broken = with_trial(plain(), "reduced", Trial(status="oom", message="no memory"))
+    assert judge(rules, Evidence(bench=broken), starting=True).verdict == "FAIL"
+    tails = [rule_from_text("p99@b8 > baseline * 1.03")]
+    assert judge(tails, Evidence(bench=plain(rounds=10)), starting=True).verdict == "INCONCLUSIVE"
+    few = judge(rules, Evidence(bench=plain(rounds=4)), starting=True)
+    assert (few.verdict, few.exit_code) == ("INCONCLUSIVE", 3)
+    assert "only 4 rounds were kept" in few.rules[0].message
+
+
+def test_an_older_record_is_compared_with_although_one_may_be_started() -> None:
+    rules, now = [rule_from_text("size_bytes > baseline")], Evidence(bench=plain(reduced_bytes=601))
+    assert judge(rules, now, Evidence(bench=plain()), starting=True).verdict == "FAIL"
 
 
 def test_junit_counts_and_escapes() -> None:

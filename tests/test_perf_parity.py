@@ -83,10 +83,12 @@ def test_nan_and_constant_outputs_fail_even_where_no_limit_was_set() -> None:
 def test_the_verdict_follows_from_the_parts() -> None:
     good, free = linked(REF, name="good"), linked(REF, tolerance=limits(), name="free")
     assert parity(good).verdict == "PASS"
-    assert parity(good, free).verdict == "PASS"
-    assert "1 measured without a limit" in parity(good, free).reason
-    assert parity(free).verdict == "UNJUDGED"
-    assert parity(good, linked(REF * 2, name="bad")).verdict == "FAIL"
+    assert parity(good).line == "PASS (1 link judged) on 40 images"
+    assert parity(good, free).line == "PASS (1 link judged, 1 measured without a limit) on 40 images"
+    assert parity(good, free).to_json()["line"] == parity(good, free).line
+    assert parity(free).line == "UNJUDGED (0 links judged, 1 measured without a limit) on 40 images"
+    bad = parity(good, free, linked(REF * 2, name="bad"))
+    assert bad.line.startswith("FAIL (2 links judged, 1 measured without a limit) on 40 images: bad: relative error 1")
     failed = parity(good, structure=tuple(outputs("b", REF * np.nan)))
     assert failed.verdict == "FAIL"
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason

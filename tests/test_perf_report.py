@@ -138,17 +138,35 @@ def test_the_headline_is_from_the_records() -> None:
     assert "Reduced is 1.60 times as fast as dense at batch 8" in page
     assert "a &lt;fast&gt; one · onnxruntime fp32 · 50 images · 2026-01-01" in page
     assert "same on 100&nbsp;% of 50 images" in page
-    assert (
-        '<span class="chip full note">Gate INCONCLUSIVE</span><span class="chip full pass">Parity PASS</span>' in page
-    )
+    assert '<span class="chip full note">Gate INCONCLUSIVE</span>' in page
+    assert '<span class="chip full pass">Parity PASS (1 link judged)</span>' in page
     assert "about 12 more blocks are needed" in page
+
+
+def test_a_link_without_a_limit_is_measured_and_not_passed() -> None:
+    (judged,) = parity().links
+    free = replace(judged, name="free", status="UNJUDGED", reason="no limit was set")
+    proof = replace(parity(), links=(judged, free)).to_json()
+    line = "PASS (1 link judged, 1 measured without a limit)"
+    assert f"Parity {line}</span>" in html(record(parity=proof))
+    assert f"**Parity {line}** on 50 images" in markdown(record(parity=proof))
+    suite = next(each for each in ElementTree.fromstring(junit(record(parity=proof))) if each.get("name") == "parity")
+    assert (suite.get("tests"), suite.get("skipped")) == ("2", "1")
+    verdict = suite.find("properties/property")
+    assert verdict is not None
+    assert verdict.get("value") == f"{line} on 50 images"
+    passed, skipped = suite.findall("testcase")
+    assert passed.find("skipped") is None
+    assert skipped.find("skipped") is not None
+    alone = replace(parity(), links=(free,)).to_json()
+    assert "Parity UNJUDGED (0 links judged, 1 measured without a limit)" in html(record(parity=alone))
 
 
 @pytest.mark.parametrize(("broken", "verdict"), [(False, "PASS"), (True, "FAIL")])
 def test_the_verdict_is_the_records_own(broken: bool, verdict: str) -> None:
     made = record(parity=parity(broken=broken).to_json(), gate=None)
-    assert f"Parity {verdict}</span>" in html(made)
-    assert f"**Parity {verdict}**" in markdown(made)
+    assert f"Parity {verdict} (1 link judged)</span>" in html(made)
+    assert f"**Parity {verdict} (1 link judged)**" in markdown(made)
 
 
 def test_words_of_the_user_are_escaped() -> None:

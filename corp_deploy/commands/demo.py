@@ -22,4 +22,4 @@ def demo(output: Path, out: Output) -> None:
         found = run_demo(output, said=out.note, step=step)
     record = demo_record(found)
     tables = demo_tables(record)
-    out.result(record, *tables, f"parity {record['verdict']}: {record['reason']}", f"report: {output / 'report.html'}")
+    out.result(record, *tables, f"parity {record['line']}", f"report: {output / 'report.html'}")

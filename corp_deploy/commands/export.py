@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 @click.command("export")
 @model_options
 @click.option(
-    "--output", "-o", type=FILE, required=True, help="ONNX file to write; fp16 goes to NAME.fp16.onnx beside it."
+    "--output",
+    "-o",
+    type=FILE,
+    required=True,
+    help="ONNX file to write; of several precisions fp32 goes there, others to NAME.fp16.onnx and so on beside it.",
 )
 @click.option(
     "--precision",
@@ -64,15 +68,14 @@ def export_command(
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
     from ..files import sha256_of_file
-    from ..graphs import export_checkpoint, path_for_precision
+    from ..graphs import export_checkpoint, paths_by_precision
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load()
     written: list[dict[str, Any]] = []
     kept: tuple[str, ...] = keep_fp32
     with out.progress("exporting", len(precision), unit="graphs") as done:
-        for index, name in enumerate(precision, start=1):
-            path = path_for_precision(output, name)
+        for index, (name, path) in enumerate(paths_by_precision(output, precision).items(), start=1):
             patterns = keep_fp32 if name == "mixed" else ()
             if name == "mixed" and auto:
                 assert images is not None

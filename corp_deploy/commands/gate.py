@@ -12,9 +12,9 @@ RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given se
 
 @click.command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
-@click.option("--fail-if", "rules", multiple=True, required=True, help=RULE_HELP)
+@click.option("--fail-if", "rules", multiple=True, help=RULE_HELP)
 @click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means.")
-@click.option("--init-baseline", is_flag=True, help="Make this bench.json the baseline when there is none yet.")
+@click.option("--init-baseline", is_flag=True, help="Make this bench.json the baseline if it passes and there is none.")
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
@@ -33,7 +33,9 @@ def gate(
     track: Path | None,
     out: Output,
 ) -> None:
-    """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE.
+    """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
+
+    The verdict of parity.json counts as well.
 
     Exit codes: 0 pass, 1 fail, 3 inconclusive, 5 not comparable.
 
@@ -41,14 +43,17 @@ def gate(
     """
     import json
 
+    from perf.gate import Gate
     from perf.rule import rule_from_text
 
+    from ..baseline import Baseline
     from ..gating import (
         evidence_of_files,
         gate_as_json,
         gate_table,
-        judged,
-        settle_baseline,
+        judged_rows,
+        parity_row,
+        records_by_kind,
         write_gate,
         write_tracking,
     )
@@ -56,14 +61,24 @@ def gate(
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
+    beside = Baseline(path=baseline, init=init_baseline)
+    beside.require()
+    files = records_by_kind(records)
+    bench, parity = files.get("bench"), files.get("parity")
+    if init_baseline and bench is None:
+        raise click.UsageError("--init-baseline needs a bench.json among the records")
+    if not rules and parity is None:
+        raise click.UsageError("nothing to judge: give a rule with --fail-if, or a parity.json, which has a verdict")
+    now = evidence_of_files(bench, parity)
+    rows = [] if parity is None else [parity_row(parity)]
     parsed = [rule_from_text(text) for text in rules]
-    now = evidence_of_files(records)
-    older = settle_baseline(parsed, now, records, baseline, init=init_baseline)
-    found = judged(parsed, now, older)
+    found = Gate(rules=(*rows, *judged_rows(parsed, now, beside.older(bench), starting=init_baseline)))
     for path in output:
         write_gate(found, path)
     if track is not None:
         write_tracking(now, track)
+    if bench is not None and beside.start(bench, exit_code=found.exit_code):
+        out.note(f"{baseline}: {bench} is the baseline now")
     out.result(json.loads(gate_as_json(found)), gate_table(found), f"gate {found.verdict}")
     ctx.exit(found.exit_code)
 

@@ -13,8 +13,9 @@ from .options import ANY_PATH, DIRECTORY, FILE
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..baseline import Baseline
     from ..recipe import Recipe
-    from ..release import Baseline, Released
+    from ..release import Released
     from ..stages import Planned, Stage
 
 EXIT_MISSING = 4
@@ -31,7 +32,7 @@ EXIT_MISSING = 4
 @click.option("--plan-only", is_flag=True, help="Write the stages this machine can't do as a shell script.")
 @click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable.")
 @click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means.")
-@click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline when there is none.")
+@click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline if it passes.")
 @output_options
 @click.pass_context
 def release(
@@ -56,8 +57,8 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
+    from ..baseline import Baseline
     from ..recipe import load_recipe
-    from ..release import Baseline
 
     if init_model is not None:
         _init(recipe, init_model, images, held_out, labels, out)
@@ -74,7 +75,7 @@ def release(
     elif plan_only:
         _plan_only(asked, output, older, out)
     elif only:
-        _only(asked, output, only, out)
+        _only(asked, output, only, older, out)
     else:
         _release(ctx, asked, output, older, out)
 
@@ -122,10 +123,10 @@ def _told(out: Output) -> Callable[["Stage", str], None]:
     return lambda stage, why: out.note(f"{stage.name}: {why}")
 
 
-def _only(recipe: "Recipe", output: Path, names: Sequence[str], out: Output) -> None:
+def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
     from ..release import run_only
 
-    outcome = run_only(recipe, output, names, told=_told(out))
+    outcome = run_only(recipe, output, names, baseline, told=_told(out))
     done = f"made {', '.join(outcome.made)}" if outcome.made else "nothing to do"
     out.result({"made": outcome.made, "cached": outcome.cached}, done)
 

@@ -69,6 +69,8 @@ def verify(
 ) -> None:
     """Prove on real images, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
 
+    A link without a limit is measured, not passed: set --min-agreement or --max-error. Exit 3 when no link had one.
+
     Give the candidates in the order they were made: reduced directory, FP32 graph, FP16 graph.
 
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
@@ -78,7 +80,7 @@ def verify(
     from ..candidates import candidate_from_path
     from ..chain import Limits, given_from_images, prove, random_inputs
     from ..inputs import images_for_model, labels_from_path
-    from ..proofs import parity_table, save_proof
+    from ..proofs import EXIT_CODES, parity_table, save_proof
 
     if (images is None) == (random is None):
         raise click.UsageError("give --images, or --random when random inputs are really meant")
@@ -103,7 +105,7 @@ def verify(
         )
     save_proof(proof, output)
     found = [f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in proof.parity.located]
-    verdict = f"{proof.parity.verdict}: {proof.parity.reason}"
-    out.result(proof.parity.to_json(), parity_table(proof.parity), *found, verdict)
-    if proof.parity.verdict == "FAIL":
-        ctx.exit(1)
+    if proof.parity.verdict == "UNJUDGED":
+        out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
+    out.result(proof.parity.to_json(), parity_table(proof.parity), *found, proof.parity.line)
+    ctx.exit(EXIT_CODES[proof.parity.verdict])
