@@ -17,10 +17,10 @@ from torch import nn
 from corp_deploy import vit
 from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.choices import HeadGeometry, aligned_width
-from corp_deploy.cost import macs
 from corp_deploy.files import write_json
 from corp_deploy.graphs import export_checkpoint
 from corp_deploy.machine import versions
+from corp_deploy.model_cost import macs
 from corp_deploy.side_by_side import Running, measure
 from corp_deploy.speed_table import speed_record
 from perf.timing import Plan
@@ -52,7 +52,7 @@ def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: 
         for checkpoint, path in zip((dense, reduced), graphs, strict=True):
             export_checkpoint(checkpoint, path, precision="fp32")
         bench = measure(*graphs, batches=batches, plan=plan, running=Running(threads=2))
-    share = macs(vit.shape(reduced.model)) / macs(vit.shape(dense.model))
+    share = macs(reduced.model) / macs(dense.model)
     return {
         "model": name,
         "heads": geometry,

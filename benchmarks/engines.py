@@ -23,7 +23,7 @@ from torch import nn
 
 from corp_deploy import vit
 from corp_deploy.attention import Geometry
-from corp_deploy.cost import macs
+from corp_deploy.model_cost import macs
 from export.choices import BatchProfile, BuildChoices
 from export.engine import build_engine
 from export.libraries import open_library
@@ -95,7 +95,7 @@ def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
                 model=name,
                 variant=variant,
                 sm=sm,
-                macs=macs(vit.shape(model)),
+                macs=macs(model),
                 onnx_bytes=first.onnx_bytes,
                 plan_bytes=first.plan_bytes,
                 kernels=first.kernels,

@@ -214,7 +214,7 @@ class Subject:
             alone = outputs(self.reduced(Method(name="probe", preset="best"), {name: width}), few)
             effect = float((alone - dense).square().sum() / dense.square().sum())
             scaled = tuple(effect * error / errors[at] for error in errors)
-            offers.append(Offer(site=name, widths=widths, costs=costs, errors=scaled))
+            offers.append(Offer(site=name, widths=widths, costs=costs, errors=scaled, cost_now=costs[-1]))
             spent += costs[at]
         whole = sum(offer.costs[-1] for offer in offers)
         return spend(offers, whole, spent / whole).widths

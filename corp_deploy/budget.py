@@ -8,7 +8,6 @@ widths is exact.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +15,30 @@ from torch import Tensor, nn
 from calib.moments import AttentionMoments, MlpMoments, Moments
 
 from . import allocate, recover_attention, recover_values, vit
-from .choices import Choices, HeadWidths, aligned_widths
-from .cost import attention_macs, attention_parameters, macs, mlp_macs, mlp_parameters
+from .choices import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from .errors import BadInput
+from .model_cost import macs, parameters
 from .obs import Elimination
 from .reduce import reduce, site_moments, uniform_widths
 from .reduce_mlp import elimination
 from .reduce_site import layers_of
+from .site_cost import Currency, SiteCosts, site_costs
 
-Currency = Literal["macs", "params"]
 Width = int | HeadWidths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One site: the widths it may have, narrowest first, the cost of each and the squared logit error each is worth."""
+    """One site: the widths it may have, narrowest first, the cost of each and the squared logit error each is worth.
+
+    `cost_now` is the site's cost in the model as it is, which may differ from that of the same widths in new modules.
+    """
 
     site: str
     widths: tuple[Width, ...]
     costs: tuple[int, ...]
     errors: tuple[float, ...]
+    cost_now: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,73 +86,64 @@ def _in_logits(curve: tuple[float, ...], at: int, effect: float) -> tuple[float,
     return tuple(effect * value / curve[at] if curve[at] > 0.0 else 0.0 for value in curve)
 
 
-def _mlp_offer(part: vit.MlpPart, tokens: int, probe: Probe, currency: Currency) -> Offer:
+def _mlp_offer(part: vit.MlpPart, costs: SiteCosts, probe: Probe) -> Offer:
     widths = aligned_widths(part.hidden, probe.choices.align_hidden)
-    dim = part.fc1.in_features
-    cost = {
-        "macs": lambda width: mlp_macs(tokens=tokens, dim=dim, hidden=width),
-        "params": lambda width: mlp_parameters(dim=dim, hidden=width),
-    }[currency]
     errors = tuple(probe.eliminations[part.name].error_at(width) for width in widths)
     if len(widths) > 1:
         half = _halfway(widths, part.hidden)
         errors = _in_logits(errors, widths.index(half), probe.effect({part.name: half}))
-    return Offer(site=part.name, widths=widths, costs=tuple(map(cost, widths)), errors=errors)
+    prices = tuple(costs.of_mlp(part, width) for width in widths)
+    return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
 
 
-def _attention_cost(
-    part: vit.AttentionPart, width: HeadWidths, tokens: int, choices: Choices, currency: Currency
-) -> int:
-    dim, heads = part.qkv.in_features, part.heads
-    if currency == "params":
-        return attention_parameters(dim=dim, heads=heads, qk=width.qk, v=width.v)
-    padded = choices.geometry == "padded"
-    return attention_macs(tokens=tokens, dim=dim, heads=heads, qk=width.qk, v=width.v, padded=padded)
-
-
-def _attention_curves(part: vit.AttentionPart, probe: Probe, widths: tuple[int, ...]) -> tuple[float, ...]:
-    """Q/K and, for square heads, the values, each probed apart and added up."""
+def _attention_curves(part: vit.AttentionPart, probe: Probe, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """Q/K where they may shrink and the values where they do, each probed apart and added up."""
     moments = site_moments(part.name, probe.moments, AttentionMoments, probe.model)
-    half = _halfway(widths, part.qk)
-    at = widths.index(half)
-    qk_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
-    effect = probe.effect({part.name: HeadWidths(qk=half, v=part.v)})
-    errors = _in_logits(tuple(float(qk_HD[:, width].sum()) for width in widths), at, effect)
-    if probe.choices.geometry != "square":
-        return errors
-    weight_OC = part.proj.weight.detach().double()
-    v_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
-    effect = probe.effect({part.name: HeadWidths(qk=part.qk, v=half)})
-    values = _in_logits(tuple(float(v_HD[:, width].sum()) for width in widths), at, effect)
-    return tuple(one + other for one, other in zip(errors, values, strict=True))
+    half = _halfway(sizes, part.size)
+    curves = []
+    if not part.keeps_qk:
+        lost_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
+        curves.append((lost_HD, HeadWidths(qk=half, v=part.v)))
+    if part.keeps_qk or probe.choices.geometry == "square":
+        weight_OC = part.proj.weight.detach().double()
+        lost_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
+        curves.append((lost_HD, HeadWidths(qk=part.qk, v=half)))
+    scaled = [
+        _in_logits(
+            tuple(float(lost_HD[:, size].sum()) for size in sizes),
+            sizes.index(half),
+            probe.effect({part.name: alone}),
+        )
+        for lost_HD, alone in curves
+    ]
+    return tuple(map(sum, zip(*scaled, strict=True)))
 
 
-def _attention_offer(part: vit.AttentionPart, tokens: int, probe: Probe, currency: Currency) -> Offer:
-    offered = aligned_widths(part.qk, probe.choices.align_head)
-    square = probe.choices.geometry == "square"
-    widths = tuple(HeadWidths(qk=width, v=width if square else part.v) for width in offered)
-    costs = tuple(_attention_cost(part, width, tokens, probe.choices, currency) for width in widths)
-    errors = _attention_curves(part, probe, offered) if len(offered) > 1 else (0.0,)
-    return Offer(site=part.name, widths=widths, costs=costs, errors=errors)
+def _attention_offer(part: vit.AttentionPart, costs: SiteCosts, probe: Probe) -> Offer:
+    sizes, geometry = aligned_widths(part.size, probe.choices.align_head), probe.choices.geometry
+    widths = tuple(head_widths(size, part.widths, geometry, keeps_qk=bool(part.keeps_qk)) for size in sizes)
+    prices = tuple(costs.of_attention(part, width, geometry_of_heads(width, geometry)) for width in widths)
+    errors = _attention_curves(part, probe, sizes) if len(sizes) > 1 else (0.0,)
+    return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
 
 
 def offers(probe: Probe, currency: Currency) -> Iterator[Offer]:
-    """Every site's offer, one probe pass or two each. Raises BadInput for choices that have no error curves."""
+    """Every site's offer, one probe pass or two each; an attention whose Q/K must stay offers its values.
+
+    Raises BadInput for choices that have no error curves.
+    """
     if probe.choices.mlp_selection != "obs" or probe.choices.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
-    tokens, found = vit.tokens(probe.model), vit.parts(probe.model)
+    costs, found = site_costs(probe.model, currency), vit.parts(probe.model)
     for mlp in found.mlps:
-        yield _mlp_offer(mlp, tokens, probe, currency)
+        yield _mlp_offer(mlp, costs, probe)
     for part in found.attentions:
-        if not part.keeps_qk:
-            yield _attention_offer(part, tokens, probe, currency)
+        yield _attention_offer(part, costs, probe)
 
 
 def dense_cost(model: nn.Module, currency: Currency) -> int:
-    """MACs of one image, or parameters, of the whole dense model."""
-    if currency == "macs":
-        return macs(vit.shape(model))
-    return sum(parameter.numel() for parameter in model.parameters())
+    """MACs of one image, or parameters, of the whole dense model, counted."""
+    return macs(model) if currency == "macs" else parameters(model)
 
 
 def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
@@ -157,7 +151,7 @@ def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
 
     Raises BadInput when even the narrowest widths cost more.
     """
-    fixed = dense - sum(offer.costs[-1] for offer in sites)
+    fixed = dense - sum(offer.cost_now for offer in sites)
     choices = [
         allocate.Choices(
             site=offer.site,
@@ -170,11 +164,23 @@ def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
     least = fixed + sum(offer.costs[0] for offer in sites)
     if least > share * dense:
         raise BadInput(
-            f"a budget of {share:g} is out of reach: the narrowest widths keep {least / dense:.3f}; ask for more"
+            f"a budget of {share:g} is out of reach: the narrowest widths keep {least / dense:.3f}, of which "
+            f"{fixed / dense:.3f} belongs to no site that can be reduced (see inspect); ask for more"
         )
     found = allocate.allocate(choices, share * dense - fixed)
     widths = {offer.site: offer.widths[found.widths[offer.site]] for offer in sites}
     return Allocated(widths=widths, share=(found.cost + fixed) / dense, predicted_error=found.error**0.5)
+
+
+def uniform(model: nn.Module, choices: Choices, sites: list[Offer], dense: int) -> Allocated:
+    """What the choices' own uniform sparsities leave and lose, by the offers; a site they don't touch stays whole."""
+    fixed = dense - sum(offer.cost_now for offer in sites)
+    asked = uniform_widths(model, choices)
+    widths = {offer.site: asked.get(offer.site, offer.widths[-1]) for offer in sites}
+    picks = [(offer, offer.widths.index(widths[offer.site])) for offer in sites]
+    cost = fixed + sum(offer.costs[pick] for offer, pick in picks)
+    error = sum(offer.errors[pick] for offer, pick in picks) ** 0.5
+    return Allocated(widths=widths, share=cost / dense, predicted_error=error)
 
 
 def uniform_for_share(
@@ -184,14 +190,9 @@ def uniform_for_share(
 
     None where none does: measured costs need not fall with every width.
     """
-    fixed = dense - sum(offer.costs[-1] for offer in sites)
     for percent in range(100):
-        uniform = replace(choices, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
-        asked = uniform_widths(model, uniform)
-        widths = {offer.site: asked.get(offer.site, offer.widths[-1]) for offer in sites}
-        picks = [(offer, offer.widths.index(widths[offer.site])) for offer in sites]
-        cost = fixed + sum(offer.costs[pick] for offer, pick in picks)
-        if cost <= share * dense:
-            error = sum(offer.errors[pick] for offer, pick in picks) ** 0.5
-            return percent / 100, Allocated(widths=widths, share=cost / dense, predicted_error=error)
+        asked = replace(choices, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
+        found = uniform(model, asked, sites, dense)
+        if found.share <= share:
+            return percent / 100, found
     return None

@@ -135,7 +135,17 @@ def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
     return (*range(step, dense, step), dense)
 
 
-def head_widths(dense_qk: int, dense_v: int, choices: Choices) -> HeadWidths:
-    """The uniform widths of one attention site."""
-    width = aligned_width(dense_qk, choices.attention_kept, choices.align_head)
-    return HeadWidths(qk=width, v=min(width, dense_v) if choices.geometry == "square" else dense_v)
+def head_widths(size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool) -> HeadWidths:
+    """What one number stands for: the width of the values where Q/K must stay, of all three with square heads, of
+    queries and keys with the others.
+    """
+    if keeps_qk:
+        return HeadWidths(qk=dense.qk, v=size)
+    return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" else dense.v)
+
+
+def geometry_of_heads(widths: HeadWidths, geometry: HeadGeometry) -> HeadGeometry:
+    """The geometry of one site: square where both widths are one, padded where square was asked and Q/K had to stay."""
+    if widths.qk == widths.v:
+        return "square"
+    return "padded" if geometry == "square" else geometry

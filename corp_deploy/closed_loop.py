@@ -199,4 +199,4 @@ def reduce_closed_loop(
         )
     reports = reports if widths is None else as_allocated(reports)
     reduced = vit.replaced(model, modules).eval().requires_grad_(False)
-    return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices))
+    return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices, wanted))

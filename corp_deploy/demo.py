@@ -22,18 +22,17 @@ from perf.runs import Bench, save_bench
 from perf.summary import summarise
 from perf.timing import Plan
 
-from . import vit
 from .calibration import calibrate
 from .candidates import candidate_from_path
 from .chain import Limits, given_from_images, prove
 from .checkpoint import Checkpoint, load_checkpoint
 from .choices import Choices, choices_from_preset
-from .cost import macs
 from .errors import Missing
 from .files import replacing, write_json, write_text
 from .graphs import export_checkpoint
 from .inputs import images_for_model, labels_from_path
 from .manifest import write_manifest
+from .model_cost import macs, parameters
 from .planning import Asked
 from .proofs import save_proof
 from .records import EFFECTS_KIND, record_of_directory
@@ -212,7 +211,7 @@ def run_demo(directory: Path, *, said: Callable[[str], None], step: Callable[[in
 
 
 def _cost(checkpoint: Checkpoint) -> tuple[int, int]:
-    return sum(p.numel() for p in checkpoint.model.parameters()), macs(vit.shape(checkpoint.model))
+    return parameters(checkpoint.model), macs(checkpoint.model)
 
 
 def demo_record(demo: Demo) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from perf.onnx_runner import onnx_precision
 from . import __version__, vit
 from .attention import Geometry
 from .checkpoint import Checkpoint
-from .cost import macs
 from .errors import BadInput
 from .files import replacing
 from .inputs import model_digest
+from .model_cost import macs, parameters
 
 PREFIX = "corp_deploy."
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
@@ -33,9 +33,9 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
         "version": __version__,
         "architecture": checkpoint.architecture.name,
         "model_sha256": model_digest(checkpoint.model),
-        "parameters": sum(parameter.numel() for parameter in checkpoint.model.parameters()),
-        "macs": None if found.refused else macs(vit.shape(checkpoint.model)),
-        "depth": len(found.mlps),
+        "parameters": parameters(checkpoint.model),
+        "macs": macs(checkpoint.model),
+        "depth": vit.depth(checkpoint.model),
         "widths": widths,
         "preprocessing": vit.input_spec(checkpoint.model).as_json(),
         "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED},

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from .budget import Allocated, Offer, Probe, dense_cost, offers, spend
-from .choices import Choices, HeadWidths
+from .budget import Allocated, Probe, dense_cost, offers, spend, uniform
+from .choices import Choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,18 +16,6 @@ class HeadChoice:
     ways: dict[str, Allocated]
 
 
-def _uniform_share(sites: list[Offer], dense: int, mlp_kept: float, head_kept: float) -> float:
-    """Share of the dense MACs that uniform shares of the widths leave, from the offers' own costs."""
-    fixed = dense - sum(offer.costs[-1] for offer in sites)
-    kept = 0
-    for offer in sites:
-        share = head_kept if isinstance(offer.widths[-1], HeadWidths) else mlp_kept
-        sizes = [width.qk if isinstance(width, HeadWidths) else width for width in offer.widths]
-        wanted = min(range(len(sizes)), key=lambda n: abs(sizes[n] - sizes[-1] * share))
-        kept += offer.costs[wanted]
-    return (fixed + kept) / dense
-
-
 def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     """Spend the same MACs on padded and on square heads and take the one whose curves predict less logit error.
 
@@ -38,8 +26,7 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     square = replace(probe, choices=replace(probe.choices, geometry="square"))
     padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
     if share is None:
-        asked = probe.choices
-        share = _uniform_share(padded_offers, dense, asked.mlp_kept, asked.attention_kept)
+        share = uniform(padded.model, padded.choices, padded_offers, dense).share
     ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))
     better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
     name, other = better[0].choices.geometry, worse[0].choices.geometry

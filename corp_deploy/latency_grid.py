@@ -23,7 +23,7 @@ from perf.timing import Plan
 from . import vit
 from .budget import Offer, Width
 from .checkpoint import Checkpoint
-from .choices import Choices, HeadWidths, aligned_widths
+from .choices import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from .errors import BadInput
 
 Backend = Literal["onnxruntime", "torch"]
@@ -80,7 +80,9 @@ class TokensAlone(nn.Module):
 def _name(part: vit.MlpPart | vit.AttentionPart, choices: Choices) -> str:
     if isinstance(part, vit.MlpPart):
         return f"mlp of {part.fc1.in_features} and {part.hidden}"
-    return f"attention of {part.qkv.in_features}, {part.heads} heads of {part.qk} and {part.v}, {choices.geometry}"
+    kept = ", Q/K kept" if part.keeps_qk else ""
+    widths = f"{part.heads} heads of {part.qk} and {part.v}{kept}"
+    return f"attention of {part.qkv.in_features}, {widths}, {choices.geometry}"
 
 
 def _layer(part: vit.MlpPart | vit.AttentionPart, choices: Choices, model: nn.Module, width: int) -> nn.Module:
@@ -90,9 +92,9 @@ def _layer(part: vit.MlpPart | vit.AttentionPart, choices: Choices, model: nn.Mo
         modules = vit.empty_mlp(part, hidden=width, output_bias=True)
         mlp = vit.replaced(model, dict(modules)).get_submodule(part.name)
         return mlp.eval()
-    v = width if choices.geometry == "square" else part.v
-    geometry = "square" if width == v else choices.geometry
-    return vit.empty_attention(part, qk=width, v=v, geometry=geometry, fused=False).eval()
+    widths = head_widths(width, part.widths, choices.geometry, keeps_qk=bool(part.keeps_qk))
+    geometry = geometry_of_heads(widths, choices.geometry)
+    return vit.empty_attention(part, qk=widths.qk, v=widths.v, geometry=geometry, fused=False).eval()
 
 
 def _spread(widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -127,7 +129,7 @@ def measure_tables(
         for name, part in every.items():
             mlp = isinstance(part, vit.MlpPart)
             dim = part.fc1.in_features if isinstance(part, vit.MlpPart) else part.qkv.in_features
-            dense_width = part.hidden if isinstance(part, vit.MlpPart) else part.qk
+            dense_width = part.hidden if isinstance(part, vit.MlpPart) else part.size
             widths = _spread(aligned_widths(dense_width, choices.align_hidden if mlp else choices.align_head))
 
             def open_width(
@@ -153,8 +155,12 @@ def measure_tables(
     return Tables(by_name=by_name, dense=dense, measured=measured + (not cached))
 
 
-def _size(width: Width) -> int:
-    return width.qk if isinstance(width, HeadWidths) else width
+def _size(part: vit.MlpPart | vit.AttentionPart, width: Width) -> int:
+    if isinstance(part, vit.MlpPart):
+        assert isinstance(width, int), (part.name, width)
+        return width
+    assert isinstance(width, HeadWidths), (part.name, width)
+    return width.v if part.keeps_qk else width.qk
 
 
 def offers_in_time(
@@ -168,9 +174,10 @@ def offers_in_time(
     parts = {part.name: part for part in vit.parts(checkpoint.model).every}
     priced = []
     for offer in sites:
-        table = tables.of(parts[offer.site], choices)
-        costs = tuple(round(1e6 * table.latency_ms(_size(width), batch)) for width in offer.widths)
-        priced.append(replace(offer, costs=costs))
+        part = parts[offer.site]
+        table = tables.of(part, choices)
+        costs = tuple(round(1e6 * table.latency_ms(_size(part, width), batch)) for width in offer.widths)
+        priced.append(replace(offer, costs=costs, cost_now=costs[-1]))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
     alone = sum(offer.costs[-1] for offer in priced)
     # Measured inside the model, a block can be faster than alone; what the blocks can't explain counts as fixed.

@@ -44,8 +44,18 @@ def uniform_widths(model: nn.Module, choices: Choices) -> dict[str, int | HeadWi
         share, align = choices.mlp_kept, choices.align_hidden
         widths |= {part.name: aligned_width(part.hidden, share, align) for part in found.mlps}
     if choices.reduces_attention:
-        widths |= {part.name: head_widths(part.qk, part.v, choices) for part in found.attentions if not part.keeps_qk}
+        widths |= {part.name: _uniform_heads(part, choices) for part in found.attentions if _shrinks(part, choices)}
     return widths
+
+
+def _shrinks(part: vit.AttentionPart, choices: Choices) -> bool:
+    """Where Q/K must stay, only square heads ask for something else: the values."""
+    return not part.keeps_qk or choices.geometry == "square"
+
+
+def _uniform_heads(part: vit.AttentionPart, choices: Choices) -> HeadWidths:
+    size = aligned_width(part.size, choices.attention_kept, choices.align_head)
+    return head_widths(size, part.widths, choices.geometry, keeps_qk=bool(part.keeps_qk))
 
 
 def site_moments(site: str, moments: Moments, kind: type[OneKind], model: nn.Module) -> OneKind:
@@ -82,13 +92,23 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
         )
 
 
-def notes_on(found: vit.Parts, choices: Choices) -> tuple[str, ...]:
+def _values_of(part: vit.AttentionPart, width: int | HeadWidths | None) -> str:
+    """What became of the values of an attention whose Q/K stay."""
+    if not isinstance(width, HeadWidths):
+        return "its values stay too, --heads square reduces them"
+    return f"{width.v} of {part.v} value dimensions a head stay"
+
+
+def notes_on(found: vit.Parts, choices: Choices, widths: Widths) -> tuple[str, ...]:
     """What stays as it is although something was asked of it, and why."""
     notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in found.refused]
-    if choices.attention_sparsity:
-        notes += [f"{part.name} keeps Q/K: {part.keeps_qk}" for part in found.attentions if part.keeps_qk]
-        if choices.qk_recovery == "keep":
-            notes.append("attention kept as it is: this preset's method reduces MLPs only")
+    notes += [
+        f"{part.name} keeps Q/K: {part.keeps_qk}; {_values_of(part, widths.get(part.name))}"
+        for part in found.attentions
+        if part.keeps_qk and (part.name in widths or (choices.reduces_attention and choices.attention_sparsity))
+    ]
+    if choices.attention_sparsity and choices.qk_recovery == "keep":
+        notes.append("attention kept as it is: this preset's method reduces MLPs only")
     return tuple(notes)
 
 
@@ -143,4 +163,4 @@ def reduce(
             done(finished)
     reports = reports if widths is None else as_allocated(reports)
     reduced = vit.replaced(model, modules).eval().requires_grad_(False)
-    return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices))
+    return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices, wanted))

@@ -70,6 +70,13 @@ def qk_at_site(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: T
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, choices))
 
 
+def kept_qk(moments: AttentionMoments) -> QkRecovery:
+    """Queries and keys as they are, where nothing may be done to them."""
+    heads, dense, _ = moments.q_second_HDD.shape
+    every_HR = torch.arange(dense, device=moments.q_second_HDD.device).expand(heads, dense)
+    return recover_attention.select(every_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
+
+
 def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if choices.qk_recovery == "lowrank":

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 from calib.moments import AttentionMoments, MlpMoments
 
 from . import reduce_attention, reduce_mlp, vit
-from .choices import Choices, HeadWidths
+from .choices import Choices, HeadWidths, geometry_of_heads
 from .obs import Elimination
 from .recover_attention import QkRecovery
-from .reduce_attention import HeadMaps, leaves_values, qk_at_site, values_at_site
+from .recover_values import ValueRecovery
+from .reduce_attention import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .reduce_mlp import MlpLayers, mlp_at_site, output_energy
 from .site_report import HeldOut, SiteReport
 
@@ -74,6 +75,62 @@ def _qk_held_out(site: str, recovery: QkRecovery, held_out: AttentionMoments, ch
     return HeldOut(energy=float(energy_H.sum()), error=float(error_H.sum()))
 
 
+def _qk_report(
+    part: vit.AttentionPart, at_site: QkAtSite, choices: Choices, width: int, held_out: AttentionMoments | None
+) -> SiteReport:
+    recovery = at_site.recovery
+    return SiteReport(
+        site=part.name,
+        part="qk",
+        width_dense=part.qk,
+        width_asked=part.qk * choices.attention_kept,
+        width=width,
+        energy=float(at_site.energy_H.sum()),
+        error_uncompensated=float(recovery.residual_uncompensated_H.sum()),
+        error=float(recovery.residual_H.sum()),
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        held_out=None if held_out is None else _qk_held_out(part.name, recovery, held_out, choices),
+    )
+
+
+def _value_report(
+    part: vit.AttentionPart,
+    values: ValueRecovery,
+    moments: AttentionMoments,
+    choices: Choices,
+    width: int,
+    held_out: AttentionMoments | None,
+) -> SiteReport:
+    weight_OC, bias_O = _projection(part)
+    return SiteReport(
+        site=part.name,
+        part="v",
+        width_dense=part.v,
+        width_asked=part.v * choices.attention_kept,
+        width=width,
+        energy=reduce_attention.output_energy(moments, weight_OC),
+        error_uncompensated=values.residual_uncompensated,
+        error=values.residual,
+        r2=values.r2,
+        condition=values.condition,
+        ridge=values.ridge,
+        held_out=None
+        if held_out is None
+        else HeldOut(
+            energy=reduce_attention.output_energy(held_out, weight_OC),
+            error=reduce_attention.error_of(values, weight_OC, bias_O, held_out),
+        ),
+    )
+
+
+def _projection(part: vit.AttentionPart) -> tuple[Tensor, Tensor | None]:
+    """The output projection's dense weight and bias in float64."""
+    bias_O = None if part.proj.bias is None else part.proj.bias.detach().double()
+    return part.proj.weight.detach().double(), bias_O
+
+
 def reduced_attention(
     part: vit.AttentionPart,
     moments: AttentionMoments,
@@ -81,54 +138,24 @@ def reduced_attention(
     widths: HeadWidths,
     held_out: AttentionMoments | None = None,
 ) -> tuple[dict[str, nn.Module], list[SiteReport]]:
-    """The new attention module by name, and a report each for Q/K and, where they change, the values."""
-    at_site = qk_at_site(part.name, moments, choices, part.qkv.weight.detach().double(), widths.qk)
-    weight_OC = part.proj.weight.detach().double()
-    bias_O = None if part.proj.bias is None else part.proj.bias.detach().double()
+    """The new attention module by name, and a report for Q/K, unless they must stay, and for values that change."""
+    assert widths.qk == part.qk or not part.keeps_qk, (part.name, widths)
+    reports: list[SiteReport] = []
+    if part.keeps_qk:
+        recovery = kept_qk(moments)
+    else:
+        at_site = qk_at_site(part.name, moments, choices, part.qkv.weight.detach().double(), widths.qk)
+        recovery = at_site.recovery
+        reports.append(_qk_report(part, at_site, choices, widths.qk, held_out))
+    weight_OC, bias_O = _projection(part)
     values = values_at_site(moments, choices, weight_OC, bias_O, part.heads, widths.v)
-    geometry = "square" if widths.qk == widths.v else choices.geometry
+    if part.keeps_qk or not leaves_values(choices, widths.v, part.v):
+        reports.append(_value_report(part, values, moments, choices, widths.v, held_out))
+    geometry = geometry_of_heads(widths, choices.geometry)
     needs_bias = bias_O is not None or bool(values.bias_O.any())
     module = vit.empty_attention(part, qk=widths.qk, v=widths.v, geometry=geometry, proj_bias=needs_bias)
-    maps = HeadMaps(q_HRD=at_site.recovery.q_map_HRD, k_HRD=at_site.recovery.k_map_HRD, v_HRD=values.v_map_HRV)
+    maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)
     bias = None if part.qkv.bias is None else maps.applied(part.qkv.bias.detach())
     fill(module.qkv, maps.applied(part.qkv.weight.detach()), bias)
     fill(module.proj, values.weight_OK, values.bias_O)
-    reports = [
-        SiteReport(
-            site=part.name,
-            part="qk",
-            width_dense=part.qk,
-            width_asked=part.qk * choices.attention_kept,
-            width=widths.qk,
-            energy=float(at_site.energy_H.sum()),
-            error_uncompensated=float(at_site.recovery.residual_uncompensated_H.sum()),
-            error=float(at_site.recovery.residual_H.sum()),
-            r2=at_site.recovery.r2,
-            condition=at_site.recovery.condition,
-            ridge=at_site.recovery.ridge,
-            held_out=None if held_out is None else _qk_held_out(part.name, at_site.recovery, held_out, choices),
-        )
-    ]
-    if not leaves_values(choices, widths.v, part.v):
-        reports.append(
-            SiteReport(
-                site=part.name,
-                part="v",
-                width_dense=part.v,
-                width_asked=part.v * choices.attention_kept,
-                width=widths.v,
-                energy=reduce_attention.output_energy(moments, weight_OC),
-                error_uncompensated=values.residual_uncompensated,
-                error=values.residual,
-                r2=values.r2,
-                condition=values.condition,
-                ridge=values.ridge,
-                held_out=None
-                if held_out is None
-                else HeldOut(
-                    energy=reduce_attention.output_energy(held_out, weight_OC),
-                    error=reduce_attention.error_of(values, weight_OC, bias_O, held_out),
-                ),
-            )
-        )
     return {part.name: module}, reports

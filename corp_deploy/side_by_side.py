@@ -25,10 +25,10 @@ from perf.watch import watching
 
 from . import vit
 from .checkpoint import WEIGHTS, Checkpoint, load_checkpoint
-from .cost import macs
 from .errors import BadInput
 from .files import sha256_of_file
 from .graphs import export_checkpoint, facts_of_onnx
+from .model_cost import macs, parameters
 
 Device = Literal["cpu", "cuda"]
 
@@ -70,8 +70,8 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Runn
     subject = Subject(
         name=name,
         open=open_module,
-        macs=None if vit.parts(checkpoint.model).refused else macs(vit.shape(checkpoint.model)),
-        params=sum(parameter.numel() for parameter in checkpoint.model.parameters()),
+        macs=macs(checkpoint.model),
+        params=parameters(checkpoint.model),
         size_bytes=weights.stat().st_size,
         sha256=sha256_of_file(weights),
     )

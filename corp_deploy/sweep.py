@@ -12,11 +12,10 @@ from torch import nn
 from calib.moments import Moments
 from perf.measures import measures
 
-from . import vit
 from .budget import Offer, Probe, eliminations, offers, spend
 from .choices import Choices
-from .cost import macs
 from .errors import BadInput
+from .model_cost import macs, parameters
 from .obs import Elimination
 from .reduce import reduce
 
@@ -65,7 +64,7 @@ class Scored:
         choices = wanted.choices
         logits_NC = logits(model, self.images, self.batch_size)
         errors = measures(self.dense_NC, logits_NC)
-        cost = macs(vit.shape(model))
+        cost = macs(model)
         accuracy = None if self.labels_N is None else float((logits_NC.argmax(1) == self.labels_N).mean())
         return Trial(
             preset=wanted.preset,
@@ -75,7 +74,7 @@ class Scored:
             geometry=choices.geometry,
             macs=cost,
             macs_share=cost / dense_macs,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=parameters(model),
             relative_error=errors.relative_error,
             agreement=errors.top1_agreement,
             accuracy=accuracy,
@@ -114,7 +113,7 @@ def sweep(
     """
     known: dict[float, dict[str, Elimination]] = {}
     market: dict[str, list[Offer]] = {}
-    dense_macs = macs(vit.shape(model))
+    dense_macs = macs(model)
     trials: list[Trial] = []
     for each in wanted:
         choices = each.choices

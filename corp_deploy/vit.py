@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from calib.collect import AttentionSite, MlpSite, Tap
 
 from .attention import Geometry, HeadAttention
-from .cost import BlockShape, VitShape
+from .choices import HeadWidths
 from .errors import BadInput
 from .preprocessing import Preprocessing
+
+# What hybrids have before their patch embedding's projection: a network of its own, to be told apart in costs.
+STEMS = ("patch_embed.backbone",)
+WHOLE = "forward"  # what a model's own forward pass does between its modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,15 @@ class AttentionPart:
     @property
     def first(self) -> nn.Linear:
         return self.qkv
+
+    @property
+    def widths(self) -> HeadWidths:
+        return HeadWidths(qk=self.qk, v=self.v)
+
+    @property
+    def size(self) -> int:
+        """The width that a reduction changes: of the values where Q/K must stay, else of queries and keys."""
+        return self.v if self.keeps_qk else self.qk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,9 +284,14 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def first_name(part: MlpPart | AttentionPart) -> str:
+    """What a site's first linear layer is called inside its layer."""
+    return "fc1" if isinstance(part, MlpPart) else "qkv"
+
+
 def with_first(layer: nn.Module, part: MlpPart | AttentionPart, first: nn.Linear) -> nn.Module:
     """A copy of a part's layer with another first linear layer of the same widths."""
-    return replaced(layer, {"fc1" if isinstance(part, MlpPart) else "qkv": first})
+    return replaced(layer, {first_name(part): first})
 
 
 def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Module:
@@ -348,37 +366,6 @@ def tokens(model: nn.Module) -> int:
     """Tokens of one image in every block: patches and prefix tokens."""
     vit = _require_vit(model)
     return int(vit.patch_embed.num_patches + vit.num_prefix_tokens)
-
-
-def shape(model: nn.Module) -> VitShape:
-    """The numbers that parameters and MACs follow from.
-
-    Raises BadInput for a model with a block that is not understood.
-    """
-    vit = _require_vit(model)
-    found = parts(model)
-    if found.refused:
-        first = found.refused[0]
-        raise BadInput(f"{first.name}: {first.reason}; its cost has no formula here")
-    blocks = tuple(
-        BlockShape(
-            heads=attention.heads,
-            qk=attention.qk,
-            v=attention.v,
-            padded=attention.geometry == "padded",
-            hidden=mlp.hidden,
-        )
-        for attention, mlp in zip(found.attentions, found.mlps, strict=True)
-    )
-    patches = vit.patch_embed.num_patches
-    return VitShape(
-        dim=vit.embed_dim,
-        patches=patches,
-        patch_inputs=vit.patch_embed.proj.weight[0].numel(),
-        tokens=tokens(vit),
-        classes=vit.num_classes,
-        blocks=blocks,
-    )
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,11 +1,22 @@
-"""MACs and parameters against formulas written out here."""
+"""MACs and parameters: by formulas written out here, and against torch's own counter over the families."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-import timm
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from corp_deploy import vit
 from corp_deploy.attention import HeadAttention
-from corp_deploy.cost import attention_macs, macs
+from corp_deploy.choices import HeadGeometry, HeadWidths
+from corp_deploy.cost import attention_macs
+from corp_deploy.counting import count
+from corp_deploy.inspection import inspection_of_model
+from corp_deploy.model_cost import counted, macs, parameters
+from corp_deploy.site_cost import Currency, site_costs
+from tests import tiny
 
 
 def hand_macs(
@@ -25,6 +36,12 @@ def hand_parameters(dim: int, depth: int, *, tokens: int = 197, patch: int = 16,
     return embedding + depth * per_block + 2 * dim + dim * classes + classes
 
 
+def on_meta(name: str, **kwargs: Any) -> nn.Module:
+    """A timm model of shapes alone."""
+    with torch.device("meta"):
+        return tiny.timm_model(name, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "gmacs"),
     [
@@ -34,10 +51,89 @@ def hand_parameters(dim: int, depth: int, *, tokens: int = 197, patch: int = 16,
     ],
 )
 def test_deit_equals_the_hand_written_formula(name: str, dim: int, gmacs: float) -> None:
-    model = timm.create_model(name, pretrained=False)
-    assert macs(vit.shape(model)) == hand_macs(dim, 12)
-    assert round(macs(vit.shape(model)) / 1e9, 2) == gmacs
-    assert sum(p.numel() for p in model.parameters()) == hand_parameters(dim, 12)
+    model = on_meta(name)
+    assert macs(model) == hand_macs(dim, 12)
+    assert round(macs(model) / 1e9, 2) == gmacs
+    assert parameters(model) == hand_parameters(dim, 12)
+
+
+def torchs_macs(model: nn.Module) -> int:
+    """Half the floating-point operations that torch's counter finds."""
+    shape = vit.input_spec(model).shape
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.requires_grad_(False)(torch.empty(1, *shape, device="meta"))
+    return int(counter.get_total_flops()) // 2
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("vit_tiny_patch16_224", {}),
+    "distilled": ("deit_tiny_distilled_patch16_224", {}),
+    "registers": ("vit_small_patch14_reg4_dinov2", {}),
+    "clip": ("vit_base_patch16_clip_224", {}),
+    "map pool": ("vit_base_patch16_siglip_224", {}),
+    "prr pool": ("vit_tiny_patch16_224", {"global_pool": "prr"}),
+    "hybrid r26": ("vit_small_r26_s32_224", {}),
+    "hybrid resnet50d": ("vit_base_resnet50d_224", {}),
+    "mobile stem": ("vit_base_mci_224", {}),
+    "q/k norm": ("vit_tiny_patch16_224", {"qk_norm": True}),
+    "swiglu giant": ("vit_giant_patch14_reg4_dinov2", {}),
+    "aimv2": ("aimv2_large_patch14_224", {}),
+    "backbone": ("vit_tiny_patch16_224", {"num_classes": 0}),
+    "4 channels, oblong": ("vit_tiny_patch16_224", {"in_chans": 4, "img_size": (64, 128)}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_count_is_torchs_own(family: str) -> None:
+    name, kwargs = FAMILIES[family]
+    model = on_meta(name, depth=2, **kwargs)
+    found = inspection_of_model(model)
+    assert found["macs"] == macs(model) == torchs_macs(model)
+    assert found["depth"] == 2
+    rows = found["sites"] + found["fixed"]
+    assert sum(row["macs"] for row in rows) == found["macs"]
+    assert sum(row["parameters"] for row in rows) == found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert all(row["macs"] > 0 for row in found["sites"]), found["sites"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fixed"),
+    [
+        ("map pool", {"patch_embed", "attn_pool"}),
+        ("distilled", {"patch_embed", "head", "head_dist"}),
+        ("hybrid r26", {"patch_embed", "patch_embed.backbone", "head"}),
+        ("mobile stem", {"patch_embed.backbone", "head"}),
+    ],
+)
+def test_inspection_names_what_no_site_owns(family: str, fixed: set[str]) -> None:
+    name, kwargs = FAMILIES[family]
+    rows = inspection_of_model(on_meta(name, depth=1, **kwargs))["fixed"]
+    assert {row["name"] for row in rows if row["macs"]} == fixed
+    assert {"pos_embed", "blocks", "norm"} <= {row["name"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("qk", "v", "geometry"), [(32, 64, "padded"), (32, 32, "square"), (32, 64, "ragged"), (64, 32, "padded")]
+)
+@pytest.mark.parametrize("currency", ["macs", "params"])
+def test_formulas_at_another_width_equal_the_count_there(
+    qk: int, v: int, geometry: HeadGeometry, currency: Currency
+) -> None:
+    """Every site's price at new widths is what counting finds in a model that has them."""
+    model = on_meta("vit_base_patch16_siglip_224", depth=2, embed_dim=192, num_heads=3)
+    costs, found = site_costs(model, currency), vit.parts(model)
+    modules: dict[str, nn.Module] = {}
+    expected: dict[str, int] = {}
+    for mlp in found.mlps:
+        modules |= vit.empty_mlp(mlp, hidden=100, output_bias=True)
+        expected[mlp.name] = costs.of_mlp(mlp, 100)
+    for part in found.attentions:
+        modules[part.name] = vit.empty_attention(part, qk=qk, v=v, geometry=geometry)
+        expected[part.name] = costs.of_attention(part, HeadWidths(qk=qk, v=v), geometry)
+    reduced = vit.replaced(model, modules)
+    assert site_costs(reduced, currency).now == expected
+    if currency == "macs":
+        assert macs(reduced) == torchs_macs(reduced)
 
 
 def test_padded_heads_count_what_the_engine_multiplies() -> None:
@@ -48,12 +144,42 @@ def test_padded_heads_count_what_the_engine_multiplies() -> None:
 
 
 def test_reduced_model_counts_its_own_widths() -> None:
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5
-    )
-    dense = vit.shape(model)
+    model = on_meta("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
     part = vit.parts(model).attentions[1]
     reduced = vit.replaced(model, {part.name: vit.empty_attention(part, qk=4, v=8, geometry="ragged")})
     assert isinstance(reduced.get_submodule(part.name), HeadAttention)
     saved = 2 * 17 * 24 * 3 * 4 + 3 * 17 * 17 * 4
-    assert macs(dense) - macs(vit.shape(reduced)) == saved
+    assert macs(model) - macs(reduced) == saved
+
+
+@pytest.mark.parametrize("wrapped", [torch.no_grad, torch.inference_mode])
+def test_counting_leaves_the_model_alone(wrapped: Callable[[], Any]) -> None:
+    model = tiny.checkpoint().model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with wrapped():
+        found = counted(model)
+    assert found.macs == torchs_macs(on_meta(tiny.ARCHITECTURE.name, **tiny.ARCHITECTURE.kwargs))
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_longest_row_of_products() -> None:
+    """A block has six in a row: qkv, Q K', A V, proj, fc1, fc2; besides them the patch embedding and the head."""
+    assert counted(on_meta("vit_tiny_patch16_224", depth=3)).chain == 1 + 3 * 6 + 1
+    branches = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))])
+
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = branches
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((branch(x) for branch in self.branches), start=x)
+
+    found = count(Forked(), (4,))
+    assert (found.chain, found.macs) == (2, 48)
+    assert found.within("branches.1") == 32
+    assert count(nn.ConvTranspose2d(3, 5, 2, stride=2), (3, 4, 4)).macs == 3 * 4 * 4 * 5 * 2 * 2
+    assert count(nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)).macs == 6 * 3 * 3 * 2 * 3 * 3

@@ -19,10 +19,10 @@ from corp_deploy.budget import Probe, dense_cost, eliminations, offers, spend, u
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import aligned_width, aligned_widths, choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.cost import macs
 from corp_deploy.errors import BadInput
 from corp_deploy.graphs import facts_of_onnx
 from corp_deploy.head_choice import choose_heads
+from corp_deploy.model_cost import macs
 from corp_deploy.reduce import reduce
 from corp_deploy.sweep import logits
 from perf.measures import measures
@@ -105,7 +105,7 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     found = spend(sites, dense, 0.7)
     assert found.share <= 0.7
     model = reduce(probe.model, probe.moments, probe.choices, widths=found.widths).model
-    cost = macs(vit.shape(model)) if currency == "macs" else sum(p.numel() for p in model.parameters())
+    cost = macs(model) if currency == "macs" else sum(p.numel() for p in model.parameters())
     assert cost == pytest.approx(found.share * dense, rel=1e-9)
     beside = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
     assert beside is not None
@@ -131,7 +131,7 @@ def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
     assert taken.choices.geometry in ("square", "padded")
     assert "predicted logit error" in taken.reason
     reduction = reduce(probe.model, probe.moments, taken.choices, widths=taken.allocated.widths)
-    assert macs(vit.shape(reduction.model)) <= 0.7 * dense_cost(probe.model, "macs")
+    assert macs(reduction.model) <= 0.7 * dense_cost(probe.model, "macs")
 
 
 def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path: Path) -> None:

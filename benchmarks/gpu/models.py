@@ -8,7 +8,7 @@ from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from corp_deploy import vit
 from corp_deploy.attention import Geometry
 from corp_deploy.choices import aligned_width
-from corp_deploy.cost import macs
+from corp_deploy.model_cost import macs
 from perf.module_runner import DTYPES, Precision
 
 LAYER_SCALE = 0.3
@@ -56,13 +56,13 @@ def facts(model: nn.Module) -> dict[str, int]:
     """MACs of an image and the widths of the first block; all blocks have the same here."""
     found = vit.parts(model)
     first = found.attentions[0]
-    return {"macs": macs(vit.shape(model)), "hidden": found.mlps[0].hidden, "qk": first.qk, "v": first.v}
+    return {"macs": macs(model), "hidden": found.mlps[0].hidden, "qk": first.qk, "v": first.v}
 
 
 def macs_of(name: str, setting: Setting) -> int:
     """Of the dense model for one image, without making its weights."""
     with torch.device("meta"):
-        return macs(vit.shape(timm.create_model(setting.models[name], pretrained=False, **setting.kwargs)))
+        return macs(timm.create_model(setting.models[name], pretrained=False, **setting.kwargs))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

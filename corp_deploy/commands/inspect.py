@@ -22,5 +22,7 @@ def inspect(model: ModelChoice, out: Output) -> None:
     table = Table("site", "width", "parameters", "MACs", "can't be reduced because")
     for row in found["sites"]:
         table.add_row(row["site"], row["width"], f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f} M", row["reason"])
-    macs = f"{found['macs'] / 1e9:.3f} GMAC" if found["macs"] is not None else "MACs unknown (a block has no formula)"
+    for row in found["fixed"]:
+        table.add_row(row["name"], "fixed", f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f} M", "no site")
+    macs = f"{found['macs'] / 1e9:.3f} GMAC"
     out.result(found, table, f"{found['architecture']}: {found['parameters']:,} parameters, {macs} for one image")

@@ -1,0 +1,117 @@
+"""Multiply-adds of one forward pass, counted product by product on the meta device. Knows no architecture.
+
+One multiply-add counts once, in every convolution and matrix product that runs and at the shape it runs with, so a
+zero-padded head counts its padded width. Biases, normalisations, softmax and activations are not counted.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+aten = torch.ops.aten
+Product = Callable[[tuple[Any, ...], Tensor], int]
+
+PRODUCTS: Mapping[Any, Product] = {
+    aten.mm: lambda given, out: out.numel() * given[0].shape[-1],
+    aten.addmm: lambda given, out: out.numel() * given[1].shape[-1],
+    aten.bmm: lambda given, out: out.numel() * given[0].shape[-1],
+    aten.baddbmm: lambda given, out: out.numel() * given[1].shape[-1],
+    # A transposed convolution spreads each input, a plain one gathers for each output; weight[0] is what one takes.
+    aten.convolution: lambda given, out: (given[0] if given[6] else out).numel() * given[1][0].numel(),
+}
+"""Multiply-adds of each operation that multiplies, from what it is given and what comes out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Multiply-adds of one image by the module that ran them ('' is the model's own code).
+
+    `chain` is the longest row of products from the image to the output, each fed by the one before.
+    """
+
+    by_module: Mapping[str, int]
+    chain: int
+
+    @property
+    def macs(self) -> int:
+        """All of them."""
+        return sum(self.by_module.values())
+
+    def within(self, name: str) -> int:
+        """Those of one module and everything inside it."""
+        return sum(count for path, count in self.by_module.items() if path == name or path.startswith(f"{name}."))
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up the products that run, by the module on top of `running`, and how many stand in a row."""
+
+    def __init__(self, running: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.running = running
+        self.by_module: Counter[str] = Counter()
+        self.chain_to: dict[Tensor, int] = {}  # keeps every tensor alive; on the meta device none has memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        product = PRODUCTS.get(func.overloadpacket)
+        if product is not None:
+            self.by_module[self.running[-1]] += product(args, out)
+        before = max((self.chain_to.get(leaf, 0) for leaf in _tensors((args, kwargs))), default=0)
+        self.chain_to |= dict.fromkeys(_tensors(out), before + (product is not None))
+        return out
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy without memory, in eval mode; the model given is left as it is."""
+    state = (*model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(tensor): nn.Parameter(tensor.detach().to("meta"), False) for tensor in state}
+    return copy.deepcopy(model, memo).eval()
+
+
+@contextmanager
+def _names_of_running(model: nn.Module) -> Iterator[list[str]]:
+    """The paths of the modules that are running, outermost first."""
+    running: list[str] = []
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+
+        def enter(_: nn.Module, __: Any, name: str = name) -> None:
+            running.append(name)
+
+        def leave(_: nn.Module, __: Any, ___: Any) -> None:
+            running.pop()
+
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def count(model: nn.Module, image_shape: tuple[int, ...]) -> Counted:
+    """Run one image of this shape through a copy of the model that has no memory, and count.
+
+    Attention is run as its two products, whichever kernel computes it elsewhere.
+    """
+    with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        counted = _on_meta(model)
+        image = torch.empty(1, *image_shape, device="meta")
+        with _names_of_running(counted) as running, _Counting(running) as counting:
+            out = counted(image)
+        chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
+    return Counted(by_module=dict(counting.by_module), chain=chain)
