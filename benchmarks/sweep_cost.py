@@ -23,7 +23,7 @@ from corp_deploy.budget import eliminations
 from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.choices import Choices, choices_from_preset
 from corp_deploy.files import write_json
-from corp_deploy.inputs import model_digest
+from corp_deploy.inputs import lineage_of_model
 from corp_deploy.machine import versions
 from corp_deploy.reduce import reduce
 from corp_deploy.sweep import Scored, Wanted, logits, sweep
@@ -50,7 +50,7 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(8, *shape, generator=generator) for _ in range(images // 8)]
     start = time.perf_counter()
-    lineage = {"model": model_digest(model), "images": "generated", "preprocessing": "none"}
+    lineage = lineage_of_model(model) | {"images": "generated"}
     moments = collect(model, vit.calibration_sites(model), batches, device="cpu", lineage=lineage)
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)

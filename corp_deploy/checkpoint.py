@@ -18,7 +18,13 @@ from . import vit
 from .errors import BadInput
 from .files import read_json, replacing, sha256_of_file, write_json
 from .hub_snapshot import CONFIG as CONFIG
-from .hub_snapshot import config_of_directory, model_of_snapshot, weights_of_snapshot
+from .hub_snapshot import (
+    config_of_directory,
+    is_ours,
+    model_of_snapshot,
+    refuse_beside_directory,
+    weights_of_snapshot,
+)
 from .model_names import look_alikes, refuse_reserved, require_local_name
 from .preprocessing import Preprocessing, preprocessing_from_json
 from .weight_fit import fitted, require_fit
@@ -173,10 +179,6 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(model=model.eval(), architecture=architecture, lineage=config["lineage"])
 
 
-def _is_ours(config: Mapping[str, Any]) -> bool:
-    return str(config.get("kind", "")).startswith("corp-deploy/")
-
-
 def _from_snapshot(directory: Path, config: Mapping[str, Any], weights: Path | None) -> tuple[Architecture, Path]:
     name, kwargs, preprocessing = model_of_snapshot(directory, config)
     architecture = Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing)
@@ -209,12 +211,11 @@ def load_dense(
     file: Path | None
     if directory is not None:
         config = config_of_directory(directory)
-        if _is_ours(config):
-            if weights is not None or kwargs or ema is not None or given.given:
-                raise BadInput(
-                    f"--model {model} is a directory with its own weights, arguments and preprocessing; drop "
-                    "--weights, --model-kwargs, --ema, --mean, --std, --crop-pct and --interpolation"
-                )
+        if is_ours(config):
+            own = {"--weights": weights, "--model-kwargs": kwargs, "--ema": ema}
+            refuse_beside_directory(
+                directory, own | {f"--{name.replace('_', '-')}": value for name, value in given.given.items()}
+            )
             return load_checkpoint(directory)
         architecture, file = _from_snapshot(directory, config, weights)
     else:

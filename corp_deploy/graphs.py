@@ -21,7 +21,7 @@ from .model_cost import macs, parameters
 
 PREFIX = "corp_deploy."
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
-CARRIED = ("dense", "moments", "images", "preprocessing", "preset")
+CARRIED = ("dense", "moments", "images", "preset")
 
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:

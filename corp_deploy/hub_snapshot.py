@@ -1,6 +1,7 @@
 """A snapshot of one of timm's repositories on a model hub: config.json beside weights. Reads files alone."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,24 @@ def config_of_directory(directory: Path) -> dict[str, Any]:
     return config
 
 
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether corp-deploy wrote the directory."""
+    return str(config.get("kind", "")).startswith("corp-deploy/")
+
+
+def refuse_beside_directory(directory: Path, given: Mapping[str, Any]) -> None:
+    """Raise BadInput for anything given beside a directory of ours, which has its own; `given` by option or key."""
+    extra = [name for name, value in given.items() if value is not None and value != {}]
+    if extra:
+        raise BadInput(
+            f"--model {directory} is a directory with its own weights, arguments and preprocessing; "
+            f"drop {', '.join(extra)}"
+        )
+
+
 def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
-    if isinstance(config.get("architecture"), str):
+    name = config.get("architecture")
+    if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
         return
     kind = config.get("model_type")
     if kind is not None or "architectures" in config:

@@ -15,7 +15,6 @@ from calib.images import Images, open_images
 from . import vit
 from .checkpoint import Checkpoint
 from .errors import BadInput, Missing
-from .files import sha256_of_text
 
 
 def images_for_model(
@@ -34,9 +33,9 @@ def images_for_model(
     )
 
 
-def preprocessing_digest(model: nn.Module) -> str:
-    """Digest of timm's evaluation preprocessing of this model."""
-    return sha256_of_text(json.dumps(vit.input_spec(model).as_json(), sort_keys=True))
+def preprocessing_text(model: nn.Module) -> str:
+    """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
+    return json.dumps(vit.input_spec(model).as_json(), sort_keys=True)
 
 
 def model_digest(model: nn.Module) -> str:
@@ -48,12 +47,16 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def lineage_of_model(model: nn.Module) -> dict[str, str]:
+    """What must agree before moments are used for a model: its weights, and how images are prepared for it."""
+    return {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+
+
 def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str]:
     """What moments carry so that they are never used for another model, and never merged across preprocessings."""
     return {
         "architecture": checkpoint.architecture.name,
-        "model": model_digest(checkpoint.model),
-        "preprocessing": preprocessing_digest(checkpoint.model),
+        **lineage_of_model(checkpoint.model),
         "images": images.digest,
     }
 

@@ -6,13 +6,15 @@ from typing import Any
 
 from .files import sha256_of_file, write_json
 from .machine import versions
+from .preprocessing import recorded_preprocessing
 from .records import MANIFEST_KIND
 
 NAME = "manifest.json"
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
-    """Digest, size and making command of every file below the directory, the manifest itself aside.
+    """Digest, size and making command of every file below the directory, the manifest itself aside, and how its dense
+    model takes its images.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
@@ -25,7 +27,14 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         }
         for path in files
     }
-    return {"kind": MANIFEST_KIND, "version": 1, "command": command, "versions": versions(), "files": entries}
+    return {
+        "kind": MANIFEST_KIND,
+        "version": 1,
+        "command": command,
+        "versions": versions(),
+        "preprocessing": recorded_preprocessing(directory / "dense" / "config.json"),
+        "files": entries,
+    }
 
 
 def write_manifest(directory: Path, made_by: Mapping[str, str], *, command: str) -> None:

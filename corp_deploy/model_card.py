@@ -59,6 +59,12 @@ def _calibrated(root: Path, config: dict[str, Any]) -> Iterator[str]:
     moments = read_json(root / "moments.json", kind="corp-deploy/moments-reference")
     yield f"{moments['images']} unlabelled images, digest `{config['lineage']['images'][:16]}`; moments"
     yield f"`{moments['sha256'][:16]}` ({moments['size_bytes'] / 1e6:.1f} MB, kept beside the release, not shipped)."
+    yield ""
+    yield f"Images are prepared with: {_prepared(config['input']['preprocessing'])}."
+
+
+def _prepared(preprocessing: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in preprocessing.items())
 
 
 def _agreement(parity: dict[str, Any]) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from .errors import BadInput
+from .files import read_json
+from .quantities import DEVIATION, MEAN, SHARE_KEPT
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
@@ -22,13 +24,11 @@ class Preprocessing:
     crop_mode: str | None = None
 
     def __post_init__(self) -> None:
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if values is not None and not (values and all(map(isfinite, values))):
-                raise BadInput(f"{name} is {values}, expected one finite number, or one for each channel")
-        if self.std is not None and min(self.std) <= 0.0:
-            raise BadInput(f"std is {self.std}, expected numbers above 0: pixels are divided by them")
-        if self.crop_pct is not None and not 0.0 < self.crop_pct <= 1.0:
-            raise BadInput(f"crop_pct is {self.crop_pct}, expected a share in (0, 1]")
+        for name, values, quantity in (("mean", self.mean, MEAN), ("std", self.std, DEVIATION)):
+            if values is not None and not (values and all(map(quantity.holds, values))):
+                raise BadInput(f"{name} is {values!r:.100}, expected {quantity} for all channels, or one for each")
+        if self.crop_pct is not None and not SHARE_KEPT.holds(self.crop_pct):
+            raise BadInput(f"crop_pct is {self.crop_pct!r}, expected {SHARE_KEPT}")
         for name, word, known in (
             ("interpolation", self.interpolation, INTERPOLATIONS),
             ("crop_mode", self.crop_mode, CROP_MODES),
@@ -70,6 +70,12 @@ def preprocessing_from_json(record: Mapping[str, Any], *, where: str) -> Preproc
         )
     except (TypeError, ValueError) as error:
         raise BadInput(f"{where}: {error}; the preprocessing there can't be used") from None
+
+
+def recorded_preprocessing(config: Path) -> dict[str, Any]:
+    """The preprocessing in the config.json of a model directory, all of it, as JSON values."""
+    record: dict[str, Any] = read_json(config, kind="corp-deploy/model")["input"]["preprocessing"]
+    return record
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:

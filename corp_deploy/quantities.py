@@ -15,6 +15,8 @@ OPTIMIZATION_LEVEL = Count(low=0, high=5)
 WORKSPACE_MIB = Count(low=1, high=2**24)
 MODEL_VERSION = Count(low=1, high=2**63 - 1)
 
+MEAN = Real(low=-1000.0, high=1000.0)
+DEVIATION = Real(low=0.0, high=1000.0, low_open=True)
 SHARE = Real(low=0.0, high=1.0, noun="a share")
 SHARE_REMOVED = Real(low=0.0, high=1.0, high_open=True, noun="a share")
 SHARE_KEPT = Real(low=0.0, high=1.0, low_open=True, noun="a share")

@@ -17,12 +17,15 @@ from perf.rule import Rule, rule_from_text
 
 from .choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS, Choices, choices_from_preset
 from .errors import BadInput
+from .preprocessing import INTERPOLATIONS, Preprocessing
 from .quantities import (
     ALIGNMENT,
     BAD_IMAGES,
+    DEVIATION,
     ERROR,
     FACTOR,
     IMAGES,
+    MEAN,
     MILLISECONDS,
     RIDGE,
     ROUNDS,
@@ -91,6 +94,14 @@ def _list(each: Check, words: str, *, empty: bool = False) -> Check:
     return check
 
 
+def _channels(quantity: Quantity) -> Check:
+    def check(value: object) -> str | None:
+        good = isinstance(value, list) and value and all(map(quantity.holds, value))
+        return None if good else f"a list with {quantity} for all channels, or one for each"
+
+    return check
+
+
 _words = _list(_text, "a list of different texts", empty=True)
 _batches = _list(_of(BATCH), f"a list of different whole numbers from {BATCH.low} to {BATCH.high}")
 
@@ -101,6 +112,11 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "model": Key(check=_text),
             "weights": Key(check=_text, default=None, path=True),
             "kwargs": Key(check=_table, default={}),
+            "ema": Key(check=_flag, default=None),
+            "mean": Key(check=_channels(MEAN), default=None),
+            "std": Key(check=_channels(DEVIATION), default=None),
+            "crop_pct": Key(check=_of(SHARE_KEPT), default=None),
+            "interpolation": Key(check=_word(*INTERPOLATIONS), default=None),
         },
         "calibration": {
             "images": Key(check=_text, path=True),
@@ -205,6 +221,13 @@ class Recipe:
         return Path(self.tables["model"]["model"]).is_absolute()
 
     @property
+    def preprocessing(self) -> Preprocessing:
+        """What of the preprocessing is set."""
+        given = self.tables["model"]
+        mean, std = (None if given[name] is None else tuple(given[name]) for name in ("mean", "std"))
+        return Preprocessing(mean=mean, std=std, crop_pct=given["crop_pct"], interpolation=given["interpolation"])
+
+    @property
     def choices(self) -> Choices:
         """The reduction's choices; heads = auto starts from padded ones."""
         wanted = self.tables["reduce"]
@@ -247,8 +270,11 @@ def _refuse_unknown(where: str, given: Mapping[str, Any], known: Mapping[str, ob
 
 
 def _model_text(base: Path, model: str) -> str:
-    """A directory, relative to the recipe, as an absolute path; a timm name as it is."""
+    """A directory, relative to the recipe, as an absolute path; a timm name, and one that names a network, as it is."""
+    model = model.removeprefix("local-dir:")
     beside = base / model
+    if ":" in model and not beside.is_dir():
+        return model
     return str(beside.resolve()) if "/" in model or beside.is_dir() else model
 
 

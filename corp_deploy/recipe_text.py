@@ -9,6 +9,7 @@ from typing import Any
 
 from .errors import BadInput
 from .files import read_json
+from .hub_snapshot import CONFIG, config_of_directory, is_ours, model_of_snapshot
 from .recipe import SECTIONS, Recipe
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -125,24 +126,36 @@ name = {served}
 """
 
 
+def _words_on_directory(folder: Path) -> str:
+    """What a model directory, or a snapshot of one of timm's repositories, holds."""
+    config = config_of_directory(folder)
+    if not is_ours(config):
+        return model_of_snapshot(folder, config)[0]
+    config = read_json(folder / CONFIG, kind="corp-deploy/model")
+    shape = "x".join(map(str, config["input"]["shape"]))
+    return f"{config['timm']['name']}, images {shape}, {len(config['sites'])} sites"
+
+
 def _model_lines(model: str, directory: Path) -> str:
     """The model's two or three lines, from config.json of a directory or from timm's list of names."""
-    folder = Path(model)
+    folder = Path(model.removeprefix("local-dir:"))
     if folder.is_dir():
-        config = read_json(folder / "config.json", kind="corp-deploy/model")
-        shape = "x".join(map(str, config["input"]["shape"]))
         place = toml_value(_relative(str(folder.resolve()), directory))
-        return f"model = {place}    # {config['timm']['name']}, images {shape}, {len(config['sites'])} sites"
+        return f"model = {place}    # {_words_on_directory(folder)}"
     import timm
 
-    if not timm.is_model(model):
-        close = ", ".join(timm.list_models(f"*{model[:12]}*")[:5]) or "none"
-        raise BadInput(f"--init {model}: neither a model directory nor a timm name; names that look alike: {close}")
+    from .model_names import look_alikes, require_local_name
+
+    require_local_name(model)
+    if not timm.is_model(model.partition(".")[0]):
+        raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
     return "\n".join(
         (
             f"model = {toml_value(model)}",
-            'weights = "weights.safetensors"   # trained weights: .safetensors, .pth or .pt',
+            'weights = "weights.safetensors"   # trained weights: .safetensors, .pth, .pth.tar, .bin, .ckpt',
             "# kwargs = { num_classes = 1000 } # arguments for timm.create_model",
+            "# ema = false                     # raw weights, where there is a moving average too",
+            "# mean = [0.5]                    # if trained otherwise than timm's weights; also std, crop_pct",
         )
     )
 

@@ -15,7 +15,7 @@ from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_dev
 from . import vit
 from .choices import Choices, HeadWidths, Widths, aligned_width, head_widths
 from .errors import BadInput
-from .inputs import model_digest
+from .inputs import model_digest, preprocessing_text
 from .obs import Elimination
 from .reduce_site import reduced_attention, reduced_mlp
 from .site_report import SiteReport, as_allocated
@@ -67,28 +67,28 @@ def site_moments(site: str, moments: Moments, kind: type[OneKind], model: nn.Mod
 
 
 def require_apart(moments: Moments, held_out: Moments) -> None:
-    """Raise BadInput unless no image is in both and both were prepared alike; else a site would judge itself."""
+    """Raise BadInput unless no image is in both; else a site would judge itself."""
     common = int(torch.isin(held_out.image_ids, moments.image_ids).sum())
     if common:
         raise BadInput(
             f"held-out moments: {common} of their {held_out.images} images are calibration images too; calibrate them "
             "apart: calibrate --hold-out N writes both"
         )
-    found, expected = (each.lineage.get("preprocessing", "none") for each in (held_out, moments))
-    if found != expected:
-        raise BadInput(
-            f"held-out moments: preprocessing {found[:16]}..., that of the calibration is {expected[:16]}...; "
-            "calibrate both with the same model and arguments"
-        )
 
 
 def require_same_model(model: nn.Module, moments: Moments) -> None:
-    """Raise BadInput unless the moments were taken on exactly these weights."""
+    """Raise BadInput unless the moments were taken on exactly these weights, of images prepared as this model asks."""
     expected, found = model_digest(model), moments.lineage.get("model", "none")
     if expected != found:
         raise BadInput(
             f"the moments were taken on another model (sha256 {found[:16]}..., this model is {expected[:16]}...); "
             "calibrate this model, or give the weights the moments were taken with"
+        )
+    wanted, had = preprocessing_text(model), moments.lineage.get("preprocessing", "none")
+    if wanted != had:
+        raise BadInput(
+            f"the moments were taken with another preprocessing: theirs is {had}, this model's is {wanted}; calibrate "
+            "again, or give the same name, --mean, --std, --crop-pct and --interpolation as for calibrate"
         )
 
 

@@ -38,10 +38,11 @@ def _reduced_checkpoint(
         "dense": model_digest(dense.model),
         "moments": sha256_of_file(moments),
         "images": carried["images"],
-        "preprocessing": carried["preprocessing"],
         "preset": asked.preset,
         "reduction": record_of_reduction(reduction, planned),
     }
+    if "source" in dense.lineage:
+        lineage["source"] = dense.lineage["source"]
     if held_out is not None:
         lineage["held_out_images"] = held_out.lineage["images"]
     return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)

@@ -11,7 +11,9 @@ from . import __version__
 from .baseline import Baseline
 from .errors import BadInput, Missing
 from .files import read_json, sha256_of_file, write_json, write_text
+from .hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
 from .machine import versions
+from .preprocessing import recorded_preprocessing
 from .recipe import Recipe, Target
 from .recipe_text import text_of_recipe
 from .stages import Outcome, Place, Planned, Stage, files_of, locked, run
@@ -100,7 +102,11 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         makes=MODELS[:2],
         does=_step("dense", recipe),
         outside=outside,
-        settings={**name, "model.kwargs": model["kwargs"], "versions": _tool(*TORCH)},
+        settings={
+            **name,
+            **{f"model.{key}": value for key, value in model.items() if key not in ("model", "weights")},
+            "versions": _tool(*TORCH),
+        },
     )
     on_gpu = calibration["device"] == "cuda"
     held_out = [] if calibration["hold_out"] is None else [HELD_OUT_MOMENTS]
@@ -316,6 +322,7 @@ def _write_manifest(place: Place, stages: Sequence[Stage], command: str) -> None
         "command": command,
         "versions": versions(),
         "lineage": kept,
+        "preprocessing": recorded_preprocessing(place.root / MODELS[0]),
         "stages": [stage.name for stage in stages],
         "files": files,
     }
@@ -344,6 +351,13 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     return [*before, last]
 
 
+def _refuse_beside_directory(recipe: Recipe) -> None:
+    directory = Path(recipe["model"]["model"])
+    if directory.is_dir() and is_ours(config_of_directory(directory)):
+        others = {f"model.{key}": value for key, value in recipe["model"].items() if key != "model"}
+        refuse_beside_directory(directory, others)
+
+
 def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
     """Raise BadInput, naming the key, when something outside that a release needs is not there."""
     paths = {
@@ -356,6 +370,7 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
             paths[f"{table}.{key}"] = given
     if recipe.model_is_directory:
         paths["model.model"] = Path(recipe["model"]["model"]) / "config.json"
+        _refuse_beside_directory(recipe)
     elif recipe["model"]["weights"] is None:
         raise BadInput(
             f"model.weights: the timm model {recipe['model']['model']!r} needs the weights of a trained model"

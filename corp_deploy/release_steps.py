@@ -54,7 +54,13 @@ SAVE_EVERY_IMAGES = 1024
 def write_dense(place: Place, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
     given = recipe["model"]
-    dense = load_dense(given["model"], weights=recipe.optional_path("model", "weights"), kwargs=given["kwargs"])
+    dense = load_dense(
+        given["model"],
+        weights=recipe.optional_path("model", "weights"),
+        kwargs=given["kwargs"],
+        ema=given["ema"],
+        preprocessing=recipe.preprocessing,
+    )
     save(dense, place.into / "dense")
 
 

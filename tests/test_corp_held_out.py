@@ -208,7 +208,7 @@ def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Mome
     with pytest.raises(BadInput, match="40 of their 40 images are calibration images too"):
         reduce(dense, fit, choices, held_out=fit)
     other = replace(held_out, lineage={**held_out.lineage, "preprocessing": "other"})
-    with pytest.raises(BadInput, match="preprocessing other"):
+    with pytest.raises(BadInput, match="another preprocessing: theirs is other"):
         reduce(dense, fit, choices, held_out=other)
     foreign = replace(held_out, lineage={**held_out.lineage, "model": "other"})
     with pytest.raises(BadInput, match="taken on another model"):

@@ -17,7 +17,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     to all of them.
     """
     from corp_deploy.choices import choices_from_preset
-    from corp_deploy.inputs import model_digest
+    from corp_deploy.inputs import lineage_of_model
     from corp_deploy.reduce import reduce, uniform_widths
 
     size, device = sizes(setting), setting.device
@@ -29,7 +29,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     held = held_images(size["images"], setting.image_size, device)[: size["reduction_images"]]
     with Collector(model, sites, device=device, precision="bfloat16") as collector:
         timed_s(device, held, size["batch"], collector.add)
-        moments = collector.moments({"model": model_digest(model)})
+        moments = collector.moments(lineage_of_model(model))
     del collector
     choices = choices_from_preset(
         "best",

@@ -17,7 +17,7 @@ from corp_deploy import vit
 from corp_deploy.budget import eliminations
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import Choices
-from corp_deploy.inputs import model_digest
+from corp_deploy.inputs import lineage_of_model, model_digest
 from corp_deploy.obs import Elimination
 from perf.accuracy import wilson
 
@@ -97,7 +97,7 @@ class Workshop:
             held = pictures.held_in_bytes("calibration", count, size=self.setting.image_size, device=device, seed=seed)
             dense = models_copy(self.model(), device)
             batches = (pictures.images_from_bytes(piece, device) for piece in held.split(50))
-            lineage = {"model": model_digest(dense)}
+            lineage = lineage_of_model(dense)
             sites = vit.calibration_sites(dense)
             found = collect(dense, sites, batches, device=device, attention_system=True, lineage=lineage)
             self.latest = Calibrated(seed, count, found)

@@ -91,12 +91,13 @@ def calibrate(
     from ..calibration import calibrate as calibrate_checkpoint
     from ..files import replacing
     from ..inputs import images_for_model, require_device
+    from ..preprocessing_view import preprocessing_line, preprocessing_record
 
     require_device(device)
     wanted = Wanted(patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype)
     with ranks_of_this_run(device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        checkpoint = model.load()
+        checkpoint = model.load(out)
         source = images_for_model(
             checkpoint.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad
         )
@@ -132,5 +133,5 @@ def calibrate(
                 saved.of_rank(ranks).clear()
     if ranks.rank == 0:
         record, *held_out = summaries
-        lines = [line_of_moments(summary) for summary in summaries]
-        out.result(record | ({"held_out": held_out[0]} if held_out else {}), *lines)
+        record |= preprocessing_record(checkpoint) | ({"held_out": held_out[0]} if held_out else {})
+        out.result(record, *map(line_of_moments, summaries), preprocessing_line(checkpoint))

@@ -71,7 +71,7 @@ def export_command(
     from ..graphs import export_checkpoint, paths_by_precision
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
-    checkpoint = model.load()
+    checkpoint = model.load(out)
     written: list[dict[str, Any]] = []
     kept: tuple[str, ...] = keep_fp32
     with out.progress("exporting", len(precision), unit="graphs") as done:

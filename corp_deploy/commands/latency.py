@@ -54,7 +54,7 @@ def latency_table(
         threads=threads,
     )
     with out.progress("measuring", None, unit="tables"):
-        tables = measure_tables(model.load(), choices, where)
+        tables = measure_tables(model.load(out), choices, where)
     shown = Table("block", "width", *(f"batch {size} (ms)" for size in where.batches))
     rows = []
     for name, table in (*tables.by_name.items(), ("dense model", tables.dense)):

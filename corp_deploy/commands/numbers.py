@@ -48,6 +48,23 @@ class Numbers(click.ParamType[tuple[int | float, ...]]):
         return numbers
 
 
+class Channels(click.ParamType[tuple[int | float, ...]]):
+    """One number of a quantity for all channels of an image, or one for each, separated by commas."""
+
+    name = "x or x,x,x"
+
+    def __init__(self, quantity: Quantity) -> None:
+        self.quantity = quantity
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self.quantity.from_text(part.strip(" ")) for part in str(value).split(","))
+        except perf.errors.BadInput as error:
+            self.fail(f"{error}, or one for each channel, such as 0.485,0.456,0.406", param, ctx)
+
+
 class Alignment(click.ParamType[dict[str, int]]):
     """mlp=64,head=16; either may be left out."""
 

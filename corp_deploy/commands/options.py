@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -11,8 +11,10 @@ import click
 
 from perf.quantity import BATCH
 
-from ..quantities import IMAGES, SEED
-from .numbers import Number, Numbers
+from ..console import Output
+from ..preprocessing import INTERPOLATIONS, Preprocessing
+from ..quantities import DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT
+from .numbers import Channels, Number, Numbers
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -66,31 +68,70 @@ class ModelChoice:
     """A model as named on the command line."""
 
     model: str
-    weights: Path | None
-    kwargs: Mapping[str, Any]
+    weights: Path | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ema: bool | None = None
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
 
-    def load(self) -> "Checkpoint":
+    def load(self, out: Output) -> "Checkpoint":
+        """The model, after what there is to say about its weights."""
         from ..checkpoint import load_dense
 
-        return load_dense(self.model, weights=self.weights, kwargs=self.kwargs)
+        checkpoint = load_dense(
+            self.model, weights=self.weights, kwargs=self.kwargs, ema=self.ema, preprocessing=self.preprocessing
+        )
+        for note in checkpoint.notes:
+            out.note(note)
+        return checkpoint
+
+
+_DENSE_OPTIONS = (
+    click.option("--weights", type=FILE, help="Trained weights: .safetensors, .pth, .pt, .pth.tar, .bin, .ckpt."),
+    click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments for timm's model, a JSON object."),
+    click.option("--ema/--no-ema", default=None, help="Moving-average weights or raw ones; default: as timm does."),
+    click.option("--mean", type=Channels(MEAN), default=None, help="Mean pixel of the training; default: timm's."),
+    click.option("--std", type=Channels(DEVIATION), default=None, help="Deviation of its pixels; default: timm's."),
+    click.option("--crop-pct", type=Number(SHARE_KEPT), default=None, help="Share of a side that the crop keeps."),
+    click.option("--interpolation", type=click.Choice(INTERPOLATIONS), default=None, help="How images are resized."),
+)
+
+
+def dense_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Add what a timm name needs beside it, and hand the command a `ModelChoice` as `model` in place of its name."""
+
+    @wraps(command)
+    def wrapped(
+        *args: Any,
+        model: str,
+        weights: Path | None,
+        model_kwargs: dict[str, Any] | None,
+        ema: bool | None,
+        mean: tuple[float, ...] | None,
+        std: tuple[float, ...] | None,
+        crop_pct: float | None,
+        interpolation: str | None,
+        **kwargs: Any,
+    ) -> R:
+        choice = ModelChoice(
+            model=model,
+            weights=weights,
+            kwargs=model_kwargs or {},
+            ema=ema,
+            preprocessing=Preprocessing(mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation),
+        )
+        return command(*args, model=choice, **kwargs)  # type: ignore[arg-type]
+
+    for option in reversed(_DENSE_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[return-value]
+
+
+MODEL_HELP = "A timm name (with --weights), a directory written by corp-deploy, or a snapshot of a timm repository."
 
 
 def model_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Add --model, --weights and --model-kwargs and hand the command a `ModelChoice` as `model`."""
-
-    @click.option("--model", required=True, help="A timm name (with --weights) or a directory written by corp-deploy.")
-    @click.option(
-        "--weights", type=FILE, help="Trained weights: .safetensors, or .pth / .pt read without running code."
-    )
-    @click.option(
-        "--model-kwargs", type=JsonObject(), default=None, help="Arguments for timm.create_model, a JSON object."
-    )
-    @wraps(command)
-    def wrapped(*args: Any, model: str, weights: Path | None, model_kwargs: dict[str, Any] | None, **kwargs: Any) -> R:
-        choice = ModelChoice(model=model, weights=weights, kwargs=model_kwargs or {})
-        return command(*args, model=choice, **kwargs)  # type: ignore[arg-type]
-
-    return wrapped  # type: ignore[return-value]
+    """Add --model and what goes with it, and hand the command a `ModelChoice` as `model`."""
+    return click.option("--model", required=True, help=MODEL_HELP)(dense_options(command))
 
 
 IMAGES_HELP = "A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed."

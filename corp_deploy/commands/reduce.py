@@ -221,7 +221,7 @@ def reduce_command(
     if held_out is not None and closed_loop:
         raise click.UsageError("--closed-loop holds out some of its own images; leave --held-out away")
     require_device(device)
-    dense = model.load()
+    dense = model.load(out)
     dense.model.to(device)
     source = None if images is None else images_for_model(dense.model, images, samples=samples, seed=seed)
     with out.progress("reducing", None, unit="sites") as done:

@@ -94,7 +94,7 @@ def sweep(
     from ..sweep import sweep as sweep_of
     from ..sweep_view import csv_of_sweep, sweep_plot, sweep_table
 
-    checkpoint = model.load()
+    checkpoint = model.load(out)
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
     pixels = torch.cat(list(source.batches(batch_size)))
     scored = Scored(

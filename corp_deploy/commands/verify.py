@@ -1,7 +1,6 @@
 """corp-deploy verify."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -10,14 +9,13 @@ from perf.quantity import BATCH
 from ..console import Output, output_options
 from ..quantities import ERROR, FACTOR, SHARE
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, IMAGES_HELP, JsonObject, ModelChoice, samples_option, seed_option
+from .options import ANY_PATH, BATCHES, FILE, IMAGES_HELP, ModelChoice, dense_options, samples_option, seed_option
 
 
 @click.command()
-@click.argument("reference")
+@click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, required=True, type=ANY_PATH)
-@click.option("--weights", type=FILE, help="Weights of REFERENCE when it is a timm name.")
-@click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments of REFERENCE for timm, a JSON object.")
+@dense_options
 @click.option("--images", type=ANY_PATH, default=None, help=IMAGES_HELP)
 @click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so.")
 @click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration.")
@@ -50,10 +48,8 @@ from .options import ANY_PATH, BATCHES, FILE, IMAGES_HELP, JsonObject, ModelChoi
 @click.pass_context
 def verify(
     ctx: click.Context,
-    reference: str,
+    model: ModelChoice,
     candidates: tuple[Path, ...],
-    weights: Path | None,
-    model_kwargs: dict[str, Any] | None,
     images: Path | None,
     random: int | None,
     moments: Path | None,
@@ -86,7 +82,7 @@ def verify(
         raise click.UsageError("give --images, or --random when random inputs are really meant")
     if random is not None and (labels is not None or moments is not None):
         raise click.UsageError("--labels and --moments are about real images; they don't go with --random")
-    dense = ModelChoice(model=reference, weights=weights, kwargs=model_kwargs or {}).load()
+    dense = model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
     if images is None:
         given = random_inputs(dense, random or 1, seed)

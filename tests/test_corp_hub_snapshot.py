@@ -1,0 +1,234 @@
+"""Snapshots of timm's repositories, names that would need a network, and models that outlive what they were made of."""
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+import corp_deploy
+from corp_deploy import vit
+from corp_deploy.checkpoint import load_checkpoint, load_dense, save
+from corp_deploy.cli import main
+from corp_deploy.errors import BadInput
+from corp_deploy.model_names import look_alikes
+from tests import tiny
+from tests.test_corp_weights import sharded
+
+NAME = tiny.ARCHITECTURE.name
+MODEL_ARGS = {key: value for key, value in tiny.ARCHITECTURE.kwargs.items() if key != "num_classes"}
+PRETRAINED = {
+    "input_size": [3, 32, 32],
+    "fixed_input_size": True,
+    "interpolation": "bilinear",
+    "crop_pct": 0.95,
+    "crop_mode": "squash",
+    "mean": [0.1, 0.2, 0.3],
+    "std": [0.4, 0.5, 0.6],
+    "num_classes": 7,
+    "classifier": "head",
+}
+CONFIG = {"architecture": NAME, "num_classes": 7, "model_args": MODEL_ARGS, "pretrained_cfg": PRETRAINED}
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever looks for a network, or waits between attempts, fails the test."""
+    tried: list[str] = []
+
+    def reach(*words: object) -> None:
+        tried.append(repr(words))
+        raise AssertionError("a load looked for a network")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, reach)
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, reach)
+    monkeypatch.setattr("time.sleep", reach)
+    yield
+    assert not tried, tried
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    save_file(tiny.checkpoint().model.state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def change(snapshot: Path, config: Mapping[str, Any]) -> Path:
+    (snapshot / "config.json").write_text(json.dumps(config))
+    return snapshot
+
+
+def load(model: object, **kwargs: Any) -> Any:
+    return load_dense(str(model), weights=None, kwargs={}, **kwargs)
+
+
+def test_a_snapshot_is_a_model_with_its_arguments_weights_and_preprocessing(snapshot: Path) -> None:
+    for named in (snapshot, f"local-dir:{snapshot}"):
+        taken = load(named)
+        torch.testing.assert_close(dict(taken.model.state_dict()), dict(tiny.checkpoint().model.state_dict()))
+        assert taken.architecture.name == NAME
+        found = vit.input_spec(taken.model).as_json()
+        assert {key: found[key] for key in PRETRAINED if key in found} == {
+            key: PRETRAINED[key] for key in PRETRAINED if key in found
+        }
+        assert taken.lineage["source"]["preprocessing"] == "snapshot/config.json"
+
+
+def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
+    theirs = timm.create_model(f"local-dir:{snapshot}", pretrained=True).eval()
+    ours = load(snapshot)
+    torch.testing.assert_close(dict(ours.model.state_dict()), dict(theirs.state_dict()))
+    config = timm.data.resolve_model_data_config(theirs)
+    assert vit.input_spec(ours.model).as_json() == json.loads(json.dumps(dict(sorted(config.items()))))
+
+
+def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
+    pixels = torch.from_numpy(tiny.images(2))
+    expected = load(snapshot).model(pixels)
+    taken = load(change(snapshot, {"architecture": NAME, "model_args": MODEL_ARGS, **PRETRAINED}))
+    torch.testing.assert_close(taken.model(pixels), expected)
+    assert vit.input_spec(taken.model).config["mean"] == (0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("kind", ["shards", "pytorch_model.bin"])
+def test_other_files_of_weights(kind: str, snapshot: Path) -> None:
+    state = tiny.checkpoint().model.state_dict()
+    (snapshot / "model.safetensors").unlink()
+    if kind == "shards":
+        sharded(snapshot, state)
+    else:
+        torch.save(state, snapshot / kind)
+    torch.testing.assert_close(dict(load(snapshot).model.state_dict()), dict(state))
+
+
+def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path: Path) -> None:
+    taken = load_dense(str(snapshot), weights=None, kwargs={"img_size": 48})
+    assert vit.input_spec(taken.model).shape == (3, 48, 48)
+    assert "pos_embed resampled" in taken.notes[0]
+    other = tiny.checkpoint(seed=5).model.state_dict()
+    torch.save(other, tmp_path / "fine-tuned.pth")
+    tuned = load_dense(str(snapshot), weights=tmp_path / "fine-tuned.pth", kwargs={})
+    torch.testing.assert_close(dict(tuned.model.state_dict()), dict(other))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, r"Hugging Face transformers \(vit\)"),
+        ({"model_type": "dinov2"}, r"Hugging Face transformers \(dinov2\)"),
+        ({"hello": 1}, "got keys hello"),
+        ({"architecture": "a\nb"}, "got keys architecture"),
+        (CONFIG | {"model_args": [1]}, "model_args is"),
+        (CONFIG | {"pretrained_cfg": PRETRAINED | {"input_size": 224}}, "input_size is 224"),
+        (CONFIG | {"pretrained_cfg": PRETRAINED | {"mean": "x"}}, "preprocessing there can't be used"),
+        (CONFIG | {"pretrained_cfg": PRETRAINED | {"std": [0.0, 1.0, 1.0]}}, "std is"),
+        (CONFIG | {"architecture": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),
+    ],
+)
+def test_a_configuration_that_will_not_do(config: Mapping[str, Any], said: str, snapshot: Path) -> None:
+    with pytest.raises(BadInput, match=said):
+        load(change(snapshot, config))
+
+
+def test_a_directory_without_configuration_or_weights(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match=r"no weights beside config\.json"):
+        load(snapshot)
+    (snapshot / "config.json").unlink()
+    with pytest.raises(BadInput, match="a snapshot of one of timm's repositories"):
+        load(snapshot)
+
+
+@pytest.mark.parametrize("prefix", ["", "local-dir:"])
+def test_a_reduced_model_outlives_the_snapshot(prefix: str, snapshot: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", tiny.images(12))
+    moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
+    model = f"{prefix}{snapshot}"
+    done = run("calibrate", "--model", model, "--images", tmp_path / "images.npy", "-o", moments)
+    assert done.exit_code == 0, done.output
+    done = run("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "-o", reduced)
+    assert done.exit_code == 0, done.output
+    before = vit.input_spec(load(model).model).as_json()
+    shutil.rmtree(snapshot)
+    again = load_checkpoint(reduced)
+    assert again.architecture.name == NAME
+    assert str(tmp_path) not in (reduced / "config.json").read_text()
+    assert vit.input_spec(again.model).as_json() == before
+    assert corp_deploy.load(reduced)(torch.from_numpy(tiny.images(2))).shape == (2, 7)
+    assert run("inspect", "--model", reduced).exit_code == 0
+
+
+def test_a_saved_model_keeps_its_preprocessing_whatever_timm_says_later(tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["input"]["preprocessing"]["crop_pct"] = 0.25
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vit.input_spec(load_checkpoint(tmp_path).model).config["crop_pct"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", "hf download timm/vit_tiny_patch16_224.augreg_in21k"),
+        ("hf_hub:timm/vit_tiny_patch16_224", "nothing is ever downloaded"),
+        ("timm/vit_tiny_patch16_224.augreg_in21k", "--local-dir vit_tiny_patch16_224.augreg_in21k"),
+        ("google/vit-base-patch16-224", "nothing is ever downloaded"),
+        ("local-dir:nowhere", "there is no such directory"),
+        ("./nowhere/at/all", "timm can't build it"),
+        ("mypkg.models:Net", "names that look alike"),
+        ("deit_smal_patch16_224", "deit_small_patch16_224"),
+        ("vit_b_16", "vit_base_patch16_224"),
+        ("dinov2_vits14", "vit_small_patch14_dinov2"),
+        ("vit_tiny_patch16_224.nonsense", "timm's tags of vit_tiny_patch16_224: augreg_in21k"),
+    ],
+)
+def test_names_that_are_no_model_here_are_refused_at_once(name: str, said: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load(name)
+    assert said in str(refused.value)
+
+
+def test_a_name_in_a_record_never_leads_to_a_network(tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["timm"]["name"] = "hf-hub:timm/vit_tiny_patch16_224"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="nothing is ever downloaded"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["pretrained", "pretrained_cfg", "checkpoint_path", "cache_dir"])
+def test_weights_come_from_nowhere_else(key: str) -> None:
+    with pytest.raises(BadInput, match=f"{key} is not taken"):
+        load_dense(NAME, weights=None, kwargs={key: True})
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("vit_l_32", "vit_large_patch32_224"),
+        ("dinov2_vitb14_reg", "vit_base_patch14_reg4_dinov2"),
+        ("dino_vits8", "vit_small_patch8_224"),
+        ("ViT-B/32", "vit_base_patch32_clip_224"),
+    ],
+)
+def test_other_projects_names_lead_to_a_name_of_timm(name: str, twin: str) -> None:
+    assert twin in look_alikes(name)
+    assert timm.is_model(twin)
