@@ -17,6 +17,8 @@ from perf.rule import Rule, rule_from_text
 
 from .choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS, Choices, choices_from_preset
 from .errors import BadInput
+from .honours import Axis
+from .option_table import ATTENTION, BENCH, PRESET
 from .preprocessing import INTERPOLATIONS, Preprocessing
 from .quantities import (
     ALIGNMENT,
@@ -396,6 +398,27 @@ def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) 
         raise BadInput(f"{path}: export.keep_fp32 is for precision mixed, which export.precisions does not have")
 
 
+def _refuse_ignored(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise BadInput for a key that neither the preset nor any of the targets would honour."""
+    wanted = tables["reduce"]
+    asks = any(wanted[name] is not None for name in ("attn", "macs", "params"))
+    given = {"attn": wanted["attn"]} if wanted["attn"] is not None else {}
+    given |= {"heads": wanted["heads"]} if wanted["heads"] != "padded" else {}
+    asked: list[tuple[str, Axis, list[str], dict[str, Any]]] = [
+        ("[reduce]", PRESET, [wanted["preset"]], given),
+        ("[reduce]", ATTENTION, ["reduced" if asks or wanted["heads"] == "auto" else "kept"], given),
+    ]
+    # Threads are of the targets that have them; a recipe's other targets don't ask for any.
+    deaf = [name for name in tables["targets"] if not BENCH.ways[name].takes("threads", 1)]
+    if tables["bench"]["threads"] is not None and len(deaf) == len(tables["targets"]):
+        asked.append(("[bench]", BENCH, deaf[:1], {"threads": tables["bench"]["threads"]}))
+    for where, axis, ways, options in asked:
+        try:
+            axis.refuse([("", way) for way in ways], options)
+        except BadInput as error:
+            raise BadInput(f"{path}: {where}: {error}") from None
+
+
 def _refuse_unservable(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
     if tables["package"]["name"] is not None and "fp32" not in tables["export"]["precisions"]:
         raise BadInput(f"{path}: package.name asks for a model repository, which needs fp32 among export.precisions")
@@ -420,6 +443,7 @@ def load_recipe(path: Path) -> Recipe:
     tables["targets"] = {name: _filled(path, f"targets.{name}", table, TARGET_KEYS) for name, table in asked.items()}
     tables["release"]["name"] = tables["release"]["name"] or path.stem
     _refuse_contradictions(path, tables)
+    _refuse_ignored(path, tables)
     _refuse_unservable(path, tables)
     recipe = Recipe(
         name=tables["release"]["name"],

@@ -18,7 +18,6 @@ from calib.store import save as save_moments
 from export.choices import BuildChoices
 from export.engine import build_engine, write_engine
 from export.triton import write_repository
-from perf.bench import bench
 from perf.gate import Gate
 from perf.onnx_runner import OnnxRunner
 from perf.report import html, junit, markdown
@@ -45,8 +44,9 @@ from .release import HELD_OUT_MOMENTS, MOMENTS, SUBJECTS, bench_name, parity_nam
 from .sample_record import KIND as SAMPLES_KIND
 from .sample_record import REPLAY_ERROR, replayed
 from .shift_check import PARTS
+from .side_by_side import Running, measure
 from .stages import Place
-from .targets import artefact_name, graph_name, plan_name, subject_of
+from .targets import artefact_name, graph_name, plan_name, running_words
 
 SAVE_EVERY_IMAGES = 1024
 
@@ -235,9 +235,16 @@ def write_bench(place: Place, recipe: Recipe, target: Target, command: str) -> N
         block_ms=wanted["block_ms"],
         min_rounds=wanted["min_rounds"],
     )
-    dense, reduced = (subject_of(target, place.root, name, wanted["threads"]) for name in SUBJECTS)
-    fed = _fed(place.root, wanted["batches"])
-    measured = bench((dense, reduced), fed, wanted["batches"], plan, command=command.split())
+    dense, reduced = (place.root / artefact_name(target, name) for name in SUBJECTS)
+    measured = measure(
+        dense,
+        reduced,
+        batches=wanted["batches"],
+        plan=plan,
+        running=Running(**running_words(target, wanted["threads"])),
+        images=_fed(place.root, wanted["batches"]),
+        command=command.split(),
+    )
     save_bench(measured, place.into / bench_name(recipe, target))
 
 

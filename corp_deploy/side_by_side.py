@@ -1,17 +1,16 @@
 """Dense against reduced on this machine: what the two are, how they run, and perf's interleaved measurement of them."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.record import record_from_json, record_path
+from export.record import EngineRecord, record_from_json, record_path
 from perf.bench import Subject, bench
 from perf.engine_runner import EngineRunner
 from perf.environment import environment
@@ -27,24 +26,38 @@ from . import vit
 from .checkpoint import WEIGHTS, Checkpoint, load_checkpoint
 from .errors import BadInput
 from .files import sha256_of_file
-from .graphs import export_checkpoint, facts_of_onnx
+from .graphs import GraphFacts, export_checkpoint, facts_of_onnx
 from .model_cost import macs, parameters
+from .option_table import BENCH
 
+Backend = Literal["onnxruntime", "torch"]
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How both are run. `backend` is for model directories: torch, or onnxruntime after an export to FP32."""
+    """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
 
-    backend: str = "onnxruntime"
-    device: Device = "cpu"
-    provider: Provider = "cpu"
-    mode: Mode = "eager"
-    precision: Precision = "fp32"
+    `backend` is for model directories: torch, or onnxruntime (the default) after an export to FP32. See option_table.
+    """
+
+    backend: Backend | None = None
+    device: Device | None = None
+    provider: Provider | None = None
+    mode: Mode | None = None
+    dtype: Precision | None = None
     threads: int | None = None
-    streams: int = 1
-    flush_l2: bool = False
+    streams: int | None = None
+    flush_l2: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was asked for, by the names that `bench` has."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
+
+    @property
+    def cuda_graph(self) -> bool:
+        return self.mode == "cuda_graph"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +73,11 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Runn
     open_module = partial(
         ModuleRunner,
         checkpoint.model,
-        device=running.device,
-        mode=running.mode,
-        precision=running.precision,
+        device=running.device or "cpu",
+        mode=running.mode or "eager",
+        precision=running.dtype or "fp32",
         threads=running.threads,
-        flush_l2=running.flush_l2,
+        flush_l2=bool(running.flush_l2),
         label=weights.parent.name,
     )
     subject = Subject(
@@ -80,14 +93,13 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Runn
 
 def _from_onnx(name: str, path: Path, running: Running) -> Contender:
     facts = facts_of_onnx(path)
-    cuda_graph = running.mode == "cuda_graph"
     open_graph = partial(
         OnnxRunner,
         path,
-        provider=running.provider,
+        provider=running.provider or "cpu",
         threads=running.threads,
-        cuda_graph=cuda_graph,
-        flush_l2=running.flush_l2,
+        cuda_graph=running.cuda_graph,
+        flush_l2=bool(running.flush_l2),
     )
     subject = Subject(
         name=name,
@@ -100,22 +112,37 @@ def _from_onnx(name: str, path: Path, running: Running) -> Contender:
     return Contender(subject=subject, image_shape=facts.image_shape, static_batch=facts.batch)
 
 
-def _from_engine(name: str, path: Path, running: Running) -> Contender:
+def _record_of_engine(path: Path) -> EngineRecord:
     beside = record_path(path)
     if not beside.is_file():
         raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
-    record = record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
+    return record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
+
+
+def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
+    """What the graph that an engine was built from says of its cost, where it still stands beside the plan."""
+    for graph in sorted(path.parent.glob("*.onnx")):
+        if graph.stat().st_size == record.onnx_bytes and sha256_of_file(graph) == record.onnx_sha256:
+            return facts_of_onnx(graph)
+    return None
+
+
+def _from_engine(name: str, path: Path, running: Running) -> Contender:
+    record = _record_of_engine(path)
+    facts = _graph_of_engine(path, record)
     open_engine = partial(
         EngineRunner,
         path,
         backend="tensorrt_rtx" if record.backend == "tensorrt-rtx" else "tensorrt",
-        cuda_graph=running.mode == "cuda_graph",
-        flush_l2=running.flush_l2,
+        cuda_graph=running.cuda_graph,
+        flush_l2=bool(running.flush_l2),
         precision=record.precision,
     )
     subject = Subject(
         name=name,
         open=open_engine,
+        macs=None if facts is None else facts.macs,
+        params=None if facts is None else facts.parameters,
         size_bytes=record.plan_bytes,
         sha256=record.plan_sha256,
         fused_attention=record.fused_attention,
@@ -124,28 +151,45 @@ def _from_engine(name: str, path: Path, running: Running) -> Contender:
     return Contender(subject=subject, image_shape=(shape[0], shape[1], shape[2]), static_batch=None)
 
 
-def _contender(name: str, path: Path, running: Running, scratch: Path) -> Contender:
+def way_to_run(path: Path, running: Running) -> str:
+    """What would run it, by its name in the table of options. Raises BadInput for what nothing here runs."""
     if path.suffix == ".plan" and path.is_file():
-        return _from_engine(name, path, running)
+        backend = _record_of_engine(path).backend
+        if backend not in BENCH.ways:
+            raise BadInput(f"{path}: built for {backend}, which runs .onnx files; name the graph so")
+        return backend
     if path.suffix == ".onnx" and path.is_file():
-        if running.backend == "torch":
-            raise BadInput(f"{path}: an ONNX file runs in ONNX Runtime; give the model directory, or leave out torch")
-        return _from_onnx(name, path, running)
+        return f"onnxruntime-{running.provider or 'cpu'}"
     if not path.is_dir():
         raise BadInput(f"{path}: expected an .onnx file, a .plan or a model directory written by corp-deploy")
+    return (
+        f"torch-{running.device or 'cpu'}" if running.backend == "torch" else f"onnxruntime-{running.provider or 'cpu'}"
+    )
+
+
+def _refuse_ignored(dense: Path, reduced: Path, running: Running) -> None:
+    """Raise BadInput for options that would be ignored, and for two models that would run in different places."""
+    ways = {path: way_to_run(path, running) for path in (dense, reduced)}
+    BENCH.refuse([(path.name, way) for path, way in ways.items()], running.given)
+    one, other = (BENCH.ways[ways[path]] for path in (dense, reduced))
+    if one.honours["device"] != other.honours["device"]:
+        raise BadInput(
+            f"{dense} would run in {one.words} and {reduced} in {other.words}, and a CPU's times say nothing of a "
+            "GPU's; expected both in one place: --provider cuda takes a graph to the GPU, --device cuda a module"
+        )
+
+
+def _contender(name: str, path: Path, running: Running, scratch: Path) -> Contender:
+    if path.suffix == ".plan":
+        return _from_engine(name, path, running)
+    if path.suffix == ".onnx":
+        return _from_onnx(name, path, running)
     checkpoint = load_checkpoint(path)
     if running.backend == "torch":
         return _from_module(name, checkpoint, path / WEIGHTS, running)
     graph = scratch / f"{name}.onnx"
     export_checkpoint(checkpoint, graph, precision="fp32")
     return _from_onnx(name, graph, running)
-
-
-@contextmanager
-def _contenders(dense: Path, reduced: Path, running: Running) -> Iterator[tuple[Contender, Contender]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        at = Path(scratch)
-        yield _contender("dense", dense, running, at), _contender("reduced", reduced, running, at)
 
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
@@ -175,7 +219,11 @@ def measure(
     `images` [N,3,H,W] float32 are what is fed; None feeds normal noise, which costs the same time.
     """
     running = running or Running()
-    with _contenders(dense, reduced, running) as (one, other):
+    _refuse_ignored(dense, reduced, running)
+    with tempfile.TemporaryDirectory() as scratch:
+        one, other = (
+            _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
+        )
         _refuse_unequal(one, other, batches)
         fed = images
         if fed is None:
@@ -188,8 +236,8 @@ def measure(
                 fed,
                 batches,
                 plan,
-                streams=running.streams,
-                flush_l2=running.flush_l2,
+                streams=running.streams or 1,
+                flush_l2=bool(running.flush_l2),
                 described=environment(gpu),
                 command=command,
                 watch=watch,

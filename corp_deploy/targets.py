@@ -1,17 +1,11 @@
-"""Where a release's model is to run: what each target needs of this machine, and how its runners are opened."""
+"""Where a release's model is to run: what each target needs of this machine, and how it is told to run there."""
 
 import ctypes
 import importlib.util
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from .option_table import BENCH
 from .recipe import Target
-
-if TYPE_CHECKING:
-    from perf.bench import Subject
-    from perf.runners import Runner
 
 LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 NO_GPU = "this machine has no NVIDIA GPU with a driver"
@@ -65,38 +59,11 @@ def run_lack(target: Target) -> str | None:
     return None if "CUDAExecutionProvider" in found else "onnxruntime here has no CUDA provider (onnxruntime-gpu has)"
 
 
-def opener(target: Target, path: Path, threads: int | None) -> "Callable[[], Runner]":
-    """A function that makes the target's runner of this artefact, not yet entered."""
-    from perf.engine_runner import EngineRunner
-    from perf.onnx_runner import OnnxRunner
-
-    if target.name == "tensorrt":
-        return partial(EngineRunner, path, backend="tensorrt", precision=target.precision)
-    if target.name == "tensorrt-rtx":
-        return partial(EngineRunner, path, backend="tensorrt_rtx", precision=target.precision)
-    if target.name == "onnxruntime-cuda":
-        return partial(OnnxRunner, path, provider="cuda")
-    return partial(OnnxRunner, path, threads=threads)
-
-
-def subject_of(target: Target, root: Path, name: str, threads: int | None) -> "Subject":
-    """The dense or the reduced model of a release as perf measures it."""
-    from export.record import record_from_json, record_path
-    from perf.bench import Subject
-
-    from .files import sha256_of_file
-    from .graphs import facts_of_onnx
-
-    graph, path = root / name / graph_name(target.precision), root / artefact_name(target, name)
-    facts, fused = facts_of_onnx(graph), None
-    if target.is_engine:
-        fused = record_from_json(record_path(path).read_text(encoding="utf-8")).fused_attention
-    return Subject(
-        name=name,
-        open=opener(target, path, threads),
-        macs=facts.macs,
-        params=facts.parameters,
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of_file(path),
-        fused_attention=fused,
-    )
+def running_words(target: Target, threads: int | None) -> dict[str, Any]:
+    """How `bench` is told to run the target's artefacts: options of its table and their values."""
+    wanted = {
+        "onnxruntime-cpu": {"provider": "cpu", "threads": threads},
+        "onnxruntime-cuda": {"provider": "cuda", "threads": threads},
+    }.get(target.name, {"mode": "cuda_graph", "threads": threads})
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return BENCH.honoured(target.name, given)

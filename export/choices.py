@@ -9,11 +9,16 @@ from .errors import BadInput
 LARGEST_BATCH = 65_536
 _PROFILE = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}:[0-9]{1,9})?")
 RTX_TARGETS = ("75", "80", "86", "89", "120", "121", "portable")
-_RTX_REFUSALS = {
-    "timing_cache": "TensorRT-RTX picks kernels on the target machine and has no timing cache",
-    "optimization_level": "TensorRT-RTX builds the same plan at every level",
-    "version_compatible": "TensorRT-RTX plans run only with the version that built them; rebuild for each version",
-    "sparse": "TensorRT-RTX builds the same plan with and without it",
+BACKENDS = ("tensorrt", "tensorrt-rtx")
+# What a backend can't honour, with its reason.
+REFUSALS = {
+    "tensorrt": {"sms": "TensorRT builds for the GPU it runs on"},
+    "tensorrt-rtx": {
+        "timing_cache": "TensorRT-RTX picks kernels on the target machine and has no timing cache",
+        "optimization_level": "TensorRT-RTX builds the same plan at every level",
+        "version_compatible": "TensorRT-RTX plans run only with the version that built them; rebuild for each version",
+        "sparse": "TensorRT-RTX builds the same plan with and without it",
+    },
 }
 
 
@@ -63,21 +68,19 @@ class BuildChoices:
     command: str = ""
 
     def __post_init__(self) -> None:
-        if self.backend not in ("tensorrt", "tensorrt-rtx"):
-            raise BadInput(f"backend {self.backend!r} is unknown; choose tensorrt or tensorrt-rtx")
+        if self.backend not in BACKENDS:
+            raise BadInput(f"backend {self.backend!r} is unknown; choose {' or '.join(BACKENDS)}")
         if self.workspace_bytes is not None and self.workspace_bytes < 1:
             raise BadInput(f"the workspace limit must be at least 1 byte, got {self.workspace_bytes}")
         if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
             raise BadInput(f"the optimization level lies between 0 and 5, got {self.optimization_level}")
-        if self.backend == "tensorrt-rtx":
-            self._refuse_for_rtx()
-        elif self.sms:
-            raise BadInput(f"TensorRT builds for the GPU it runs on, got --sm {' '.join(self.sms)}; use tensorrt-rtx")
+        for name, reason in REFUSALS[self.backend].items():
+            if getattr(self, name) not in (None, False, ()):
+                other = BACKENDS[1 - BACKENDS.index(self.backend)]
+                raise BadInput(f"{name.replace('_', ' ')}: {reason}; leave it out or use the backend {other}")
+        self._require_targets()
 
-    def _refuse_for_rtx(self) -> None:
-        for name, reason in _RTX_REFUSALS.items():
-            if getattr(self, name) not in (None, False):
-                raise BadInput(f"{name.replace('_', ' ')}: {reason}; leave it out or use the backend tensorrt")
+    def _require_targets(self) -> None:
         unknown = [sm for sm in self.sms if sm not in RTX_TARGETS]
         if unknown:
             raise BadInput(f"--sm {unknown[0]!r} is no target of TensorRT-RTX; choose from {', '.join(RTX_TARGETS)}")

@@ -63,7 +63,7 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
         ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),
         ("[gate]\nfail_if = 'speedup@b8 < 1'", "gate.fail_if is 'speedup@b8 < 1', expected a list"),
         ("[targets.onnxruntime-cpu]\nsms = ['86']", "batch and sms shape engines"),
-        ("[targets.tensorrt]\nsms = ['86']", "use tensorrt-rtx"),
+        ("[targets.tensorrt]\nsms = ['86']", "use the backend tensorrt-rtx"),
         ("[targets.tensorrt-rtx]\nsms = ['13']", "'13' is no target of TensorRT-RTX"),
         ("[targets.tensorrt]\nbatch = '1:4:8'", "targets.tensorrt.batch is 1:4:8, but bench.batches asks for 32"),
         ("[targets.tensorrt]\nbatch = 'many'", "'many' is not MIN:OPT:MAX"),
@@ -94,7 +94,9 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
         ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),
         ("macs = 0.6\npreset = 'corp'", "reduce.macs needs preset best, got 'corp'"),
         ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
-        ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "[reduce]: square heads need the values reduced too"),
+        ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "[reduce]: --heads square is not honoured by preset corp"),
+        ("mlp = 0.5\nattn = 0.5\npreset = 'grail'", "[reduce]: --attn 0.5 is not honoured by preset grail"),
+        ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction of the MLPs alone"),
         ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
         ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
         ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true or false"),
@@ -126,15 +128,22 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
 
 def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    written(tmp_path / "base", LEAST + "[bench]\nthreads = 1\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
+    written(tmp_path / "base", LEAST + "[bench]\nblock_ms = 5\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
     own = 'extends = "base/base.toml"\n[bench]\nbatches = [1]\n[calibration]\nimages = "own"\n[targets.tensorrt]\n'
     recipe = load_recipe(written(tmp_path, own + "fail_if = ['fused_attention < dense']"))
-    assert recipe["bench"]["threads"] == 1
+    assert recipe["bench"]["block_ms"] == 5
     assert recipe["bench"]["batches"] == [1]
     assert recipe.path("calibration", "images") == tmp_path.resolve() / "own"
     assert recipe.path("held_out", "images") == tmp_path.resolve() / "base" / "val", "relative to where it is written"
     assert str(recipe.targets[0].profile) == "1:8:64"
     assert recipe.targets[0].rules[0].metric == "fused_attention"
+
+
+def test_threads_are_for_a_recipe_with_a_target_that_has_them(tmp_path: Path) -> None:
+    text = LEAST + "[bench]\nthreads = 2\n[targets.tensorrt]\n"
+    with pytest.raises(BadInput, match=r"\[bench\]: --threads 2 is not honoured by TensorRT"):
+        load_recipe(written(tmp_path, text))
+    assert load_recipe(written(tmp_path, text + "[targets.onnxruntime-cpu]"))["bench"]["threads"] == 2
 
 
 def test_a_mistake_in_the_base_names_the_base_and_a_circle_is_told(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path
     assert "one" in run("reduce", *words, "--macs", 0.7, "--params", 0.7).stderr
     assert "itself" in run("reduce", *words, "--macs", 0.7, "--mlp", 0.5).stderr
     assert (
-        "square heads need the values"
+        "--heads square is not honoured by preset corp"
         in run("reduce", *words, "--attn", 0.5, "--preset", "corp", "--heads", "square").stderr
     )
     assert not (tmp_path / "r").exists()
@@ -154,12 +154,14 @@ def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path
 
 @pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "vbp", "none"])
 def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset: str) -> None:
+    keeps_heads = preset in ("grail", "grail-fold", "vbp")
+    attention = [] if keeps_heads else ["--attn", 0.5]
     directory = reduced(
-        home, tmp_path / preset, "--preset", preset, "--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8"
+        home, tmp_path / preset, "--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8"
     )
     parts = vit.parts(load_checkpoint(directory).model)
     assert {part.hidden for part in parts.mlps} == {96}
-    expected = 16 if preset in ("grail", "grail-fold", "vbp") else 8
+    expected = 16 if keeps_heads else 8
     assert {part.qk for part in parts.attentions} == {expected}
 
 

@@ -2,20 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..console import Output, output_options
+from ..option_table import BENCH
 from ..quantities import SECONDS, SHARE_KEPT, STREAMS, THREADS
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE
-
-if TYPE_CHECKING:
-    from perf.module_runner import Mode, Precision
-    from perf.onnx_runner import Provider
-
-    from ..side_by_side import Device
+from .options import ANY_PATH, BATCHES, FILE, given_options
 
 
 @click.command()
@@ -30,28 +24,44 @@ if TYPE_CHECKING:
     show_default=True,
     help="What runs them; a model directory is exported to FP32 first for onnxruntime.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="For torch.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}",
+)
 @click.option(
     "--provider",
     type=click.Choice(["cpu", "cuda", "tensorrt"]),
     default="cpu",
     show_default=True,
-    help="ONNX Runtime's execution provider; another than asked for is never used in its place.",
+    help="ONNX Runtime's execution provider; another than asked for is never used in its place. "
+    + BENCH.help("provider"),
 )
 @click.option(
     "--mode",
     type=click.Choice(["eager", "compiled", "cuda_graph"]),
     default="eager",
     show_default=True,
-    help="compiled is for torch; cuda_graph for a GPU.",
+    help=BENCH.help("mode"),
 )
 @click.option(
-    "--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True, help="For torch."
+    "--dtype",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help=f"What weights are cast to; graphs and engines have theirs. {BENCH.help('dtype')}",
 )
 @click.option("--streams", type=Number(STREAMS), default=1, show_default=True, help="Above 1: throughput only.")
-@click.option("--flush-l2", is_flag=True, help="Overwrite the GPU's L2 cache before each call.")
 @click.option(
-    "--threads", type=Number(THREADS), default=None, help="CPU threads of both; default: the runtime's choice."
+    "--flush-l2", is_flag=True, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
+)
+@click.option(
+    "--threads",
+    type=Number(THREADS),
+    default=None,
+    help=f"CPU threads of both; default: the runtime's choice. {BENCH.help('threads')}",
 )
 @click.option(
     "--time-limit",
@@ -73,17 +83,10 @@ def bench(
     reduced: Path,
     output: Path,
     batch: tuple[int, ...],
-    backend: str,
-    device: "Device",
-    provider: "Provider",
-    mode: "Mode",
-    dtype: "Precision",
-    streams: int,
-    flush_l2: bool,
-    threads: int | None,
     time_limit: float,
     half_width: float,
     out: Output,
+    **_running: object,  # read as given, since a default is no wish
 ) -> None:
     """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
 
@@ -98,16 +101,7 @@ def bench(
     from ..side_by_side import Running, measure
     from ..speed_table import best_batch, speed_record, speed_table
 
-    running = Running(
-        backend=backend,
-        device=device,
-        provider=provider,
-        mode=mode,
-        precision=dtype,
-        threads=threads,
-        streams=streams,
-        flush_l2=flush_l2,
-    )
+    running = Running(**{name: value for name, value in given_options().items() if name in BENCH.options})
     plan = Plan(time_limit_s=time_limit, half_width_rel=half_width)
     with out.progress("measuring", 100, unit="%") as done:
         measured = measure(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..console import Output, output_options
+from ..option_table import AUDIT, BUILD
 from ..quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 from .numbers import Number, Profile
-from .options import FILE
+from .options import FILE, given_options
 
 if TYPE_CHECKING:
     from export.choices import BatchProfile
@@ -34,18 +35,44 @@ def _command_line() -> str:
     help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU.",
 )
 @click.option(
-    "--batch", type=Profile(), multiple=True, help="A profile min:opt:max, such as 1:8:64; may be given several times."
+    "--batch",
+    type=Profile(),
+    multiple=True,
+    help=f"A profile min:opt:max, such as 1:8:64; may be given several times. {BUILD.help('batch')}",
 )
 @click.option(
-    "--sm", multiple=True, help="TensorRT-RTX target such as 86; may be given several times; none is portable."
+    "--sm",
+    multiple=True,
+    help=f"A target such as 86; may be given several times; none is portable. {BUILD.help('sm')}",
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "mixed"]), default=None, help="Refuse other graphs.")
-@click.option("--timing-cache", type=FILE, default=None, help="TensorRT's timing cache: read, reused, written whole.")
-@click.option("--optimization-level", type=Number(OPTIMIZATION_LEVEL), default=None, help="The builder's effort.")
-@click.option("--workspace-mib", type=Number(WORKSPACE_MIB), default=None, help="Limit of the builder's workspace.")
-@click.option("--version-compatible", is_flag=True, help="A plan that newer TensorRT versions load too.")
+@click.option(
+    "--timing-cache",
+    type=FILE,
+    default=None,
+    help=f"TensorRT's timing cache: read, reused, written whole. {BUILD.help('timing_cache')}",
+)
+@click.option(
+    "--optimization-level",
+    type=Number(OPTIMIZATION_LEVEL),
+    default=None,
+    help=f"The builder's effort. {BUILD.help('optimization_level')}",
+)
+@click.option(
+    "--workspace-mib",
+    type=Number(WORKSPACE_MIB),
+    default=None,
+    help=f"Limit of the builder's workspace. {BUILD.help('workspace_mib')}",
+)
+@click.option(
+    "--version-compatible",
+    is_flag=True,
+    help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}",
+)
 @click.option("--sparse", is_flag=True, help="Sparse kernels; refused unless the weights really are 2:4.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="For onnxruntime.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help=BUILD.help("device")
+)
 @output_options
 def build(
     graph: Path,
@@ -72,6 +99,8 @@ def build(
 
     from ..engines import engine_table, write_whole_engine
 
+    way = f"{backend}-{device}" if backend == "onnxruntime" else backend
+    BUILD.refuse([("", way)], given_options())
     with out.progress("building", None, unit="steps") as done:
 
         def told(phase: str, steps: int, _: int) -> None:
@@ -79,9 +108,6 @@ def build(
                 done(steps)
 
         if backend == "onnxruntime":
-            _refuse_engine_options(
-                batch, sm, timing_cache, optimization_level, workspace_mib, version_compatible, sparse
-            )
             engine = build_ort_artifact(graph, device=device, precision=precision, command=_command_line())
         else:
             choices = BuildChoices(
@@ -101,11 +127,6 @@ def build(
     out.result(json.loads(engine.record.to_json()), engine_table(engine.record), f"{output}: written")
 
 
-def _refuse_engine_options(*given: object) -> None:
-    if any(given):
-        raise click.UsageError("--backend onnxruntime takes --precision and --device only; the rest shapes engines")
-
-
 @click.command()
 @click.argument("dense", type=FILE)
 @click.argument("reduced", type=FILE)
@@ -116,7 +137,13 @@ def _refuse_engine_options(*given: object) -> None:
     show_default=True,
     help="What builds both; TensorRT-RTX needs no GPU.",
 )
-@click.option("--sm", multiple=True, default=("86",), show_default=True, help="Targets; may be given several times.")
+@click.option(
+    "--sm",
+    multiple=True,
+    default=("86",),
+    show_default=True,
+    help=f"Targets; may be given several times. {AUDIT.help('sm')}",
+)
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
 @output_options
 @click.pass_context
@@ -132,6 +159,7 @@ def audit(
     from ..engines import audit_table
     from ..files import write_text
 
+    AUDIT.refuse([("", backend)], given_options())
     targets = sm if backend == "tensorrt-rtx" else ()
     with out.progress("auditing", None, unit="steps"):
         found = audit_fusion(dense, reduced, backend=backend, sms=targets, command=_command_line())

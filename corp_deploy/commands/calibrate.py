@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING
 import click
 
 from ..console import Output, output_options
+from ..option_table import CALIBRATE
 from ..quantities import BAD_IMAGES, IMAGES, WORKERS
 from .numbers import Number
-from .options import FILE, ModelChoice, batch_size_option, images_option, model_options, samples_option, seed_option
+from .options import (
+    FILE,
+    ModelChoice,
+    batch_size_option,
+    given_options,
+    images_option,
+    model_options,
+    samples_option,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     from calib.collect import Precision
@@ -36,7 +46,8 @@ if TYPE_CHECKING:
     type=click.Choice(["float32", "tf32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case.",
+    help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case. "
+    + CALIBRATE.help("dtype"),
 )
 @click.option(
     "--hold-out",
@@ -93,6 +104,7 @@ def calibrate(
     from ..inputs import images_for_model, require_device
     from ..preprocessing_view import preprocessing_line, preprocessing_record
 
+    CALIBRATE.refuse([("", device)], given_options())
     require_device(device)
     wanted = Wanted(patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype)
     with ranks_of_this_run(device) as ranks:

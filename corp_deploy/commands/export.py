@@ -8,9 +8,10 @@ import click
 from perf.quantity import BATCH
 
 from ..console import Output, output_options
+from ..option_table import EXPORT, EXPORT_HEADS
 from ..quantities import OPSET
 from .numbers import Number
-from .options import ANY_PATH, FILE, ModelChoice, Words, model_options, samples_option, seed_option
+from .options import ANY_PATH, FILE, ModelChoice, Words, given_options, model_options, samples_option, seed_option
 
 if TYPE_CHECKING:
     from ..attention import Geometry
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     "--heads",
     type=click.Choice(["padded", "ragged"]),
     default=None,
-    help="Replace the head geometry of a reduced model.",
+    help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}",
 )
 @output_options
 def export_command(
@@ -67,11 +68,14 @@ def export_command(
 
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
+    from .. import vit
     from ..files import sha256_of_file
     from ..graphs import export_checkpoint, paths_by_precision
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load(out)
+    uneven = any(part.qk != part.v for part in vit.parts(checkpoint.model).attentions)
+    EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], given_options())
     written: list[dict[str, Any]] = []
     kept: tuple[str, ...] = keep_fp32
     with out.progress("exporting", len(precision), unit="graphs") as done:
@@ -98,8 +102,8 @@ def export_command(
 def _refuse_mixed_options(
     precision: tuple[str, ...], keep_fp32: tuple[str, ...], auto: bool, images: Path | None
 ) -> None:
-    if (keep_fp32 or auto) and "mixed" not in precision:
-        raise click.UsageError("--keep-fp32 and --auto say what mixed keeps in FP32; add --precision mixed")
+    mixed = "mixed-auto" if auto else "mixed"
+    EXPORT.refuse([("", mixed if name == "mixed" else name) for name in precision], given_options())
     if "mixed" in precision and bool(keep_fp32) == auto:
         raise click.UsageError("mixed needs either --keep-fp32 PATTERN or --auto")
     if auto != (images is not None):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from perf.quantity import BATCH
 
@@ -145,3 +146,18 @@ seed_option = click.option(
 batch_size_option = click.option(
     "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."
 )
+
+
+def given_options() -> dict[str, Any]:
+    """What the user gave to the command at work, defaults left out; a list for an option that may be repeated."""
+    context = click.get_current_context()
+    defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    return {
+        name: list(value) if parameter.multiple else value
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option)
+        and (name := parameter.name) is not None
+        and name in context.params
+        and context.get_parameter_source(name) not in defaults
+        and (value := context.params[name]) is not None
+    }

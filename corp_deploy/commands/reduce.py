@@ -11,6 +11,7 @@ from perf.quantity import BATCH
 
 from ..choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS
 from ..console import Output, output_options
+from ..option_table import ATTENTION, IMAGES, PRESET, WIDTHS
 from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number
 from .options import (
@@ -18,6 +19,7 @@ from .options import (
     DIRECTORY,
     FILE,
     ModelChoice,
+    given_options,
     model_options,
     samples_option,
     seed_option,
@@ -56,8 +58,7 @@ def _budget(
     given = {currency: share for currency, share in shares.items() if share is not None}
     if len(given) > 1:
         raise click.UsageError(f"--{' and --'.join(given)} are several budgets; give one")
-    if "latency" not in given and (tables is not None or batch is not None):
-        raise click.UsageError("--latency-tables and --batch belong to --latency")
+    WIDTHS.refuse([("", next(iter(given), "sparsities"))], given_options())
     if not given:
         if mlp is None and attn is None:
             raise click.UsageError(
@@ -208,6 +209,7 @@ def reduce_command(
     from ..reducing import measured_speedup, record_of_reduction, reduce_checkpoint
     from ..site_view import site_table, ways_table
 
+    PRESET.refuse([("", preset)], given_options())
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)
     asked = Asked(
         preset=preset,
@@ -216,8 +218,9 @@ def reduce_command(
         auto_heads=heads == "auto",
         closed_loop=closed_loop,
     )
-    if images is not None and not asked.needs_images:
-        raise click.UsageError("--images is looked at for --macs, --params, --heads auto and --closed-loop only")
+    touched = attn is not None or budget is not None or asked.auto_heads
+    ATTENTION.refuse([("", "reduced" if touched else "kept")], given_options())
+    IMAGES.refuse([("", "images" if asked.needs_images else "none")], given_options())
     if held_out is not None and closed_loop:
         raise click.UsageError("--closed-loop holds out some of its own images; leave --held-out away")
     require_device(device)

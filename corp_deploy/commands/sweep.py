@@ -7,6 +7,7 @@ import click
 
 from ..choices import PRESETS
 from ..console import Output, output_options
+from ..option_table import ATTENTION, PRESET
 from ..quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number, Numbers
 from .options import (
@@ -15,6 +16,7 @@ from .options import (
     ModelChoice,
     Words,
     batch_size_option,
+    given_options,
     images_option,
     model_options,
     samples_option,
@@ -94,6 +96,11 @@ def sweep(
     from ..sweep import sweep as sweep_of
     from ..sweep_view import csv_of_sweep, sweep_plot, sweep_table
 
+    mlp, attn = parts != "attn", parts != "mlp"
+    touching = [name for name in preset if attn and PRESET.ways[name].takes("attn", attn)]
+    given = {name: value for name, value in given_options().items() if name in ("parts", "heads")}
+    PRESET.refuse([("", name) for name in preset], given)
+    ATTENTION.refuse([("", "reduced" if touching or macs else "kept")], given)
     checkpoint = model.load(out)
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
     pixels = torch.cat(list(source.batches(batch_size)))
@@ -103,11 +110,12 @@ def sweep(
         labels_N=None if labels is None else labels_from_path(labels, source),
         batch_size=batch_size,
     )
-    mlp, attn = parts != "attn", parts != "mlp"
     wanted = [
         Wanted(
             preset=name,
-            choices=choices_from_options(name, share if mlp else None, share if attn else None, heads, align),
+            choices=choices_from_options(
+                name, share if mlp else None, share if name in touching else None, heads, align
+            ),
         )
         for name in preset
         for share in sparsity

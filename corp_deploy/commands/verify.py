@@ -7,9 +7,20 @@ import click
 from perf.quantity import BATCH
 
 from ..console import Output, output_options
+from ..option_table import VERIFY
 from ..quantities import ERROR, FACTOR, SHARE
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, IMAGES_HELP, ModelChoice, dense_options, samples_option, seed_option
+from .options import (
+    ANY_PATH,
+    BATCHES,
+    FILE,
+    IMAGES_HELP,
+    ModelChoice,
+    dense_options,
+    given_options,
+    samples_option,
+    seed_option,
+)
 
 
 @click.command()
@@ -80,8 +91,7 @@ def verify(
 
     if (images is None) == (random is None):
         raise click.UsageError("give --images, or --random when random inputs are really meant")
-    if random is not None and (labels is not None or moments is not None):
-        raise click.UsageError("--labels and --moments are about real images; they don't go with --random")
+    VERIFY.refuse([("", "random" if images is None else "images")], given_options())
     dense = model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
     if images is None:

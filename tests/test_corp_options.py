@@ -1,0 +1,402 @@
+"""Options that would be ignored are refused, and those that are honoured arrive: every pair of way and option."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy import option_table, side_by_side
+from corp_deploy.checkpoint import save
+from corp_deploy.choices import PRESETS
+from corp_deploy.cli import main
+from corp_deploy.commands.options import ModelChoice
+from corp_deploy.errors import Missing
+from corp_deploy.honours import Axis, words_of
+from corp_deploy.option_table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, PRESET, VERIFY, WIDTHS
+from corp_deploy.side_by_side import Running, measure
+from export.choices import BuildChoices
+from export.record import EngineRecord, Port, record_path, sha256_of
+from perf.timing import Plan
+from tests import tiny
+
+REACHED = "reached what does the work"
+VALUES: dict[str, tuple[Any, ...]] = {
+    "backend": ("onnxruntime", "torch"),
+    "device": ("cpu", "cuda"),
+    "provider": ("cpu", "cuda", "tensorrt"),
+    "dtype": ("fp32", "fp16", "bf16"),
+    "mode": ("eager", "compiled", "cuda_graph"),
+    "threads": (3,),
+    "streams": (2,),
+    "flush_l2": (True,),
+}
+SETTLED = {"backend", "device", "provider"}  # to give another value of these is to ask for another way
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def record_of(backend: str) -> EngineRecord:
+    port = Port(name="images", dtype="float32", shape=("batch", 3, 32, 32))
+    return EngineRecord(
+        backend=backend, library_version="1", command="", onnx_sha256="0" * 64, onnx_bytes=1,
+        plan_sha256=sha256_of(b"plan"), plan_bytes=4, precision="fp16", half_weight_share=1.0, half_kernel_share=None,
+        targets=("86",), gpu=None, profiles=("1:2:4",), inputs=(port,), outputs=(port,), kernels=None, kernel_kinds={},
+        attention_sites=(), fused_attention_sites=None, build_seconds=0.0, options={},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), root / "dense")
+    np.save(root / "images.npy", tiny.images(8))
+    assert run("export", "--model", root / "dense", "-o", root / "dense.onnx").exit_code == 0
+    for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
+        plan = root / f"{backend}.plan"
+        plan.write_bytes(b"plan")
+        record_path(plan).write_text(record_of(backend).to_json())
+    return root
+
+
+def refused(result: Result, axis: Axis, option: str, value: object) -> None:
+    """One message, exit code 2, that names the option and everything that would honour it."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    said = " ".join(result.stderr.split())
+    assert " ".join(words_of({option: value})) in said, said
+    able = [way for way in axis.ways.values() if way.takes(option, value)]
+    assert all(f"{way.words} ({way.ask})" in said for way in able), said
+    assert able or "nothing honours it" in said
+
+
+# Bench: what each way is asked with, and the runner that gets what is honoured.
+
+ASKED: dict[str, tuple[str, dict[str, str]]] = {
+    "torch-cpu": ("dense", {"backend": "torch"}),
+    "torch-cuda": ("dense", {"backend": "torch", "device": "cuda"}),
+    "onnxruntime-cpu": ("dense.onnx", {}),
+    "onnxruntime-cuda": ("dense.onnx", {"provider": "cuda"}),
+    "onnxruntime-tensorrt": ("dense.onnx", {"provider": "tensorrt"}),
+    "tensorrt": ("tensorrt.plan", {}),
+    "tensorrt-rtx": ("tensorrt-rtx.plan", {}),
+}
+PAIRS = [
+    (way, option, value)
+    for way in BENCH.ways
+    for option, values in VALUES.items()
+    for value in values
+    if option not in ASKED[way][1]
+]
+
+
+@dataclass
+class Seen:
+    """What the runner and the measurement were told."""
+
+    runner: str = ""
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found = Seen()
+
+    def stand_in(name: str) -> None:
+        def opened(*_: object, **told: Any) -> None:
+            found.runner, found.told = name, found.told | told
+
+        monkeypatch.setattr(side_by_side, name, opened)
+
+    def measured(subjects: Any, *_: object, **told: Any) -> NoReturn:
+        found.told |= told
+        subjects[0].open()
+        raise Missing(REACHED)
+
+    for name in ("ModuleRunner", "OnnxRunner", "EngineRunner"):
+        stand_in(name)
+    monkeypatch.setattr(side_by_side, "bench", measured)
+    monkeypatch.setattr(side_by_side, "SampledRunner", lambda name, runner, heard: runner)
+    return found
+
+
+@pytest.mark.parametrize(("way", "option", "value"), PAIRS)
+def test_bench_hands_an_option_on_or_refuses_it(
+    home: Path, tmp_path: Path, seen: Seen, way: str, option: str, value: Any
+) -> None:
+    name, asked = ASKED[way]
+    words = [home / name, home / name, *words_of(asked | {option: value}), "-o", tmp_path / "b.json"]
+    result = run("bench", *words)
+    assert list(tmp_path.iterdir()) == []
+    if not BENCH.ways[way].takes(option, value):
+        # `--provider cuda` on a graph, `--device cuda` on a module: that is how the other way is asked for.
+        others = [other for other, (path, words) in ASKED.items() if path == name and words == asked | {option: value}]
+        if not others:
+            refused(result, BENCH, option, value)
+            return
+        way = others[0]
+    assert result.exit_code == 4, result.output
+    assert REACHED in result.stderr
+    family = way.partition("-")[0]
+    assert seen.runner == {"torch": "ModuleRunner", "onnxruntime": "OnnxRunner"}.get(family, "EngineRunner")
+    if option == "dtype":
+        assert seen.told["precision"] == value
+    elif option == "mode":
+        assert seen.told["mode"] == value if family == "torch" else seen.told["cuda_graph"] == (value == "cuda_graph")
+    elif option not in SETTLED or (family == "torch" and option == "device"):
+        assert seen.told[option] == value
+
+
+def test_bench_of_graphs_in_fp16_compiled_on_a_gpu_is_refused(home: Path, tmp_path: Path) -> None:
+    """The very call that used to measure FP32 on the CPU and exit 0."""
+    graphs = [home / "dense.onnx", home / "dense.onnx"]
+    result = run("bench", *graphs, "--device", "cuda", "--dtype", "fp16", "--mode", "compiled", "-o", tmp_path / "b")
+    refused(result, BENCH, "device", "cuda")
+    assert "--provider cuda" in result.stderr
+    refused(run("bench", *graphs, "--dtype", "fp16", "-o", tmp_path / "b"), BENCH, "dtype", "fp16")
+    refused(
+        run("bench", home / "dense", home / "dense", "--dtype", "fp16", "-o", tmp_path / "b"), BENCH, "dtype", "fp16"
+    )
+    refused(
+        run("bench", home / "dense", home / "dense", "--device", "cuda", "-o", tmp_path / "b"), BENCH, "device", "cuda"
+    )
+
+
+def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: Path, seen: Seen) -> None:
+    """A module beside an engine needs its backend named; a precision that one of them ignores is refused."""
+    both = ["bench", home / "dense", home / "tensorrt.plan", "-o", tmp_path / "b.json", "--backend", "torch"]
+    assert REACHED in run(*both, "--device", "cuda").stderr
+    refused(run(*both, "--device", "cuda", "--dtype", "fp16"), BENCH, "dtype", "fp16")
+    elsewhere = run(*both)
+    assert elsewhere.exit_code == 2
+    assert "expected both in one place" in " ".join(elsewhere.stderr.split())
+
+
+def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) -> None:
+    result = run("bench", home / "onnxruntime.plan", home / "dense.onnx", "-o", tmp_path / "b.json")
+    assert result.exit_code == 2
+    assert "which runs .onnx files" in " ".join(result.stderr.split())
+
+
+def test_the_python_verb_refuses_as_the_command_does(home: Path) -> None:
+    from corp_deploy.errors import BadInput
+
+    with pytest.raises(BadInput, match="--dtype fp16 is not honoured"):
+        measure(home / "dense.onnx", home / "dense.onnx", batches=[1], plan=Plan(), running=Running(dtype="fp16"))
+
+
+# Build
+
+BUILD_VALUES: dict[str, tuple[Any, str, Any]] = {
+    "batch": (["1:2:4"], "profiles", "(1:2:4,)"),
+    "sm": (["86"], "sms", "('86',)"),
+    "timing_cache": ("cache.bin", "timing_cache", "cache.bin"),
+    "optimization_level": (3, "optimization_level", "3"),
+    "workspace_mib": (2, "workspace_bytes", str(2 * 2**20)),
+    "version_compatible": (True, "version_compatible", "True"),
+    "sparse": (True, "sparse", "True"),
+    "precision": ("fp32", "precision", "fp32"),
+    "device": ("cuda", "device", "cuda"),
+}
+BUILD_ASKED: dict[str, dict[str, Any]] = {
+    "tensorrt": {"backend": "tensorrt"},
+    "tensorrt-rtx": {"backend": "tensorrt-rtx"},
+    "onnxruntime-cpu": {"backend": "onnxruntime"},
+    "onnxruntime-cuda": {"backend": "onnxruntime", "device": "cuda"},
+}
+
+
+@pytest.mark.parametrize("option", BUILD_VALUES)
+@pytest.mark.parametrize("way", BUILD.ways)
+def test_build_hands_an_option_on_or_refuses_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, option: str
+) -> None:
+    told: dict[str, Any] = {}
+
+    def engine(graph: Path, choices: BuildChoices, **_: object) -> NoReturn:
+        told.update({name: getattr(choices, name) for name in choices.__slots__})
+        raise Missing(REACHED)
+
+    def graph(path: Path, **given: Any) -> NoReturn:
+        told.update(given)
+        raise Missing(REACHED)
+
+    monkeypatch.setattr("export.engine.build_engine", engine)
+    monkeypatch.setattr("export.ort_artifact.build_ort_artifact", graph)
+    value, name, arrives = BUILD_VALUES[option]
+    asked = BUILD_ASKED[way] | {option: value}
+    result = run("build", home / "dense.onnx", *words_of(asked), "-o", tmp_path / "x")
+    if way == "onnxruntime-cpu" and option == "device":
+        way = "onnxruntime-cuda"
+    if not BUILD.ways[way].takes(option, value):
+        refused(result, BUILD, option, value)
+        return
+    assert result.exit_code == 4, result.output
+    assert str(told[name]).replace("BatchProfile(smallest=1, tuned=2, largest=4)", "1:2:4") == arrives
+
+
+@pytest.mark.parametrize("way", AUDIT.ways)
+def test_audit_takes_targets_for_one_backend(home: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def audited(*_: object, **told: Any) -> NoReturn:
+        raise Missing(f"{REACHED} {told['sms']}")
+
+    monkeypatch.setattr("export.audit.audit_fusion", audited)
+    result = run("audit", home / "dense.onnx", home / "dense.onnx", "--backend", way, "--sm", "89")
+    if way == "tensorrt":
+        refused(result, AUDIT, "sm", "89")
+        assert "for the GPU it runs on" in " ".join(result.stderr.split())
+    else:
+        assert "('89',)" in result.stderr
+
+
+# The commands that take a model: accepted is what gets as far as loading it.
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: ModelChoice, out: object) -> NoReturn:
+        raise Missing(REACHED)
+
+    monkeypatch.setattr(ModelChoice, "load", load)
+    monkeypatch.setattr("corp_deploy.inputs.require_device", lambda device: None)
+
+
+def checked(result: Result, axis: Axis, way: str, option: str, value: object) -> None:
+    if axis.ways[way].takes(option, value):
+        assert REACHED in result.stderr, result.output
+    else:
+        refused(result, axis, option, value)
+
+
+EXPORT_ASKED: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "fp16": {"precision": "fp16"},
+    "mixed": {"precision": "mixed", "keep_fp32": "blocks.1"},
+    "mixed-auto": {"precision": "mixed", "auto": True, "images": "images.npy"},
+}
+EXPORT_VALUES = {"keep_fp32": "blocks.0", "images": "images.npy", "samples": 3, "seed": 1, "dense": "dense"}
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("option", "value"), EXPORT_VALUES.items())
+@pytest.mark.parametrize("way", EXPORT.ways)
+def test_export_refuses_what_only_a_mixed_graph_uses(tmp_path: Path, way: str, option: str, value: object) -> None:
+    result = run("export", "--model", "m", *words_of(EXPORT_ASKED[way] | {option: value}), "-o", tmp_path / "m.onnx")
+    checked(result, EXPORT, way, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_export_of_several_precisions_takes_what_one_of_them_uses(tmp_path: Path) -> None:
+    words = ["export", "--model", "m", "-o", tmp_path / "m.onnx", "--precision", "fp32,mixed"]
+    assert REACHED in run(*words, "--keep-fp32", "blocks.1").stderr
+    refused(run("export", "--model", "m", "-o", tmp_path / "m.onnx", "--auto"), EXPORT, "auto", True)
+
+
+def test_export_has_no_heads_to_replace_where_all_widths_are_one(home: Path, tmp_path: Path) -> None:
+    result = run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--heads", "ragged")
+    refused(result, option_table.EXPORT_HEADS, "heads", "ragged")
+    assert list(tmp_path.iterdir()) == []
+
+
+VERIFY_ASKED: dict[str, dict[str, Any]] = {"images": {"images": "images.npy"}, "random": {"random": 4}}
+VERIFY_VALUES = {"labels": "labels.npy", "moments": "m.safetensors", "samples": 3, "seed": 1}
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("option", "value"), VERIFY_VALUES.items())
+@pytest.mark.parametrize("way", VERIFY.ways)
+def test_verify_refuses_what_random_inputs_do_not_have(tmp_path: Path, way: str, option: str, value: object) -> None:
+    result = run("verify", "m", "m", *words_of(VERIFY_ASKED[way] | {option: value}), "-o", tmp_path / "p.json")
+    checked(result, VERIFY, way, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "tf32"])
+@pytest.mark.parametrize("device", CALIBRATE.ways)
+def test_calibrate_has_tf32_on_a_gpu_only(tmp_path: Path, device: str, dtype: str) -> None:
+    words = ["--images", "images.npy", "-o", tmp_path / "m.safetensors", "--device", device, "--dtype", dtype]
+    checked(run("calibrate", "--model", "m", *words), CALIBRATE, device, "dtype", dtype)
+
+
+REDUCE = ["reduce", "--model", "m", "--moments", "m.safetensors", "-o", "r"]
+PRESET_VALUES = [
+    {"attn": 0.5},
+    *({"heads": heads, "mlp": 0.5} for heads in ("padded", "square", "ragged", "auto")),
+    {"macs": 0.5},
+    {"params": 0.5},
+    {"latency": 0.5, "latency_tables": "tables"},
+]
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("given", PRESET_VALUES, ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str, Any]) -> None:
+    option, value = next(iter(given.items()))
+    more = {"attn": 0.5} if option == "heads" and PRESET.ways[preset].takes("attn", 0.5) else {}
+    result = run(*REDUCE, "--preset", preset, *words_of(given | more))
+    checked(result, PRESET, preset, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("option", "value"), [("latency_tables", "tables"), ("batch", 4)])
+@pytest.mark.parametrize("way", WIDTHS.ways)
+def test_reduce_refuses_what_belongs_to_a_budget_of_latency(way: str, option: str, value: object) -> None:
+    settled: dict[str, dict[str, Any]] = {
+        "sparsities": {"mlp": 0.5},
+        "latency": {"latency": 0.5, "latency_tables": "tables"},
+    }
+    asked = settled.get(way, {way: 0.5})
+    checked(run(*REDUCE, *words_of(asked | {option: value})), WIDTHS, way, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("option", "value"), [("images", "images.npy"), ("samples", 3), ("seed", 1)])
+@pytest.mark.parametrize(
+    ("way", "asked"), [("none", {"mlp": 0.5}), ("images", {"macs": 0.5}), ("images", {"mlp": 0.5, "closed_loop": True})]
+)
+def test_reduce_refuses_images_that_nothing_looks_at(
+    way: str, asked: dict[str, Any], option: str, value: object
+) -> None:
+    checked(run(*REDUCE, *words_of(asked | {option: value})), IMAGES, way, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_geometry_without_a_reduced_head_is_refused() -> None:
+    refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), option_table.ATTENTION, "heads", "ragged")
+    assert REACHED in run(*REDUCE, "--mlp", 0.5, "--attn", 0.5, "--heads", "ragged").stderr
+
+
+SWEEP = ["sweep", "--model", "m", "--moments", "m.safetensors", "--images", "images.npy", "-o", "s"]
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("parts", ["joint", "mlp", "attn"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sweep_refuses_parts_that_a_preset_leaves_alone(preset: str, parts: str) -> None:
+    checked(run(*SWEEP, "--preset", preset, "--parts", parts), PRESET, preset, "parts", parts)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_sweep_takes_a_geometry_for_the_presets_that_have_one() -> None:
+    assert REACHED in run(*SWEEP, "--preset", "best,grail", "--heads", "square").stderr
+    refused(run(*SWEEP, "--preset", "grail", "--heads", "square"), PRESET, "heads", "square")
+    refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), option_table.ATTENTION, "heads", "square")
+
+
+@pytest.mark.parametrize("axis", option_table.AXES, ids=lambda axis: f"{axis.command}-{next(iter(axis.ways))}")
+def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
+    commands = {"reduce": ("reduce", "sweep")}.get(axis.command, (axis.command,))
+    known = {parameter.name for name in commands for parameter in main.commands[name].params}
+    assert set(axis.options) <= known
+    assert axis.picks <= set(axis.options)
+
+
+def test_help_tells_who_honours_an_option() -> None:
+    said = " ".join(run("bench", "--help").stdout.split())
+    assert BENCH.help("dtype") in said
+    assert "For torch on the CPU, torch on a GPU." in said
