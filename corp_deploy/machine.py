@@ -5,23 +5,39 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from export.libraries import version_numbers
 
 from . import __version__
 
-PACKAGES = (
-    "torch",
-    "timm",
-    "numpy",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "tensorrt",
-    "tensorrt-rtx",
+# The oldest versions whose published faults are mended, as pyproject.toml has them.
+FLOORS: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "2.10",
+        "timm": "1.0.25",
+        "numpy": "1.26",
+        "onnx": "1.22",
+        "onnxscript": "0.5",
+        "pillow": "12.3",
+        "safetensors": "0.4.5",
+        "click": "8.5",
+        "rich": "13.7",
+        "onnxruntime": "1.27",
+        "onnxruntime-gpu": "1.27",
+        "nvidia-ml-py": "12.535",
+        "tensorrt": "11.0",
+        "tensorrt-rtx": "1.2",
+    }
 )
+PACKAGES = tuple(name for name in FLOORS if name not in ("click", "rich", "nvidia-ml-py"))
+_REQUIRED = ("torch", "timm", "numpy", "onnx", "onnxscript", "pillow", "safetensors", "click", "rich")
+# Whoever serves with an older major version has a reason to stay below the floor.
+_BELOW_FLOOR = {"tensorrt": "10.16.1 and newer build engines for servers that have TensorRT 10"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +50,42 @@ class Finding:
     remedy: str = ""
 
 
+def _version(package: str) -> str:
+    """The installed version, or nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def versions() -> dict[str, str]:
     """Versions of this tool, Python and the packages a result depends on; absent packages are left out."""
     found = {"corp-deploy": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | {package: version for package in PACKAGES if (version := _version(package))}
 
 
-def _package(found: dict[str, str], name: str, *, disables: str, extra: str) -> Finding:
-    remedy = "" if name in found else f"pip install 'corp-deploy[{extra}]'"
-    return Finding(what=name, found=found.get(name, ""), disables="" if name in found else disables, remedy=remedy)
+def _package(name: str, *, disables: str = "", extra: str = "") -> Finding:
+    """A package, absent or older than its floor."""
+    found, floor = _version(name), FLOORS[name]
+    if not found:
+        words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
+        return Finding(what=name, found="", disables=disables or "everything", remedy=f"pip install {words}")
+    if version_numbers(found) >= version_numbers(floor):
+        return Finding(what=name, found=found)
+    told = _BELOW_FLOOR.get(name)
+    return Finding(
+        what=name,
+        found=f"{found}, older than {floor}",
+        disables="published fixes are missing" + (f"; {told}" if told else ""),
+        remedy=f"pip install --upgrade '{name}>={floor}'",
+    )
+
+
+def _runtimes() -> Iterator[Finding]:
+    """The ONNX Runtime that is installed, of the two there are."""
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        if _version(name):
+            yield _package(name)
 
 
 def _providers() -> Finding:
@@ -108,16 +146,14 @@ def _disk(where: Path) -> Finding:
 
 def findings() -> list[Finding]:
     """Everything the commands may need, found or not."""
-    found = versions()
     return [
         Finding(what="corp-deploy", found=__version__),
-        Finding(what="python", found=found["python"]),
-        *(Finding(what=name, found=found[name]) for name in ("torch", "timm", "numpy", "onnx", "onnxscript")),
+        Finding(what="python", found=platform.python_version()),
+        *map(_package, _REQUIRED),
+        *_runtimes(),
         _providers(),
-        _package(found, "tensorrt", disables="engines for data-centre GPUs", extra="gpu"),
-        _package(
-            found, "tensorrt-rtx", disables="engines for RTX GPUs, and the fusion audit without a GPU", extra="rtx"
-        ),
+        _package("tensorrt", disables="engines for data-centre GPUs", extra="gpu"),
+        _package("tensorrt-rtx", disables="engines for RTX GPUs, and the fusion audit without a GPU", extra="rtx"),
         _gpu(),
         _driver(),
         _memory(),

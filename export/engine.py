@@ -1,4 +1,4 @@
-"""Engines from ONNX by TensorRT (10.12 and newer, 11) and TensorRT-RTX, one path for both.
+"""Engines from ONNX by TensorRT (10.16.1 and newer, 11) and TensorRT-RTX, one path for both.
 
 Precision is in the graph's types: networks are strongly typed and no precision flag exists anywhere.
 """

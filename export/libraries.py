@@ -13,7 +13,9 @@ from typing import Any
 from .errors import BadInput, Missing
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-_OLDEST = {"tensorrt": (10, 12), "tensorrt-rtx": (1, 2)}  # strongly typed networks as used here; portable CPU builds
+# TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX
+# builds portable engines without a GPU from 1.2 on.
+_OLDEST = {"tensorrt": (10, 16, 1), "tensorrt-rtx": (1, 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -358,8 +358,8 @@ def test_old_and_absent_tensorrt_are_missing(monkeypatch: pytest.MonkeyPatch) ->
     world = Tensorrt()
     monkeypatch.setattr(importlib, "import_module", lambda name: world)
     assert open_library("tensorrt").module is world
-    monkeypatch.setattr(Tensorrt, "__version__", "10.11.0.33")
-    with pytest.raises(Missing, match=r"version 10\.12 or newer is needed, 10\.11\.0\.33 is installed"):
+    monkeypatch.setattr(Tensorrt, "__version__", "10.16.0.72")
+    with pytest.raises(Missing, match=r"version 10\.16\.1 or newer is needed, 10\.16\.0\.72 is installed"):
         open_library("tensorrt")
     monkeypatch.undo()
     with pytest.raises(BadInput, match="'tvm' is unknown"):

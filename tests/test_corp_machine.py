@@ -1,0 +1,77 @@
+"""What doctor says of this machine, and the floors it shares with pyproject.toml."""
+
+import importlib.metadata
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from corp_deploy import machine
+from corp_deploy.cli import main
+from export.libraries import version_numbers
+
+ROOT = Path(__file__).parents[1]
+
+
+def floors_of_project() -> dict[str, str]:
+    """Every requirement of the project, its developers' own left out, with its floor."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for name in extras if name != "dev" for line in extras[name])]
+    pairs = [re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(;.*)?", line) for line in lines]
+    assert all(pairs), lines
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def findings() -> dict[str, dict[str, str]]:
+    done = CliRunner().invoke(main, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    return {row["what"]: row for row in json.loads(done.stdout)["findings"]}
+
+
+def test_doctor_and_the_project_have_the_same_floors() -> None:
+    assert dict(machine.FLOORS) == floors_of_project()
+
+
+FIXED = {
+    "onnx": "1.22",
+    "torch": "2.10",
+    "onnxruntime": "1.27",
+    "onnxruntime-gpu": "1.27",
+    "pillow": "12.3",
+    "tensorrt": "11.0",
+}
+
+
+@pytest.mark.parametrize("package", FIXED)
+def test_floors_are_at_published_fixes(package: str) -> None:
+    assert version_numbers(floors_of_project()[package]) >= version_numbers(FIXED[package])
+
+
+def test_what_the_tests_run_with_is_no_older_than_the_floors() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    exact = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+    shared = exact.keys() & machine.FLOORS.keys()
+    assert {"torch", "onnx", "pillow", "onnxruntime", "timm"} <= shared
+    for name in shared:
+        assert version_numbers(exact[name]) >= version_numbers(machine.FLOORS[name]), name
+
+
+def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = {"onnx": "1.21.0", "pillow": "12.2.0", "tensorrt": "10.16.1.11", "torch": "2.10.0+cu126"}
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or installed(name))
+    found = findings()
+    assert found["onnx"]["found"] == "1.21.0, older than 1.22"
+    assert found["onnx"]["disables"] == "published fixes are missing"
+    assert found["onnx"]["remedy"] == "pip install --upgrade 'onnx>=1.22'"
+    assert found["pillow"]["remedy"] == "pip install --upgrade 'pillow>=12.3'"
+    assert found["torch"] == {"what": "torch", "found": "2.10.0+cu126", "disables": "", "remedy": ""}
+    assert "for servers that have TensorRT 10" in found["tensorrt"]["disables"]
+
+
+def test_doctor_finds_nothing_too_old_here() -> None:
+    assert not [row for row in findings().values() if "older than" in row["found"]]
