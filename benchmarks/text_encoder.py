@@ -227,7 +227,6 @@ class Subject:
                     norm=nn.Identity(),
                     layer=block.get_submodule(layer),
                     scale_C=None,
-                    read=slice(None),
                 )
                 yield block.get_submodule(norm)
 

@@ -12,107 +12,131 @@ Legend: B images, N tokens, C channels.
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from calib.collect import collect
 from calib.hooks import evaluating
 from calib.images import Images
-from calib.moments import AttentionMoments, MlpMoments, SiteMoments
 
 from . import vit
 from .attention import HeadAttention
+from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
 from .choices import Choices, HeadWidths, Widths
-from .correct import HELD_OUT_EVERY, STRENGTHS, correct
+from .correct import STRENGTHS, correct, correct_through
 from .errors import BadInput
+from .read_tokens import Reads, named, tokens_to_fit
 from .reduce import Reduction, notes_on, uniform_widths
-from .reduce_site import reduced_attention, reduced_mlp
+from .reduce_mlp import mlp_at_site
+from .reduce_site import built_mlp, layers_of, reduced_attention
+from .regression_sums import RegressionSums
 from .site_report import LoopFit, SiteReport, as_allocated
-from .streams import Normed, Streams
+from .streams import HELD_OUT_EVERY, Streams
 
 Part = vit.MlpPart | vit.AttentionPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a closed loop fits: the ridges it may choose among, which images choose, whether first layers are aligned,
+    and which tokens behind the last block count (see tokens_to_fit).
+    """
+
+    strengths: Sequence[float] = STRENGTHS
+    held_out_every: int = HELD_OUT_EVERY
+    align_inputs: bool = True
+    reads: Reads | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Reduced:
-    """A branch's new layer, its last linear layer, the modules to put into the model, and what to report."""
+    """A branch's new layer, its last linear layer, the modules to put into the model, what to report, and what the
+    reduced stream lacks of the dense one behind the branch, on what enters that last layer.
+    """
 
     layer: nn.Module
     last: nn.Linear
     modules: dict[str, nn.Module]
     reports: list[SiteReport]
+    lacking: Halves[RegressionSums]
+    energy: float
 
 
-def _collected(branch: vit.Branch, part: Part, streams: Streams, choices: Choices) -> SiteMoments:
-    as_images = (x_BNC.unsqueeze(1) for x_BNC in streams.reduced)
-    system = choices.needs_attention_system and isinstance(part, vit.AttentionPart)
-    where = part.first.weight.device
-    moments = collect(Normed(branch), [vit.calibration_site(part)], as_images, device=where, attention_system=system)
-    return moments.sites[part.name]
-
-
-def _reduced(
-    branch: vit.Branch,
-    part: Part,
-    moments: SiteMoments,
-    choices: Choices,
-    width: int | HeadWidths,
+def _reduced_attention(
+    branch: vit.Branch, part: vit.AttentionPart, step: vit.Branch, streams: Streams, choices: Choices, width: HeadWidths
 ) -> _Reduced:
-    """Select and recover on the reduced stream's statistics."""
-    if isinstance(part, vit.AttentionPart):
-        assert isinstance(moments, AttentionMoments), (part.name, moments)
-        assert isinstance(width, HeadWidths), (part.name, width)
-        modules, reports = reduced_attention(part, moments, choices, width)
-        module = modules[part.name]
-        assert isinstance(module, HeadAttention), (part.name, module)
-        return _Reduced(layer=module, last=module.proj, modules=modules, reports=reports)
-    assert isinstance(moments, MlpMoments), (part.name, moments)
-    assert isinstance(width, int), (part.name, width)
-    linears, report = reduced_mlp(part, moments, choices, width)
-    inside = {name.removeprefix(f"{part.name}."): linear for name, linear in linears.items()}
-    layer = vit.replaced(branch.layer, inside)
-    return _Reduced(layer=layer, last=[*linears.values()][-1], modules={**linears}, reports=[report])
+    """Other queries and keys make another z, so the reduced layer is run once more."""
+    moments = attention_moments(branch, part, streams, system=choices.needs_attention_system)
+    modules, reports = reduced_attention(part, moments, choices, width)
+    module = modules[part.name]
+    assert isinstance(module, HeadAttention), (part.name, module)
+    energy = dense_advanced(step, streams)
+    lacking = inputs_sums(branch, module, module.proj, streams)
+    return _Reduced(layer=module, last=module.proj, modules=modules, reports=reports, lacking=lacking, energy=energy)
 
 
-def _through(branch: vit.Branch, layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x_BNC: x_BNC + branch.added_by(layer, x_BNC)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """How a closed loop fits: the ridges it may choose among, which images choose, whether first layers are aligned."""
-
-    strengths: Sequence[float] = STRENGTHS
-    held_out_every: int = HELD_OUT_EVERY
-    align_inputs: bool = True
-
-    def correct(
-        self,
-        layer: nn.Linear,
-        lacking: Iterable[tuple[Tensor, Tensor]],
-        *,
-        scale_C: Tensor | None = None,
-        energy: float | None = None,
-    ) -> LoopFit:
-        return correct(
-            layer,
-            lacking,
-            scale_C=scale_C,
-            energy=energy,
-            strengths=self.strengths,
-            held_out_every=self.held_out_every,
-        )
+def _reduced_mlp(
+    branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, choices: Choices, width: int
+) -> _Reduced:
+    """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
+    energy = dense_advanced(step, streams)
+    moments, on_all = mlp_sums(branch, part, streams)
+    new = mlp_at_site(moments, layers_of(part), choices, width)
+    linears, report = built_mlp(part, new, moments, choices)
+    fc2 = [*linears.values()][-1]
+    layer = vit.replaced(branch.layer, {name.removeprefix(f"{part.name}."): each for name, each in linears.items()})
+    kept_K = new.kept_K
+    lacking = inputs_sums(branch, layer, fc2, streams) if kept_K is None else on_all.each(lambda sums: sums.of(kept_K))
+    return _Reduced(layer=layer, last=fc2, modules={**linears}, reports=[report], lacking=lacking, energy=energy)
 
 
 def _aligned(branch: vit.Branch, part: Part, streams: Streams, loop: Loop) -> tuple[vit.Branch, Part, LoopFit]:
     """The branch with a first layer of its own that is fitted to the dense stream's results."""
     first = copy.deepcopy(part.first)
     # Keys and values are read at every token, whichever tokens are read behind the branch.
-    read = branch.read if isinstance(part, vit.MlpPart) else slice(None)
-    fit = loop.correct(first, streams.entering(branch.norm, part.first, read))
+    read = branch.read if isinstance(part, vit.MlpPart) else None
+    sums = alignment_sums(branch, streams, read)
+    fit = correct_through(first, sums.fit, sums.held_out, strengths=loop.strengths)
     layer = vit.with_first(branch.layer, part, first)
     return replace(branch, layer=layer), vit.part_of(part.name, layer), fit
+
+
+def _given(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weight and bias with which a last layer enters the residual stream, through the layer scale."""
+    weight_CK = last.weight.detach().double()
+    bias_C = weight_CK.new_zeros(len(weight_CK)) if last.bias is None else last.bias.detach().double()
+    return (
+        (weight_CK, bias_C) if scale_C is None else (weight_CK * scale_C.double()[:, None], bias_C * scale_C.double())
+    )
+
+
+def _fitted(branch: vit.Branch, new: _Reduced, loop: Loop) -> LoopFit:
+    """The new layer's last linear layer is made to give what the reduced stream lacks still."""
+    weight_CK, bias_C = _given(new.last, branch.scale_C)
+    left = new.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
+    return correct(
+        new.last, left.fit, left.held_out, scale_C=branch.scale_C, energy=new.energy, strengths=loop.strengths
+    )
+
+
+def _site(
+    step: vit.Branch, part: Part, streams: Streams, choices: Choices, width: int | HeadWidths, loop: Loop
+) -> tuple[_Reduced, list[SiteReport]]:
+    """Align, reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
+    branch, alignment = step, None
+    if loop.align_inputs:
+        branch, part, alignment = _aligned(step, part, streams, loop)
+    if isinstance(part, vit.AttentionPart):
+        assert isinstance(width, HeadWidths), (part.name, width)
+        new = _reduced_attention(branch, part, step, streams, choices, width)
+    else:
+        assert isinstance(width, int), (part.name, width)
+        new = _reduced_mlp(branch, part, step, streams, choices, width)
+    fit = _fitted(branch, new, loop)
+    first, *rest = new.reports
+    told = [replace(first, alignment=alignment), *rest]
+    return new, [*told[:-1], replace(told[-1], loop=fit)]
 
 
 @torch.no_grad()
@@ -135,26 +159,15 @@ def walk(
     reports: list[SiteReport] = []
     finished = 0
     for step in steps:
-        if not isinstance(step, vit.Branch):
-            streams.advance(step, step)
+        width = widths.get(step.name) if isinstance(step, vit.Branch) else None
+        if width is None or not isinstance(step, vit.Branch):
+            streams.advance(partial(step.through, step.layer) if isinstance(step, vit.Branch) else step)
             continue
-        width = widths.get(step.name)
-        if width is None:
-            streams.advance(_through(step, step.layer), _through(step, step.layer))
-            continue
-        branch, part, alignment = step, parts[step.name], None
-        if loop.align_inputs:
-            branch, part, alignment = _aligned(step, part, streams, loop)
-        moments = _collected(branch, part, streams, choices)
-        new = _reduced(branch, part, moments, choices, width)
-        streams.advance_dense(_through(step, step.layer))
-        lacking = streams.missing(branch, new.layer, new.last)
-        fit = loop.correct(new.last, lacking, scale_C=step.scale_C, energy=streams.energy(step.read))
-        streams.advance_reduced(_through(branch, new.layer))
+        new, told = _site(step, parts[step.name], streams, choices, width, loop)
+        for pair in streams:
+            pair.reduced = step.through(new.layer, pair.reduced)
         modules |= new.modules
-        first, *rest = new.reports
-        told = [replace(first, alignment=alignment), *rest]
-        reports += [*told[:-1], replace(told[-1], loop=fit)]
+        reports += told
         finished += 1
         if done is not None:
             done(finished)
@@ -177,26 +190,34 @@ def reduce_closed_loop(
     `images` are the calibration images, of which each `held_out_every`-th of `loop` chooses the strengths. `widths` by
     site replaces the uniform ones of the choices; a site not named stays dense and is walked through, its weights as
     they are: refitting its last layer as well moved the held-out error of the digits example by -9 to +5 %. `done` is
-    told how many sites are finished. Each block runs four times an image, however deep the model: dense, for the
-    statistics, for the fit, and reduced; alignment adds the first layers on both streams. All runs where the model is,
-    and there both streams (see Streams) and one site's statistics are held. Raises BadInput for too few images and for
-    a block that can't be walked through.
+    told how many sites are finished. Each branch runs once dense and twice reduced, once at full width for the
+    statistics and once as it stays; an attention's reduced layer runs once more for its fit. All runs where the model
+    is, and there both streams (see Streams) and one site's statistics are held. Raises BadInput for too few images and
+    for a block that can't be walked through.
     """
+    loop = loop or Loop()
     found = vit.parts(model)
     wanted = uniform_widths(model, choices) if widths is None else widths
-    steps = list(vit.steps(model))
+    read = tokens_to_fit(model, loop.reads)
+    steps = list(vit.steps(model, read=read))
     if whole := [name for name in wanted if name not in {step.name for step in steps if isinstance(step, vit.Branch)}]:
         raise BadInput(f"closed loop: {', '.join(whole)} stand in blocks that can't be taken apart; reduce without it")
     with evaluating(model):
+        embedded = (vit.embedded(model, batch.to(vit.device(model))) for batch in images.batches(batch_size))
         modules, reports = walk(
             steps,
             {part.name: part for part in found.every},
-            Streams(vit.embedded(model, batch.to(vit.device(model))) for batch in images.batches(batch_size)),
+            Streams(embedded, held_out_every=loop.held_out_every),
             choices,
             wanted,
             loop=loop,
             done=done,
         )
     reports = reports if widths is None else as_allocated(reports)
-    reduced = vit.replaced(model, modules).eval().requires_grad_(False)
-    return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices, wanted))
+    return Reduction(
+        model=vit.replaced(model, modules).eval().requires_grad_(False),
+        choices=choices,
+        sites=tuple(reports),
+        notes=notes_on(found, choices, wanted),
+        said=(f"closed loop fitted to: {named(model, read)}",),
+    )

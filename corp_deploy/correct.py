@@ -1,21 +1,19 @@
 """Correct a linear layer by what its output still lacks, as far as held-out images bear it out.
 
-Legend: B images, N tokens, K inputs and C outputs of the layer.
+Legend: K inputs and C outputs of the layer.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from .errors import BadInput
 from .refit import refit_toward
-from .regression_sums import RegressionSums
+from .regression_sums import DifferenceSums, RegressionSums
 from .site_report import LoopFit
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one moves the bias only
-HELD_OUT_EVERY = 4
 _SILENT_REL = 1e-3  # of the root mean square layer scale: rows below it can't be fitted through it, and stay
 
 
@@ -41,20 +39,19 @@ def correction(
     then solved on both. Rows that the layer scale all but silences get no correction.
     """
     on_fit, on_held_out = fit.regression(), held_out.regression()
-    nothing_CK, nothing_C = torch.zeros_like(on_fit.cross_OK), torch.zeros_like(on_fit.mean_O)
-    tried = {each: refit_toward(nothing_CK, on_fit, strength=each) for each in sorted(strengths, reverse=True)}
-    errors: dict[float | None, float] = {None: on_held_out.error(nothing_CK, nothing_C)}
+    tried = {each: refit_toward(None, on_fit, strength=each) for each in sorted(strengths, reverse=True)}
+    errors: dict[float | None, float] = {None: on_held_out.target_square}
     errors |= {each: on_held_out.error(refit.weight_OK, refit.bias_O) for each, refit in tried.items()}
     strength = min(errors, key=lambda each: errors[each])
-    weight_CK, bias_C = nothing_CK, nothing_C
+    weight_CK, bias_C = torch.zeros_like(on_fit.cross_OK), torch.zeros_like(on_fit.mean_O)
     if strength is not None:
-        whole = refit_toward(nothing_CK, fit.with_those_of(held_out).regression(), strength=strength)
+        whole = refit_toward(None, fit.with_those_of(held_out).regression(), strength=strength)
         weight_CK, bias_C = _divided(whole.weight_OK, scale_C), _divided(whole.bias_O, scale_C)
     report = LoopFit(
         strength=strength,
         energy=energy,
-        error_recovered=on_fit.error(nothing_CK, nothing_C),
-        error=on_fit.error(nothing_CK, nothing_C) if strength is None else tried[strength].residual,
+        error_recovered=on_fit.target_square,
+        error=on_fit.target_square if strength is None else tried[strength].residual,
         error_recovered_held_out=errors[None],
         error_held_out=errors[strength],
     )
@@ -81,32 +78,30 @@ def corrected(layer: nn.Linear, change: Correction) -> None:
 
 def correct(
     layer: nn.Linear,
-    lacking: Iterable[tuple[Tensor, Tensor]],
+    fit: RegressionSums,
+    held_out: RegressionSums,
     *,
     scale_C: Tensor | None,
     energy: float | None,
     strengths: Sequence[float],
-    held_out_every: int,
 ) -> LoopFit:
-    """Fit a layer, in place, to what its output lacks of its target.
+    """Correct a layer, in place, by the regression of what its output lacks, behind the layer scale, on its inputs.
 
-    `lacking`: per batch the inputs [B,N,K] and, behind the layer scale, what is lacking [B,N,C]. Each
-    `held_out_every`-th image chooses the strength. `energy` is the target's scale in the report. Raises BadInput for
-    too few images.
+    `energy` is the target's scale in the report.
     """
-    fit, held_out = (RegressionSums.for_layer(layer) for _ in ("fit", "held out"))
-    seen = 0
-    for x_BNK, lacking_BNC in lacking:
-        positions_B = torch.arange(seen, seen + len(x_BNK), device=x_BNK.device)
-        held_B = positions_B % held_out_every == held_out_every - 1
-        fit.add(x_BNK[~held_B], lacking_BNC[~held_B])
-        held_out.add(x_BNK[held_B], lacking_BNC[held_B])
-        seen += len(x_BNK)
-    if held_out.tokens == 0:
-        raise BadInput(
-            f"closed loop: got {seen} images, expected at least {held_out_every}, "
-            "because one in so many is held out to choose how far to trust the fit"
-        )
     found = correction(fit, held_out, scale_C, energy, strengths)
     corrected(layer, found)
+    return found.fit
+
+
+def correct_through(
+    layer: nn.Linear, fit: DifferenceSums, held_out: DifferenceSums, *, strengths: Sequence[float]
+) -> LoopFit:
+    """Correct a layer, in place, so that it makes of x what it made of x + d.
+
+    With weight = Q R, Q's columns orthonormal, errors are those of R d, of which there are never more than inputs.
+    """
+    basis_OR, seen_RC = torch.linalg.qr(layer.weight.detach().double())
+    found = correction(fit.through(seen_RC), held_out.through(seen_RC), None, None, strengths)
+    corrected(layer, replace(found, weight_CK=basis_OR @ found.weight_CK, bias_C=basis_OR @ found.bias_C))
     return found.fit

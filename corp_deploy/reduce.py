@@ -23,12 +23,16 @@ from .site_report import SiteReport, as_allocated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A reduced model with the report of every site that was reduced, and the notes on those that were not."""
+    """A reduced model with the report of every site that was reduced, and the notes on those that were not.
+
+    `said`: a sentence on each thing that was decided on the way.
+    """
 
     model: nn.Module
     choices: Choices
     sites: tuple[SiteReport, ...]
     notes: tuple[str, ...]
+    said: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Choices, sites and notes as plain JSON values."""

@@ -40,12 +40,16 @@ class MlpLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpAtSite:
-    """The new first layer and the recovered second one; `as_dense_OF` is the latter read on the dense channels."""
+    """The new first layer and the recovered second one; `as_dense_OF` is the latter read on the dense channels.
+
+    `kept_K`: the dense channels that stay, None where channels were merged.
+    """
 
     first_KI: Tensor
     first_bias_K: Tensor | None
     recovery: MlpRecovery
     as_dense_OF: Tensor
+    kept_K: Tensor | None
 
 
 def elimination(moments: MlpMoments, layers: MlpLayers, choices: Choices) -> Elimination:
@@ -102,6 +106,7 @@ def mlp_at_site(
             first_bias_K=folded.bias_K,
             recovery=folded.recovery,
             as_dense_OF=folded.as_dense_OF,
+            kept_K=None,
         )
     kept_K = kept_channels(moments, layers, choices, width, known)
     recovery = RECOVERIES[choices.mlp_recovery](
@@ -109,7 +114,13 @@ def mlp_at_site(
     )
     bias_K = None if layers.first_bias_F is None else layers.first_bias_F[kept_K]
     as_dense_OF = torch.zeros_like(layers.second_OF).index_copy_(1, kept_K, recovery.weight_OK)
-    return MlpAtSite(first_KI=layers.first_FI[kept_K], first_bias_K=bias_K, recovery=recovery, as_dense_OF=as_dense_OF)
+    return MlpAtSite(
+        first_KI=layers.first_FI[kept_K],
+        first_bias_K=bias_K,
+        recovery=recovery,
+        as_dense_OF=as_dense_OF,
+        kept_K=kept_K,
+    )
 
 
 def output_energy(moments: MlpMoments, layers: MlpLayers) -> float:

@@ -11,7 +11,7 @@ from .obs import Elimination
 from .recover_attention import QkRecovery
 from .recover_values import ValueRecovery
 from .reduce_attention import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
-from .reduce_mlp import MlpLayers, mlp_at_site, output_energy
+from .reduce_mlp import MlpAtSite, MlpLayers, mlp_at_site, output_energy
 from .site_report import HeldOut, SiteReport
 
 
@@ -34,17 +34,11 @@ def layers_of(part: vit.MlpPart) -> MlpLayers:
     )
 
 
-def reduced_mlp(
-    part: vit.MlpPart,
-    moments: MlpMoments,
-    choices: Choices,
-    width: int,
-    known: Elimination | None = None,
-    held_out: MlpMoments | None = None,
+def built_mlp(
+    part: vit.MlpPart, new: MlpAtSite, moments: MlpMoments, choices: Choices, held_out: MlpMoments | None = None
 ) -> tuple[dict[str, nn.Linear], SiteReport]:
-    """New fc1 and fc2 of one MLP by module name, and the site's report."""
-    layers = layers_of(part)
-    new = mlp_at_site(moments, layers, choices, width, known)
+    """The linear layers that were decided on as modules by name, and the site's report."""
+    layers, width = layers_of(part), new.first_KI.shape[0]
     needs_bias = layers.second_bias_O is not None or bool(new.recovery.bias_O.any())
     modules = vit.empty_mlp(part, hidden=width, output_bias=needs_bias)
     fc1, fc2 = modules.values()
@@ -67,6 +61,19 @@ def reduced_mlp(
         else HeldOut(energy=output_energy(held_out, layers), error=reduce_mlp.error_of(new, layers, held_out)),
     )
     return modules, report
+
+
+def reduced_mlp(
+    part: vit.MlpPart,
+    moments: MlpMoments,
+    choices: Choices,
+    width: int,
+    known: Elimination | None = None,
+    held_out: MlpMoments | None = None,
+) -> tuple[dict[str, nn.Linear], SiteReport]:
+    """New fc1 and fc2 of one MLP by module name, and the site's report."""
+    new = mlp_at_site(moments, layers_of(part), choices, width, known)
+    return built_mlp(part, new, moments, choices, held_out)
 
 
 def _qk_held_out(site: str, recovery: QkRecovery, held_out: AttentionMoments, choices: Choices) -> HeldOut:

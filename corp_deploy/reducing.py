@@ -26,7 +26,10 @@ from .side_by_side import measure
 
 def record_of_reduction(reduction: Reduction, planned: Planned) -> dict[str, Any]:
     """The reduction and what was decided for it, as JSON values."""
-    return reduction.as_json() | {"decided": list(planned.said), "ways": [asdict(way) for way in planned.ways]}
+    return reduction.as_json() | {
+        "decided": [*planned.said, *reduction.said],
+        "ways": [asdict(way) for way in planned.ways],
+    }
 
 
 def _reduced_checkpoint(

@@ -5,6 +5,7 @@ Legend: K inputs, O outputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from .ridge import solve_ridge
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Regression:
     """Second-order statistics of inputs x and targets t over the same tokens, float64, all divided by their count.
 
@@ -30,14 +31,25 @@ class Regression:
         assert self.cross_OK.shape == shape, (self.cross_OK.shape, shape)
         assert self.target_square >= 0.0, self.target_square
 
+    @cached_property
+    def covariance_KK(self) -> Tensor:
+        return self.second_KK - torch.outer(self.mean_K, self.mean_K)
+
+    @cached_property
+    def centred_OK(self) -> Tensor:
+        """Cov(t, x)."""
+        return self.cross_OK - torch.outer(self.mean_O, self.mean_K)
+
+    @cached_property
+    def spread(self) -> float:
+        """E||t - E t||^2."""
+        return max(self.target_square - float(self.mean_O.square().sum()), 0.0)
+
     def error(self, weight_OK: Tensor, bias_O: Tensor) -> float:
         """E||t - W x - b||^2."""
-        centred_OK = self.cross_OK - torch.outer(self.mean_O, self.mean_K)
-        covariance_KK = self.second_KK - torch.outer(self.mean_K, self.mean_K)
-        spread = self.target_square - float(self.mean_O.square().sum())
-        fitted = float(((weight_OK @ covariance_KK - 2.0 * centred_OK) * weight_OK).sum())
+        fitted = float(((weight_OK @ self.covariance_KK - 2.0 * self.centred_OK) * weight_OK).sum())
         shift_O = self.mean_O - weight_OK @ self.mean_K - bias_O
-        return max(spread + fitted, 0.0) + float(shift_O.square().sum())
+        return max(self.spread + fitted, 0.0) + float(shift_O.square().sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +65,25 @@ class Refit:
     ridge: float
 
 
-def refit_toward(prior_OK: Tensor, regression: Regression, *, strength: float) -> Refit:
+def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: float) -> Refit:
     """argmin E||t - W x - b||^2 + ridge ||W - prior||^2, the bias free; ridge = strength * mean diagonal of Cov(x).
 
-    W = prior + (C_tx - prior C_xx)(C_xx + ridge I)^-1, b = mean t - W mean x. Never worse than the prior on these
-    statistics; at large strength it is the prior with its best bias.
+    W = prior + (C_tx - prior C_xx)(C_xx + ridge I)^-1, b = mean t - W mean x; a prior of None is zero. Never worse than
+    the prior on these statistics; at large strength it is the prior with its best bias.
     """
-    centred_OK = regression.cross_OK - torch.outer(regression.mean_O, regression.mean_K)
-    covariance_KK = regression.second_KK - torch.outer(regression.mean_K, regression.mean_K)
-    solved = solve_ridge(centred_OK - prior_OK @ covariance_KK, covariance_KK, ridge_rel=strength)
-    weight_OK = prior_OK + solved.solution_OK
-    bias_O = regression.mean_O - weight_OK @ regression.mean_K
+    left_OK, residual_prior = regression.centred_OK, regression.spread
+    if prior_OK is not None:
+        left_OK = left_OK - prior_OK @ regression.covariance_KK
+        residual_prior -= float((prior_OK * (regression.centred_OK + left_OK)).sum())
+    solved = solve_ridge(left_OK, regression.covariance_KK, ridge_rel=strength)
+    change_OK = solved.solution_OK  # change (C_xx + ridge I) = left, so its own error needs no product
+    gained = float((change_OK * left_OK).sum()) + solved.ridge * float(change_OK.square().sum())
+    weight_OK = change_OK if prior_OK is None else prior_OK + change_OK
     return Refit(
         weight_OK=weight_OK,
-        bias_O=bias_O,
-        residual=regression.error(weight_OK, bias_O),
-        residual_prior=regression.error(prior_OK, regression.mean_O - prior_OK @ regression.mean_K),
+        bias_O=regression.mean_O - weight_OK @ regression.mean_K,
+        residual=max(residual_prior - gained, 0.0),
+        residual_prior=max(residual_prior, 0.0),
         strength=strength,
         condition=solved.condition,
         ridge=solved.ridge,

@@ -1,58 +1,153 @@
-"""Sums over tokens for a linear regression with several outputs. PURE; float64 sums, so that they add up.
+"""Sums over tokens for a linear regression with several outputs. PURE; float32 products, float64 sums that add up.
 
-Legend: B images, N tokens, K inputs, O outputs.
+Legend: B images, N tokens, n tokens of one product, K inputs, R kept inputs, O outputs, C channels of a difference.
 """
 
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from calib.products import add_gram, mirror
+
 from .refit import Regression
 
+PRODUCT_TOKENS = 2048  # a float32 sum of so many terms is good to about 1e-6 of its scale
 
+
+def _zeros(*shape: int, device: torch.device | str) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+@dataclass(slots=True, kw_only=True)
+class Gram:
+    """Sums over tokens of x and of x x', the latter complete in `gram_KK` only."""
+
+    tokens: int
+    sum_K: Tensor
+    upper_KK: Tensor
+
+    @classmethod
+    def empty(cls, width: int, device: torch.device | str = "cpu") -> Self:
+        return cls(tokens=0, sum_K=_zeros(width, device=device), upper_KK=_zeros(width, width, device=device))
+
+    def add(self, x_BNK: Tensor) -> None:
+        """Count every token of these images once."""
+        x_1nK = x_BNK.flatten(0, 1).unsqueeze(0)
+        add_gram(self.upper_KK, x_1nK)
+        self.sum_K.add_(x_1nK.sum(dim=(0, 1), dtype=torch.float64))
+        self.tokens += x_1nK.shape[1]
+
+    @property
+    def gram_KK(self) -> Tensor:
+        mirror(self.upper_KK)
+        return self.upper_KK
+
+    def with_those_of(self, other: "Gram") -> "Gram":
+        """The sums over both sets of tokens."""
+        tokens, sum_K = self.tokens + other.tokens, self.sum_K + other.sum_K
+        return Gram(tokens=tokens, sum_K=sum_K, upper_KK=self.gram_KK + other.gram_KK)
+
+    def of(self, kept_R: Tensor) -> "Gram":
+        """The sums of some of the inputs."""
+        return Gram(tokens=self.tokens, sum_K=self.sum_K[kept_R], upper_KK=self.gram_KK[kept_R[:, None], kept_R])
+
+
+@dataclass(slots=True, kw_only=True)
 class RegressionSums:
-    """Sums of inputs x and targets t over the tokens of some images; products in the type of x, one image at a time."""
+    """Sums over tokens of inputs x, targets t and their products.
 
-    def __init__(self, *, inputs: int, outputs: int, device: torch.device | str = "cpu") -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
+    A regression on fewer inputs, or of what a map leaves of the target, follows from them; no image is seen again.
+    """
 
-        self.tokens = 0
-        self.x_K, self.xx_KK = zeros(inputs), zeros(inputs, inputs)
-        self.t_O, self.tx_OK = zeros(outputs), zeros(outputs, inputs)
-        self.tt = 0.0
+    x: Gram
+    t_O: Tensor
+    tx_OK: Tensor
+    tt: Tensor
+
+    @classmethod
+    def empty(cls, *, inputs: int, outputs: int, device: torch.device | str = "cpu") -> Self:
+        return cls(
+            x=Gram.empty(inputs, device),
+            t_O=_zeros(outputs, device=device),
+            tx_OK=_zeros(outputs, inputs, device=device),
+            tt=_zeros(device=device),
+        )
 
     @classmethod
     def for_layer(cls, layer: nn.Linear) -> Self:
         """Empty sums for a layer's inputs and what its outputs lack, where the layer is."""
-        return cls(inputs=layer.in_features, outputs=layer.out_features, device=layer.weight.device)
+        return cls.empty(inputs=layer.in_features, outputs=layer.out_features, device=layer.weight.device)
 
     def add(self, x_BNK: Tensor, t_BNO: Tensor) -> None:
         """Count every token of these images once."""
-        for x_NK, t_NO in zip(x_BNK, t_BNO, strict=True):
-            self.xx_KK.add_(x_NK.T @ x_NK)
-            self.tx_OK.add_(t_NO.T @ x_NK)
-            self.tokens += x_NK.shape[0]
-        self.x_K.add_(x_BNK.double().sum(dim=(0, 1)))
-        self.t_O.add_(t_BNO.double().sum(dim=(0, 1)))
-        self.tt += float(t_BNO.double().square().sum())
+        x_XK, t_XO = x_BNK.flatten(0, 1), t_BNO.flatten(0, 1)
+        self.x.add(x_BNK)
+        for x_nK, t_nO in zip(x_XK.split(PRODUCT_TOKENS), t_XO.split(PRODUCT_TOKENS), strict=True):
+            self.tx_OK.add_(t_nO.float().T @ x_nK.float())
+        self.t_O.add_(t_XO.sum(dim=0, dtype=torch.float64))
+        self.tt.add_(t_XO.double().square().sum())
 
     def with_those_of(self, other: "RegressionSums") -> "RegressionSums":
-        """The sums over both sets of images."""
-        both = RegressionSums(inputs=self.x_K.numel(), outputs=self.t_O.numel(), device=self.x_K.device)
-        both.tokens, both.tt = self.tokens + other.tokens, self.tt + other.tt
-        both.x_K, both.xx_KK = self.x_K + other.x_K, self.xx_KK + other.xx_KK
-        both.t_O, both.tx_OK = self.t_O + other.t_O, self.tx_OK + other.tx_OK
-        return both
+        """The sums over both sets of tokens."""
+        return RegressionSums(
+            x=self.x.with_those_of(other.x),
+            t_O=self.t_O + other.t_O,
+            tx_OK=self.tx_OK + other.tx_OK,
+            tt=self.tt + other.tt,
+        )
+
+    def of(self, kept_R: Tensor) -> "RegressionSums":
+        """With some of the inputs only."""
+        return RegressionSums(x=self.x.of(kept_R), t_O=self.t_O, tx_OK=self.tx_OK[:, kept_R], tt=self.tt)
+
+    def less(self, weight_OK: Tensor, bias_O: Tensor) -> "RegressionSums":
+        """With what this map makes of the inputs taken off the targets."""
+        made_OK = weight_OK @ self.x.gram_KK + torch.outer(bias_O, self.x.sum_K)
+        left = self.regression().error(weight_OK, bias_O) * self.x.tokens
+        return RegressionSums(
+            x=self.x,
+            t_O=self.t_O - weight_OK @ self.x.sum_K - bias_O * self.x.tokens,
+            tx_OK=self.tx_OK - made_OK,
+            tt=torch.full_like(self.tt, left),
+        )
 
     def regression(self) -> Regression:
         """The means of what was summed."""
-        assert self.tokens > 0, self.tokens
+        tokens = self.x.tokens
+        assert tokens > 0, tokens
         return Regression(
-            mean_K=self.x_K / self.tokens,
-            second_KK=self.xx_KK / self.tokens,
-            mean_O=self.t_O / self.tokens,
-            cross_OK=self.tx_OK / self.tokens,
-            target_square=self.tt / self.tokens,
+            mean_K=self.x.sum_K / tokens,
+            second_KK=self.x.gram_KK / tokens,
+            mean_O=self.t_O / tokens,
+            cross_OK=self.tx_OK / tokens,
+            target_square=float(self.tt) / tokens,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class DifferenceSums:
+    """Sums over tokens of inputs x and differences d: what any linear layer makes of d can be regressed on x."""
+
+    on_x: RegressionSums
+    d: Gram
+
+    @classmethod
+    def empty(cls, width: int, device: torch.device | str = "cpu") -> Self:
+        on_x = RegressionSums.empty(inputs=width, outputs=width, device=device)
+        return cls(on_x=on_x, d=Gram.empty(width, device))
+
+    def add(self, x_BNC: Tensor, d_BNC: Tensor) -> None:
+        """Count every token of these images once."""
+        self.on_x.add(x_BNC, d_BNC)
+        self.d.add(d_BNC)
+
+    def through(self, weight_OC: Tensor) -> RegressionSums:
+        """With W d as targets."""
+        return RegressionSums(
+            x=self.on_x.x,
+            t_O=weight_OC @ self.d.sum_K,
+            tx_OK=weight_OC @ self.on_x.tx_OK,
+            tt=((weight_OC @ self.d.gram_KK) * weight_OC).sum(),
         )

@@ -230,23 +230,27 @@ def calibration_sites(model: nn.Module) -> list[MlpSite | AttentionSite]:
 class Branch:
     """One residual branch of a block: x + scale * layer(norm(x)).
 
-    `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results anything later reads; in the last
-    block of a model that classifies by its class token that token alone, elsewhere all.
+    `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results count, None for all; in the last
+    block those that the outputs read, elsewhere all.
     """
 
     name: str
     norm: nn.Module
     layer: nn.Module
     scale_C: Tensor | None
-    read: slice
+    read: Tensor | None = None
 
     def added_by(self, layer: nn.Module, x_BNC: Tensor) -> Tensor:
         """What the branch adds to the residual stream with this layer in place of its own."""
         out_BNC: Tensor = layer(self.norm(x_BNC))
         return out_BNC if self.scale_C is None else out_BNC * self.scale_C
 
+    def through(self, layer: nn.Module, x_BNC: Tensor) -> Tensor:
+        """The residual stream behind the branch with this layer in place of its own."""
+        return x_BNC + self.added_by(layer, x_BNC)
 
-def _branch(name: str, norm: nn.Module, layer: nn.Module, scale: nn.Module, read: slice) -> Branch | None:
+
+def _branch(name: str, norm: nn.Module, layer: nn.Module, scale: nn.Module, read: Tensor | None) -> Branch | None:
     if isinstance(scale, LayerScale):
         return Branch(name=name, norm=norm, layer=layer, scale_C=scale.gamma.detach(), read=read)
     if isinstance(scale, nn.Identity):
@@ -254,21 +258,41 @@ def _branch(name: str, norm: nn.Module, layer: nn.Module, scale: nn.Module, read
     return None
 
 
-def steps(model: nn.Module) -> Iterator[Branch | nn.Module]:
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Branch | nn.Module]:
     """The blocks in the order they run, for evaluation (where drop-path is the identity): the two branches of a plain
-    pre-norm block, any other block whole.
+    pre-norm block, any other block whole. `read`: the tokens behind the last block that count, None for all.
     """
-    vit = _require_vit(model)
-    for index, block in enumerate(vit.blocks):
-        read = slice(0, 1) if index == len(vit.blocks) - 1 and vit.global_pool == "token" else slice(None)
+    blocks = _require_vit(model).blocks
+    for index, block in enumerate(blocks):
+        counted = read if index == len(blocks) - 1 else None
         if type(block) is TimmBlock:
-            attention = _branch(f"blocks.{index}.attn", block.norm1, block.attn, block.ls1, read)
-            mlp = _branch(f"blocks.{index}.mlp", block.norm2, block.mlp, block.ls2, read)
+            attention = _branch(f"blocks.{index}.attn", block.norm1, block.attn, block.ls1, counted)
+            mlp = _branch(f"blocks.{index}.mlp", block.norm2, block.mlp, block.ls2, counted)
             if attention is not None and mlp is not None:
                 yield attention
                 yield mlp
                 continue
         yield block
+
+
+def last_block(model: nn.Module) -> nn.Module:
+    """The block whose output is the last residual stream."""
+    block: nn.Module = _require_vit(model).blocks[-1]
+    return block
+
+
+def token_kinds(model: nn.Module) -> tuple[str, ...]:
+    """What each token of the residual stream is, in order."""
+    vit = _require_vit(model)
+    prefix = ["class"] * int(vit.has_class_token) + ["register"] * vit.num_reg_tokens
+    if vit.num_prefix_tokens > len(prefix):
+        prefix.insert(1, "distillation")
+    return (*prefix, *["patch"] * int(vit.patch_embed.num_patches))
+
+
+def makes_features(model: nn.Module) -> bool:
+    """Whether the model has no classifier: whoever uses it may read any token."""
+    return int(_require_vit(model).num_classes) == 0
 
 
 def embedded(model: nn.Module, images: Tensor) -> Tensor:

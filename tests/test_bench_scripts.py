@@ -75,14 +75,14 @@ def test_the_committed_records_hold_the_goals_of_the_method() -> None:
 
 def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     kwargs = ["--model", "vit_tiny_patch16_224", "--model-kwargs", json.dumps(TINY)]
-    few = ["--images", "8", "--share", "0.8", "--rounds", "2", "-o", str(tmp_path / "passes.json")]
+    few = ["--images", "8", "--share", "0.8", "--rounds", "1", "-o", str(tmp_path / "passes.json")]
     few += ["--threads", str(torch.get_num_threads())]
     result = CliRunner().invoke(passes.main, [*kwargs, *few])
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "passes.json").read_text())
     assert record["cpu"]
     assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
-    assert all(len(each["cpu_s"]) == 2 for each in record["samples"].values())
+    assert all(len(each["cpu_s"]) == 1 for each in record["samples"].values())
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
 
 
