@@ -25,6 +25,7 @@ from .attention import HeadAttention
 from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
 from .choices import Choices, HeadWidths, Widths
 from .correct import STRENGTHS, correct, correct_through
+from .coverage import coverage
 from .errors import BadInput
 from .read_tokens import Reads, named, tokens_to_fit
 from .reduce import Reduction, notes_on, uniform_widths
@@ -218,6 +219,7 @@ def reduce_closed_loop(
         model=vit.replaced(model, modules).eval().requires_grad_(False),
         choices=choices,
         sites=tuple(reports),
+        coverage=coverage(found, choices, wanted, by_site=widths is not None),
         notes=notes_on(found, choices, wanted),
         said=(f"closed loop fitted to: {named(model, read)}",),
     )

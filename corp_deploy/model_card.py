@@ -38,6 +38,9 @@ def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     mlp, attn = (wanted[name] or 0.0 for name in ("mlp", "attn"))
     asked = budget or f"{mlp:.0%} of the MLP channels and {attn:.0%} of the head dimensions removed"
     yield f"Asked for: {asked}; preset `{wanted['preset']}`, heads `{wanted['heads']}`. No labels, no training."
+    if coverage := config["lineage"]["reduction"].get("coverage"):
+        yield f"Done: {coverage['verdict']}."
+        yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage["refused"].items())
     yield ""
     ways = config["lineage"]["reduction"].get("ways", [])
     if ways:

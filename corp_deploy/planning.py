@@ -30,13 +30,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A reduction as a user asks for it. Images are needed for a budget, for `auto_heads` and for the closed loop."""
+    """A reduction as a user asks for it. Images are needed for a budget, for `auto_heads` and for the closed loop.
+
+    `allow_partial` takes a model of which less is removed than the sparsities ask for.
+    """
 
     preset: str
     choices: Choices
     budget: Budget | None = None
     auto_heads: bool = False
     closed_loop: bool = False
+    allow_partial: bool = False
 
     @property
     def needs_images(self) -> bool:

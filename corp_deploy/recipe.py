@@ -149,6 +149,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "align_head": Key(check=_of(ALIGNMENT), default=16),
             "ridge": Key(check=_of(RIDGE), default=DEFAULT_RIDGE_REL),
             "closed_loop": Key(check=_flag, default=False),
+            "allow_partial": Key(check=_flag, default=False),
         },
         "export": {
             "precisions": Key(check=_list(_word(*PRECISIONS), "a list of fp32, fp16, mixed"), default=["fp32", "fp16"]),

@@ -96,6 +96,7 @@ heads = "padded"                  # padded, square, ragged, auto
 align_mlp = 64
 align_head = 16
 ridge = 1e-4
+# allow_partial = true            # go on where sites that were asked for can't be reduced
 
 [export]
 precisions = ["fp32", "fp16"]     # mixed needs keep_fp32 = ["blocks.7.attn"]

@@ -86,6 +86,7 @@ def record_of_directory(directory: Path) -> dict[str, Any]:
         "parity": parity,
         "gate": _optional(directory / "gate.json", "gate"),
         "sites": [_site_line(site) for site in reduction.get("sites", [])],
+        "coverage": reduction.get("coverage", {}).get("verdict"),
         "models": _models(bench, parity),
         "ways": reduction.get("ways", []),
         "effects": (effects or {}).get("rows", []),

@@ -14,6 +14,7 @@ from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_dev
 
 from . import vit
 from .choices import Choices, HeadWidths, Widths, aligned_width, head_widths
+from .coverage import Coverage, coverage
 from .errors import BadInput
 from .inputs import model_digest, preprocessing_text
 from .obs import Elimination
@@ -23,7 +24,8 @@ from .site_report import SiteReport, as_allocated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A reduced model with the report of every site that was reduced, and the notes on those that were not.
+    """A reduced model with the report of every site that the method went through, how many of those it was asked for
+    became smaller, and the notes on those that did not.
 
     `said`: a sentence on each thing that was decided on the way.
     """
@@ -31,13 +33,19 @@ class Reduction:
     model: nn.Module
     choices: Choices
     sites: tuple[SiteReport, ...]
+    coverage: Coverage
     notes: tuple[str, ...]
     said: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Choices, sites and notes as plain JSON values."""
+        """Choices, sites, coverage and notes as plain JSON values."""
         sites = [asdict(site) for site in self.sites]
-        return {"choices": asdict(self.choices), "sites": sites, "notes": list(self.notes)}
+        return {
+            "choices": asdict(self.choices),
+            "coverage": self.coverage.as_json(),
+            "sites": sites,
+            "notes": list(self.notes),
+        }
 
 
 def uniform_widths(model: nn.Module, choices: Choices) -> dict[str, int | HeadWidths]:
@@ -167,4 +175,10 @@ def reduce(
             done(finished)
     reports = reports if widths is None else as_allocated(reports)
     reduced = vit.replaced(model, modules).eval().requires_grad_(False)
-    return Reduction(model=reduced, choices=choices, sites=tuple(reports), notes=notes_on(found, choices, wanted))
+    return Reduction(
+        model=reduced,
+        choices=choices,
+        sites=tuple(reports),
+        coverage=coverage(found, choices, wanted, by_site=widths is not None),
+        notes=notes_on(found, choices, wanted),
+    )

@@ -14,13 +14,15 @@ from calib.store import load as load_moments
 from perf.summary import summarise
 from perf.timing import Plan
 
+from . import vit
 from .checkpoint import Checkpoint, save
 from .closed_loop import reduce_closed_loop
+from .coverage import coverage, require_as_asked
 from .errors import BadInput
 from .files import sha256_of_file
 from .inputs import model_digest
 from .planning import Asked, Planned, plan
-from .reduce import Reduction, reduce, require_apart, require_same_model
+from .reduce import Reduction, reduce, require_apart, require_same_model, uniform_widths
 from .side_by_side import measure
 
 
@@ -51,6 +53,16 @@ def _reduced_checkpoint(
     return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)
 
 
+def _refuse_partial(dense: Checkpoint, asked: Asked) -> None:
+    """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
+    if asked.allow_partial or asked.budget is not None:
+        return
+    # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
+    choices = replace(asked.choices, geometry="square") if asked.auto_heads else asked.choices
+    widths = uniform_widths(dense.model, choices)
+    require_as_asked(coverage(vit.parts(dense.model), choices, widths, by_site=False), choices)
+
+
 def reduce_as_asked(
     dense: Checkpoint,
     moments: Moments,
@@ -63,7 +75,8 @@ def reduce_as_asked(
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
 
     `held_out`, moments of other images, judges every site again. Raises BadInput for it with the closed loop, which
-    holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream.
+    holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
+    for a model of which less would be removed than was asked for, unless that is allowed.
     """
     require_same_model(dense.model, moments)
     if asked.closed_loop and held_out is not None:
@@ -71,6 +84,7 @@ def reduce_as_asked(
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
+    _refuse_partial(dense, asked)
     with torch.inference_mode():
         planned = plan(dense, moments, asked, images)
     if asked.closed_loop:

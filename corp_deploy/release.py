@@ -141,6 +141,8 @@ def _reduce_words(recipe: Recipe, root: Path) -> str:
     shares = [f"--{key} {wanted[key]:g}" for key in ("mlp", "attn", "macs", "params") if wanted[key] is not None]
     if wanted["closed_loop"]:
         shares.append("--closed-loop")
+    if wanted["allow_partial"]:
+        shares.append("--allow-partial")
     if recipe["calibration"]["hold_out"] is not None:
         shares.append(f"--held-out {HELD_OUT_MOMENTS}")
     if wanted["closed_loop"] or wanted["macs"] or wanted["params"] or wanted["heads"] == "auto":

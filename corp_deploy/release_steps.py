@@ -109,6 +109,7 @@ def write_reduced(place: Place, recipe: Recipe) -> None:
         budget=budgets[0] if budgets else None,
         auto_heads=wanted["heads"] == "auto",
         closed_loop=wanted["closed_loop"],
+        allow_partial=wanted["allow_partial"],
     )
     images = _images(recipe, "calibration", place.root) if asked.needs_images else None
     reduce_checkpoint(

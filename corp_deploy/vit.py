@@ -85,6 +85,12 @@ class Refusal:
     name: str
     reason: str
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that are lost: itself, or both of a block that is refused whole."""
+        block = not self.name.endswith((".attn", ".mlp"))
+        return (f"{self.name}.attn", f"{self.name}.mlp") if block else (self.name,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:

@@ -33,7 +33,7 @@ def verdicts(story: Story) -> list[Stated]:
 
 
 def lead(story: Story) -> str:
-    """The facts in one sentence; empty when nothing was measured."""
+    """The facts in one sentence, and how much of the model was changed; empty when neither is known."""
     facts = []
     row = headline_row(story)
     if story.summary and row and row.speedup:
@@ -43,7 +43,7 @@ def lead(story: Story) -> str:
         agreement, images = agreement_of(story)
         facts.append(f"the top answer is the same on {percent(agreement)} of {images:,} images")
     sentence = " and ".join(facts)
-    return sentence[:1].upper() + sentence[1:] + "." if sentence else ""
+    return " ".join(f"{said[:1].upper()}{said[1:]}." for said in (sentence, story.coverage) if said)
 
 
 def where(story: Story) -> str:

@@ -85,6 +85,7 @@ class Story:
     gate_verdict: str | None = None
     gate: tuple[GateLine, ...] = ()
     sites: tuple[SiteLine, ...] = ()
+    coverage: str = ""
     models: tuple[ModelLine, ...] = ()
     effects: tuple[EffectLine, ...] = ()
     ways: tuple[WayLine, ...] = ()
@@ -95,7 +96,8 @@ class Story:
 
 def story_from_record(record: Mapping[str, Any]) -> Story:
     """`record` has the keys title, bench, parity, gate (records as read from JSON, or None), sites, models, effects,
-    ways, environment, lineage (flat mappings) and commands (lines); every key but title may be missing.
+    ways, environment, lineage (flat mappings), coverage (how many sites were changed, in words) and commands (lines);
+    every key but title may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
@@ -111,6 +113,7 @@ def story_from_record(record: Mapping[str, Any]) -> Story:
         gate_verdict=gate.get("verdict"),
         gate=_lines(GateLine, gate.get("rules"), "gate.json: rules"),
         sites=tuple(_site(line) for line in record.get("sites") or ()),
+        coverage=str(record.get("coverage") or ""),
         models=_lines(ModelLine, record.get("models"), "models"),
         effects=_lines(EffectLine, record.get("effects"), "effects"),
         ways=_lines(WayLine, record.get("ways"), "ways"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from corp_deploy.baseline import Baseline
 from corp_deploy.errors import BadInput
 from corp_deploy.recipe import SECTIONS, load_recipe
 from corp_deploy.recipe_text import starter, text_of_recipe, toml_value
+from corp_deploy.release import stages_of
 
 ROOT = Path(__file__).parents[1]
 LEAST = """
@@ -40,6 +42,16 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
     assert recipe.targets[0].precision == "fp32"
     assert recipe["bench"]["batches"] == [1, 8, 32]
     assert recipe.choices.mlp_sparsity == 0.5
+
+
+def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
+    assert load_recipe(written(tmp_path, LEAST))["reduce"]["allow_partial"] is False
+    allowed = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0.5\nallow_partial = true")))
+    (command,) = [stage.command for stage in stages_of(allowed, tmp_path / "out", Baseline()) if stage.name == "reduce"]
+    assert command is not None
+    assert "--allow-partial" in command
+    with pytest.raises(BadInput, match=r"reduce\.allow_partial is 1, expected true or false"):
+        load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0.5\nallow_partial = 1")))
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def choices_from_options(
 )
 @click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
 @click.option("--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1.")
+@click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced.")
 @click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
 @click.option(
     "--held-out", type=FILE, default=None, help="Moments of other images (calibrate --hold-out): judges every site."
@@ -187,6 +188,7 @@ def reduce_command(
     latency: float | None,
     latency_tables: Path | None,
     batch: int | None,
+    allow_partial: bool,
     closed_loop: bool,
     held_out: Path | None,
     device: str,
@@ -217,6 +219,7 @@ def reduce_command(
         budget=budget,
         auto_heads=heads == "auto",
         closed_loop=closed_loop,
+        allow_partial=allow_partial,
     )
     touched = attn is not None or budget is not None or asked.auto_heads
     ATTENTION.refuse([("", "reduced" if touched else "kept")], given_options())
@@ -249,7 +252,13 @@ def reduce_command(
         record |= {"predicted_speedup": planned.predicted_speedup, "measured_speedup": speed}
         off = planned.predicted_speedup / speed - 1.0
         checked.append(f"speed-up predicted {planned.predicted_speedup:.3f}, measured {speed:.3f}: {off:+.1%} off")
+    written = f"{output}: reduced model written, {reduction.coverage.verdict}"
     weighed = [ways_table(planned.ways)] if planned.ways else []
     out.result(
-        record, site_table(reduction.sites), *weighed, *planned.said, *checked, f"{output}: reduced model written"
+        record,
+        site_table(reduction.sites),
+        *weighed,
+        *planned.said,
+        *checked,
+        written,
     )

@@ -1,0 +1,146 @@
+"""A reduction that does less than was asked says so and exits 2, unless that is allowed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from calib.images import open_images
+from calib.store import save as save_moments
+from corp_deploy import vit
+from corp_deploy.calibration import calibrate
+from corp_deploy.checkpoint import Architecture, Checkpoint, save
+from corp_deploy.choices import HeadWidths, choices_from_preset
+from corp_deploy.cli import main
+from corp_deploy.coverage import coverage, require_as_asked
+from corp_deploy.errors import BadInput
+from perf.parity import ImageSet, Parity, link
+from perf.tolerance import limits
+from tests import tiny
+
+SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32, "patch_size": 8}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("vit_tiny_patch16_224", SMALL),
+    "q/k norm": ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}),
+    "swiglu": ("aimv2_large_patch14_224", SMALL),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each model with its moments, in a directory of its own."""
+    root = tmp_path_factory.mktemp("models")
+    np.save(root / "images.npy", tiny.images(16))
+    for family, (name, kwargs) in MODELS.items():
+        model = tiny.timm_model(name, **kwargs).requires_grad_(False)
+        tiny.enliven(model, 0)
+        checkpoint = Checkpoint(model=model, architecture=Architecture(name=name, kwargs=kwargs), lineage={})
+        at = root / family.replace("/", "")
+        save(checkpoint, at)
+        spec = vit.input_spec(model)
+        images = open_images(root / "images.npy", image_shape=spec.shape, transform=spec.transform())
+        save_moments(calibrate(checkpoint, images, batch_size=8), at / "m.safetensors")
+    return root
+
+
+def reduce(home: Path, family: str, output: Path, *words: object) -> Result:
+    at = home / family.replace("/", "")
+    fixed = ("reduce", "--model", at, "--moments", at / "m.safetensors", "-o", output, "--align", "mlp=8,head=8")
+    return CliRunner().invoke(main, [str(word) for word in (*fixed, *words)])
+
+
+PARTIAL = [
+    ("swiglu", ("--mlp", 0.5), "0 of 2 sites reduced", "blocks.0.mlp, blocks.1.mlp: MLP is"),
+    ("swiglu", ("--mlp", 0.5, "--attn", 0.5), "2 of 4 sites reduced", "blocks.0.mlp, blocks.1.mlp: MLP is"),
+    ("q/k norm", ("--attn", 0.5), "0 of 2 sites reduced", "--heads square reduces its values"),
+    ("q/k norm", ("--mlp", 0.5, "--attn", 0.5), "2 of 4 sites reduced", "blocks.0.attn, blocks.1.attn: q_norm"),
+]
+
+
+@pytest.mark.parametrize(("family", "words", "verdict", "why"), PARTIAL)
+def test_less_than_was_asked_is_refused(
+    home: Path, tmp_path: Path, family: str, words: tuple[object, ...], verdict: str, why: str
+) -> None:
+    refused = reduce(home, family, tmp_path / "r", *words)
+    assert refused.exit_code == 2, refused.output
+    for said in (verdict, why, "--allow-partial"):
+        assert said in refused.stderr
+    assert not (tmp_path / "r").exists()
+    allowed = reduce(home, family, tmp_path / "r", *words, "--allow-partial", "--json")
+    assert allowed.exit_code == 0, allowed.output
+    covered = json.loads(allowed.stdout)["coverage"]
+    assert covered["verdict"] == verdict
+    assert len(covered["refused"]) == 2
+    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert config["lineage"]["reduction"]["coverage"] == covered
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "verdict"),
+    [
+        ("plain", ("--mlp", 0.5, "--attn", 0.5), "4 of 4 sites reduced"),
+        ("plain", ("--mlp", 0.5), "2 of 2 sites reduced"),
+        ("plain", ("--mlp", 0, "--attn", 0), "0 of 4 sites reduced"),
+        ("plain", ("--mlp", 0.5, "--preset", "vbp"), "2 of 2 sites reduced"),
+        ("q/k norm", ("--mlp", 0.5, "--attn", 0.5, "--heads", "square"), "4 of 4 sites reduced"),
+        ("swiglu", ("--attn", 0.5), "2 of 2 sites reduced"),
+        ("swiglu", ("--macs", 0.95, "--images", "images.npy"), "of 4 sites reduced"),
+        ("plain", ("--mlp", 0.5, "--attn", 0.5, "--heads", "auto", "--images", "images.npy"), "of 4 sites reduced"),
+    ],
+)
+def test_what_was_asked_is_done_and_counted(
+    home: Path, tmp_path: Path, family: str, words: tuple[object, ...], verdict: str
+) -> None:
+    given = [home / word if word == "images.npy" else word for word in words]
+    done = reduce(home, family, tmp_path / "r", *given)
+    assert done.exit_code == 0, done.output
+    assert f"reduced model written, {verdict}" in " ".join(done.stdout.split()) or verdict.startswith("of")
+    assert verdict in " ".join(done.stdout.split())
+
+
+def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
+    words = ("--attn", 0.3, "--align", "head=16")
+    refused = reduce(home, "plain", tmp_path / "r", *words)
+    assert refused.exit_code == 2, refused.output
+    assert "nothing would be removed, 0 of 2 sites reduced" in refused.stderr
+    assert "rounded to multiples (hidden 64, head 16)" in refused.stderr
+    assert reduce(home, "plain", tmp_path / "r", *words, "--allow-partial").exit_code == 0
+    found = vit.parts(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
+    keeps = choices_from_preset("vbp", attention_sparsity=0.5)
+    with pytest.raises(BadInput, match="this preset's method reduces MLPs only"):
+        require_as_asked(coverage(found, keeps, {}, by_site=False), keeps)
+
+
+def test_a_block_that_is_refused_whole_counts_twice() -> None:
+    model = tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1})
+    plain = vit.parts(model)
+    found = vit.Parts(
+        mlps=plain.mlps, attentions=plain.attentions, refused=(vit.Refusal(name="blocks.1", reason="block is odd"),)
+    )
+    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
+    widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}
+    covered = coverage(found, choices, widths, by_site=False)
+    assert covered.verdict == "2 of 4 sites reduced"
+    assert covered.refused == {"blocks.1.attn": "block is odd", "blocks.1.mlp": "block is odd"}
+    mlp_alone = choices_from_preset("best", mlp_sparsity=0.5)
+    assert coverage(found, mlp_alone, {"blocks.0.mlp": 96}, by_site=False).verdict == "1 of 2 sites reduced"
+    assert coverage(found, choices, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn",)
+
+
+def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
+    done = reduce(home, "swiglu", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
+    assert done.exit_code == 0, done.output
+    reference = np.random.default_rng(0).standard_normal((8, 7))
+    link_of = link(
+        name="whole", kind="whole", reference="dense", candidate="reduced", reference_NC=reference,
+        candidate_by_batch={4: reference}, tolerance=limits(max_error=0.1),
+    )  # fmt: skip
+    parity = Parity(images=ImageSet(count=8, digest="0"), links=(link_of,))
+    (tmp_path / "parity.json").write_text(json.dumps(parity.to_json()))
+    for suffix in (".html", ".md"):
+        report = tmp_path / f"report{suffix}"
+        assert CliRunner().invoke(main, ["report", str(tmp_path), "-o", str(report)]).exit_code == 0
+        assert "2 of 4 sites reduced." in report.read_text().replace("\N{NO-BREAK SPACE}", " ").replace("&nbsp;", " ")
