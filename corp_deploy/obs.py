@@ -55,21 +55,30 @@ def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
     return (variance_F <= _DEAD_VARIANCE_REL * variance_F.mean()) | (weight_OF.square().sum(dim=0) == 0.0)
 
 
-def shifted_covariance(covariance_FF: Tensor, ridge_rel: float) -> tuple[Tensor, float]:
-    """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has."""
-    scale = float(covariance_FF.diagonal().mean())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shifted:
+    """covariance + ridge * I and its lower Cholesky factor."""
+
+    matrix_FF: Tensor
+    factor_FF: Tensor
+    ridge: float
+
+
+def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> Shifted:
+    """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has.
+
+    The ridge is relative to `scale`, by default the mean diagonal.
+    """
+    scale = float(covariance_FF.diagonal().mean()) if scale is None else scale
     ridge = max(ridge_rel, _RIDGE_FLOOR_REL) * scale
     while True:
         shifted_FF = covariance_FF.clone()
         shifted_FF.diagonal().add_(ridge)
-        if int(torch.linalg.cholesky_ex(shifted_FF).info) == 0:
-            return shifted_FF, ridge
+        factor_FF, failed = torch.linalg.cholesky_ex(shifted_FF)
+        if int(failed) == 0:
+            return Shifted(matrix_FF=shifted_FF, factor_FF=factor_FF, ridge=ridge)
         ridge *= 10.0
         assert ridge < scale, (ridge, scale)
-
-
-def _inverse(matrix_MM: Tensor) -> Tensor:
-    return torch.cholesky_inverse(torch.linalg.cholesky(matrix_MM))
 
 
 def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -107,15 +116,17 @@ def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: i
     return picks_B, costs_B
 
 
-def _eliminate(shifted_FF: Tensor, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _eliminate(shifted: Shifted, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
     here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
-    target_OF = weight_OF @ shifted_FF
+    target_OF = weight_OF @ shifted.matrix_FF
+    factor_MM, current_OM = shifted.factor_FF, weight_OF
     order: list[Tensor] = []
     costs: list[Tensor] = []
-    while here_M.numel() > 0:
-        inverse_MM = _inverse(shifted_FF[here_M[:, None], here_M])
-        current_OM = target_OF[:, here_M] @ inverse_MM
+    while True:
+        inverse_MM = torch.cholesky_inverse(factor_MM)
+        if here_M.numel() < weight_OF.shape[1]:
+            current_OM = target_OF[:, here_M] @ inverse_MM
         norms_MM = current_OM.T @ current_OM
         until = here_M.numel() // 2
         gone_M = torch.zeros(here_M.numel(), dtype=torch.bool, device=here_M.device)
@@ -130,7 +141,9 @@ def _eliminate(shifted_FF: Tensor, weight_OF: Tensor, block: int) -> tuple[Tenso
                 inverse_MM, norms_MM = inverse_MM[stay[:, None], stay], norms_MM[stay[:, None], stay]
                 here_M, gone_M = here_M[stay], gone_M[stay]
         here_M = here_M[~gone_M]
-    return torch.cat(order), torch.cat(costs)
+        if here_M.numel() == 0:
+            return torch.cat(order), torch.cat(costs)
+        factor_MM = torch.linalg.cholesky(shifted.matrix_FF[here_M[:, None], here_M])
 
 
 def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: int = _BLOCK) -> Elimination:
@@ -145,7 +158,8 @@ def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: in
     nothing = covariance_FF.new_zeros(first.numel())
     if alive.numel() == 0:
         return Elimination(order_F=first, error_F=nothing, ridge=0.0)
-    shifted_FF, ridge = shifted_covariance(covariance_FF, ridge_rel)
-    order, costs = _eliminate(shifted_FF[alive[:, None], alive], weight_OF[:, alive], block)
+    scale = float(covariance_FF.diagonal().mean())
+    shifted = shifted_covariance(covariance_FF[alive[:, None], alive], ridge_rel, scale=scale)
+    order, costs = _eliminate(shifted, weight_OF[:, alive], block)
     error_F = torch.cat((nothing, costs))
-    return Elimination(order_F=torch.cat((first, alive[order])), error_F=error_F.cumsum(0), ridge=ridge)
+    return Elimination(order_F=torch.cat((first, alive[order])), error_F=error_F.cumsum(0), ridge=shifted.ridge)

@@ -12,7 +12,7 @@ from torch import nn
 
 from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_device
 
-from . import vit
+from . import site_pool, vit
 from .choices import Choices, HeadWidths, Widths, aligned_width, head_widths
 from .coverage import Coverage, coverage
 from .errors import BadInput
@@ -124,6 +124,38 @@ def notes_on(found: vit.Parts, choices: Choices, widths: Widths) -> tuple[str, .
     return tuple(notes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedSite:
+    """The new modules of one site by name, and its reports."""
+
+    modules: dict[str, nn.Module]
+    reports: list[SiteReport]
+
+
+def reduced_site(
+    model: nn.Module,
+    part: vit.MlpPart | vit.AttentionPart,
+    moments: Moments,
+    choices: Choices,
+    width: int | HeadWidths,
+    *,
+    known: Elimination | None = None,
+    held_out: Moments | None = None,
+) -> ReducedSite:
+    """One site at one width. `known` spares `obs` its elimination."""
+    if isinstance(part, vit.MlpPart):
+        assert isinstance(width, int), (part.name, width)
+        taken = site_moments(part.name, moments, MlpMoments, model)
+        others = None if held_out is None else site_moments(part.name, held_out, MlpMoments, model)
+        linears, report = reduced_mlp(part, taken, choices, width, known, others)
+        return ReducedSite(modules={**linears}, reports=[report])
+    assert isinstance(width, HeadWidths), (part.name, width)
+    at_heads = site_moments(part.name, moments, AttentionMoments, model)
+    heads = None if held_out is None else site_moments(part.name, held_out, AttentionMoments, model)
+    modules, reports = reduced_attention(part, at_heads, choices, width, heads)
+    return ReducedSite(modules=modules, reports=reports)
+
+
 def reduce(
     model: nn.Module,
     moments: Moments,
@@ -150,27 +182,15 @@ def reduce(
     found = vit.parts(model)
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
-    finished = 0
-    for part in found.every:
-        width = wanted.get(part.name)
-        if width is None:
-            continue
-        if isinstance(part, vit.MlpPart):
-            assert isinstance(width, int), (part.name, width)
-            known = None if eliminations is None else eliminations.get(part.name)
-            taken = site_moments(part.name, moments, MlpMoments, model)
-            others = None if held_out is None else site_moments(part.name, held_out, MlpMoments, model)
-            new, report = reduced_mlp(part, taken, choices, width, known, others)
-            modules |= new
-            reports.append(report)
-        else:
-            assert isinstance(width, HeadWidths), (part.name, width)
-            at_heads = site_moments(part.name, moments, AttentionMoments, model)
-            heads = None if held_out is None else site_moments(part.name, held_out, AttentionMoments, model)
-            attention, several = reduced_attention(part, at_heads, choices, width, heads)
-            modules |= attention
-            reports += several
-        finished += 1
+
+    def at_site(part: vit.MlpPart | vit.AttentionPart) -> ReducedSite:
+        known = None if eliminations is None else eliminations.get(part.name)
+        return reduced_site(model, part, moments, choices, wanted[part.name], known=known, held_out=held_out)
+
+    sites = [part for part in found.every if part.name in wanted]
+    for finished, new in enumerate(site_pool.each(at_site, sites, vit.device(model)), start=1):
+        modules |= new.modules
+        reports += new.reports
         if done is not None:
             done(finished)
     reports = reports if widths is None else as_allocated(reports)

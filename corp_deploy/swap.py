@@ -20,6 +20,7 @@ from torch import Tensor
 from .obs import dead_channels, shifted_covariance
 
 _BLOCK = 64
+_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,31 +37,37 @@ class Swapped:
 
 
 class _Swept:
-    """T and N of a kept set, with the pivots of the block at hand not yet applied to the matrices."""
+    """T and N of a kept set, kept channels before pruned ones, with the pivots of the round at hand not yet applied.
 
-    def __init__(self, shifted_FF: Tensor, weight_OF: Tensor, kept_mask_F: Tensor) -> None:
-        kept_K, pruned_P = kept_mask_F.nonzero().squeeze(1), (~kept_mask_F).nonzero().squeeze(1)
-        inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(shifted_FF[kept_K[:, None], kept_K]))
-        across_KP = shifted_FF[kept_K[:, None], pruned_P]
-        map_KP = inverse_KK @ across_KP
-        target_OF = weight_OF @ shifted_FF
-        best_OK = target_OF[:, kept_K] @ inverse_KK
-        v_OF = torch.empty_like(weight_OF)
-        v_OF[:, kept_K], v_OF[:, pruned_P] = best_OK, target_OF[:, pruned_P] - best_OK @ across_KP
-        self.t_FF = torch.empty_like(shifted_FF)
-        self.t_FF[kept_K[:, None], kept_K] = -inverse_KK
-        self.t_FF[kept_K[:, None], pruned_P], self.t_FF[pruned_P[:, None], kept_K] = map_KP, map_KP.T
-        self.t_FF[pruned_P[:, None], pruned_P] = shifted_FF[pruned_P[:, None], pruned_P] - across_KP.T @ map_KP
+    All indices here are positions: `channel_F` says which channel stands where.
+    """
+
+    def __init__(self, shifted_FF: Tensor, weight_OF: Tensor, kept_K: Tensor) -> None:
+        mask_F = torch.ones(weight_OF.shape[1], dtype=torch.bool, device=kept_K.device)
+        mask_F[kept_K] = False
+        self.kept = kept_K.numel()
+        self.channel_F = torch.cat((kept_K, mask_F.nonzero().squeeze(1)))
+        a_FF = shifted_FF.index_select(0, self.channel_F).index_select(1, self.channel_F)
+        self.weight_OF = weight_OF.index_select(1, self.channel_F)
+        kept, pruned = slice(self.kept), slice(self.kept, None)
+        inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(a_FF[kept, kept]))
+        map_KP = inverse_KK @ a_FF[kept, pruned]
+        target_OF = self.weight_OF @ a_FF
+        best_OK = target_OF[:, kept] @ inverse_KK
+        v_OF = torch.cat((best_OK, target_OF[:, pruned] - best_OK @ a_FF[kept, pruned]), dim=1)
         self.n_FF = v_OF.T @ v_OF
-        self.kept_mask_F = kept_mask_F.clone()
+        a_FF[pruned, pruned] -= a_FF[pruned, kept] @ map_KP
+        a_FF[kept, kept], a_FF[kept, pruned], a_FF[pruned, kept] = -inverse_KK, map_KP, map_KP.T
+        self.t_FF = a_FF
         self._clear()
 
     def _clear(self) -> None:
-        width = self.kept_mask_F.numel()
+        width = self.channel_F.numel()
         self.count = 0
         self.pivots_B = self.t_FF.new_empty(2 * _BLOCK)
         self.a_t_B2F = self.t_FF.new_empty(2 * _BLOCK, 2, width)
         self.fixed_F = self.t_FF.new_zeros(width)
+        self.exchanged: list[tuple[int, int]] = []
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Row `index` of T and of N as they are now."""
@@ -72,8 +79,7 @@ class _Swept:
         n_F = torch.addmv(self.n_FF[index], past_B2F.flatten(0, 1).T, mixed_B, alpha=-1.0)
         return t_F, n_F
 
-    def pivot(self, index: int) -> None:
-        """Move one channel in or out of the kept set."""
+    def _pivot(self, index: int) -> None:
         row_F, n_F = self.rows(index)
         pivot = float(row_F[index])
         t_F = row_F / pivot
@@ -83,16 +89,27 @@ class _Swept:
         self.a_t_B2F[self.count, 1] = t_F
         self.fixed_F[index] += 2.0 if pivot > 0.0 else -2.0
         self.count += 1
-        self.kept_mask_F[index] = ~self.kept_mask_F[index]
+
+    def exchange(self, i: int, j: int) -> None:
+        """Kept i leaves and pruned j comes in; they change places when the round is applied."""
+        self._pivot(j)
+        self._pivot(i)
+        self.exchanged.append((i, j))
 
     def apply(self) -> None:
-        """Take the block's pivots into the matrices."""
+        """Take the round's pivots into the matrices and put its exchanged channels where they belong."""
         past_B2F = self.a_t_B2F[: self.count]
         t_BF = past_B2F[:, 1]
         self.t_FF.addmm_(t_BF.T, self.pivots_B[: self.count, None] * t_BF, alpha=-1.0)
         self.t_FF.diagonal().sub_(self.fixed_F)
         flat_BF = past_B2F.flatten(0, 1)
         self.n_FF.addmm_(flat_BF.T, past_B2F.flip(1).flatten(0, 1), alpha=-1.0)
+        there = torch.tensor(self.exchanged, device=self.channel_F.device).T.flatten()
+        here = there.roll(len(self.exchanged))
+        self.channel_F[here], self.weight_OF[:, here] = self.channel_F[there], self.weight_OF[:, there]
+        for matrix_FF in (self.t_FF, self.n_FF):
+            matrix_FF[here] = matrix_FF[there]
+            matrix_FF[:, here] = matrix_FF[:, there]
         self._clear()
 
 
@@ -102,33 +119,51 @@ def _change(t_ii: Tensor, t_jj: Tensor, t_ij: Tensor, n_ii: Tensor, n_jj: Tensor
     return (n_ii - 2.0 * g * n_ij + g.square() * n_jj) / (g.square() * t_jj - t_ii) - n_jj / t_jj
 
 
+def _best_partners(swept: _Swept) -> tuple[Tensor, Tensor]:
+    """For every pruned position the least change that an exchange makes, and the kept position it is made with.
+
+    A few kept rows at a time, so that what comes between stays in the processor's cache.
+    """
+    kept, t_F, n_F = swept.kept, swept.t_FF.diagonal(), swept.n_FF.diagonal()
+    t_P, n_P = t_F[kept:], n_F[kept:]
+    best_P = torch.full_like(t_P, torch.inf)
+    partner_P = torch.zeros_like(t_P, dtype=torch.int64)
+    for start in range(0, kept, _ROWS):
+        rows = slice(start, min(start + _ROWS, kept))
+        t_IP = swept.t_FF[rows, kept:]
+        g_IP = t_IP / t_P
+        gain_IP = (g_IP * n_P).sub_(swept.n_FF[rows, kept:], alpha=2.0).mul_(g_IP).add_(n_F[rows, None])
+        gain_IP.div_(g_IP.mul_(t_IP).sub_(t_F[rows, None]))
+        least_P, where_P = gain_IP.min(dim=0)
+        better_P = least_P < best_P
+        best_P, partner_P = torch.where(better_P, least_P, best_P), torch.where(better_P, where_P + start, partner_P)
+    return best_P - n_P / t_P, partner_P
+
+
 def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]]:
     """Disjoint (i, j, change) from one look at every pair, best first, at most half a block of them."""
-    kept_K = swept.kept_mask_F.nonzero().squeeze(1)
-    pruned_P = (~swept.kept_mask_F & allowed_F).nonzero().squeeze(1)
-    t_F, n_F = swept.t_FF.diagonal(), swept.n_FF.diagonal()
-    if kept_K.numel() == 0 or pruned_P.numel() == 0:
+    if swept.kept == swept.channel_F.numel():
         return []
-    pairs = (kept_K[:, None], pruned_P)
-    change_KP = _change(
-        t_F[kept_K, None], t_F[pruned_P], swept.t_FF[pairs], n_F[kept_K, None], n_F[pruned_P], swept.n_FF[pairs]
-    )
-    best_P, partner_P = change_KP.min(dim=0)
+    best_P, partner_P = _best_partners(swept)
+    best_P.masked_fill_(~allowed_F[swept.channel_F[swept.kept :]], torch.inf)
     found: list[tuple[int, int, float]] = []
     taken: set[int] = set()
-    for position in best_P.argsort(stable=True).tolist():
-        i = int(kept_K[partner_P[position]])
-        if i not in taken and len(found) < _BLOCK // 2:
-            taken.add(i)
-            found.append((i, int(pruned_P[position]), float(best_P[position])))
+    order_P = best_P.argsort(stable=True)
+    for position, partner, change in zip(
+        order_P.tolist(), partner_P[order_P].tolist(), best_P[order_P].tolist(), strict=True
+    ):
+        if len(found) == _BLOCK // 2 or change == torch.inf:
+            break
+        if partner not in taken:
+            taken.add(partner)
+            found.append((partner, swept.kept + position, change))
     return found
 
 
-def _objective(weight_OF: Tensor, swept: _Swept) -> float:
+def _objective(swept: _Swept) -> float:
     """tr(W_P (A_PP - A_PS H A_SP) W_P')."""
-    pruned_P = (~swept.kept_mask_F).nonzero().squeeze(1)
-    weight_OP = weight_OF[:, pruned_P]
-    return float(((weight_OP @ swept.t_FF[pruned_P[:, None], pruned_P]) * weight_OP).sum())
+    weight_OP = swept.weight_OF[:, swept.kept :]
+    return float(((weight_OP @ swept.t_FF[swept.kept :, swept.kept :]) * weight_OP).sum())
 
 
 def swap(
@@ -142,11 +177,8 @@ def swap(
     allowed_F = ~dead_channels(covariance_FF, weight_OF)
     if not bool(allowed_F.any()):
         return Swapped(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
-    shifted_FF, _ = shifted_covariance(covariance_FF, ridge_rel)
-    mask_F = torch.zeros(weight_OF.shape[1], dtype=torch.bool, device=kept_K.device)
-    mask_F[kept_K] = True
-    swept = _Swept(shifted_FF, weight_OF, mask_F)
-    before = error = _objective(weight_OF, swept)
+    swept = _Swept(shifted_covariance(covariance_FF, ridge_rel).matrix_FF, weight_OF, kept_K)
+    before = error = _objective(swept)
     swaps, made = 0, True
     while made:
         made = False
@@ -156,9 +188,9 @@ def swap(
             (ti_F, ni_F), (tj_F, nj_F) = swept.rows(i), swept.rows(j)
             change = float(_change(ti_F[i], tj_F[j], ti_F[j], ni_F[i], nj_F[j], ni_F[j]))
             if change <= -gain_rel * error:
-                swept.pivot(j)
-                swept.pivot(i)
+                swept.exchange(i, j)
                 error += change
                 swaps, made = swaps + 1, True
-        swept.apply()
-    return Swapped(kept_K=swept.kept_mask_F.nonzero().squeeze(1), swaps=swaps, error_before=before, error=error)
+        if made:
+            swept.apply()
+    return Swapped(kept_K=swept.channel_F[: swept.kept].sort().values, swaps=swaps, error_before=before, error=error)
