@@ -6,25 +6,23 @@ the squared change of the model's logits over the curve's value there is its wei
 widths is exact.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from calib.moments import AttentionMoments, MlpMoments, Moments
 
-from . import allocate, recover_attention, recover_values, vit
+from . import allocate, recover_attention, recover_values, site_pool, vit
 from .choices import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from .errors import BadInput
 from .model_cost import macs, parameters
 from .obs import Elimination
-from .reduce import reduce, site_moments, uniform_widths
+from .probe import Probe, Trial, Width
+from .reduce import site_moments, uniform_widths
 from .reduce_mlp import elimination
 from .reduce_site import layers_of
 from .site_cost import Currency, SiteCosts, site_costs
-
-Width = int | HeadWidths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,93 +50,100 @@ class Allocated:
 
 def eliminations(model: nn.Module, moments: Moments, choices: Choices) -> dict[str, Elimination]:
     """Every MLP's order of removal; made once, it serves every width of a sweep or a budget."""
-    return {
-        part.name: elimination(site_moments(part.name, moments, MlpMoments, model), layers_of(part), choices)
-        for part in vit.parts(model).mlps
-    }
 
+    def at_site(part: vit.MlpPart) -> Elimination:
+        return elimination(site_moments(part.name, moments, MlpMoments, model), layers_of(part), choices)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """What the logits of a few images change by when one site alone is reduced."""
-
-    model: nn.Module
-    moments: Moments
-    choices: Choices
-    images: Tensor
-    eliminations: Mapping[str, Elimination]
-
-    def effect(self, widths: Mapping[str, Width]) -> float:
-        """Squared relative change of the logits when these sites have these widths and the others stay."""
-        alone = replace(self.choices, geometry="ragged")  # exact at any widths, and only the values count here
-        reduced = reduce(self.model, self.moments, alone, widths=widths, eliminations=self.eliminations).model
-        with torch.inference_mode():
-            dense = self.model(self.images).double()
-            return float((reduced(self.images) - dense).square().sum() / dense.square().sum())
+    mlps = vit.parts(model).mlps
+    found = site_pool.each(at_site, mlps, vit.device(model))
+    return dict(zip((part.name for part in mlps), found, strict=True))
 
 
 def _halfway(widths: tuple[int, ...], dense: int) -> int:
     return min(widths[:-1], key=lambda width: abs(2 * width - dense))
 
 
-def _in_logits(curve: tuple[float, ...], at: int, effect: float) -> tuple[float, ...]:
-    """The curve scaled so that its value at index `at` is the effect measured there."""
-    return tuple(effect * value / curve[at] if curve[at] > 0.0 else 0.0 for value in curve)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A site's error by width, narrowest first, in its own unit, and the trial that turns it into output error."""
+
+    errors: tuple[float, ...]
+    at: int
+    trial: Trial
+
+    def in_outputs(self, effects: Mapping[Trial, float]) -> tuple[float, ...]:
+        """The curve scaled so that at the width that was tried it is the effect measured there."""
+        effect, here = effects[self.trial], self.errors[self.at]
+        return tuple(effect * value / here if here > 0.0 else 0.0 for value in self.errors)
 
 
-def _mlp_offer(part: vit.MlpPart, costs: SiteCosts, probe: Probe) -> Offer:
+def _mlp_curves(part: vit.MlpPart, probe: Probe) -> list[Curve]:
     widths = aligned_widths(part.hidden, probe.choices.align_hidden)
+    if len(widths) == 1:
+        return []
+    half = _halfway(widths, part.hidden)
     errors = tuple(probe.eliminations[part.name].error_at(width) for width in widths)
-    if len(widths) > 1:
-        half = _halfway(widths, part.hidden)
-        errors = _in_logits(errors, widths.index(half), probe.effect({part.name: half}))
+    return [Curve(errors=errors, at=widths.index(half), trial=(part.name, half))]
+
+
+def _attention_curves(part: vit.AttentionPart, probe: Probe) -> list[Curve]:
+    """Q/K where they may shrink, and the values where they do."""
+    sizes = aligned_widths(part.size, probe.choices.align_head)
+    if len(sizes) == 1:
+        return []
+    moments = site_moments(part.name, probe.moments, AttentionMoments, probe.model)
+    half = _halfway(sizes, part.size)
+    lost: list[tuple[Tensor, HeadWidths]] = []
+    if not part.keeps_qk:
+        lost_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
+        lost.append((lost_HD, HeadWidths(qk=half, v=part.v)))
+    if part.keeps_qk or probe.choices.geometry == "square":
+        weight_OC = part.proj.weight.detach().double()
+        lost_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
+        lost.append((lost_HD, HeadWidths(qk=part.qk, v=half)))
+    return [
+        Curve(
+            errors=tuple(float(lost_HD[:, size].sum()) for size in sizes),
+            at=sizes.index(half),
+            trial=(part.name, widths),
+        )
+        for lost_HD, widths in lost
+    ]
+
+
+def _mlp_offer(part: vit.MlpPart, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
+    widths = aligned_widths(part.hidden, probe.choices.align_hidden)
     prices = tuple(costs.of_mlp(part, width) for width in widths)
     return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
 
 
-def _attention_curves(part: vit.AttentionPart, probe: Probe, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Q/K where they may shrink and the values where they do, each probed apart and added up."""
-    moments = site_moments(part.name, probe.moments, AttentionMoments, probe.model)
-    half = _halfway(sizes, part.size)
-    curves = []
-    if not part.keeps_qk:
-        lost_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
-        curves.append((lost_HD, HeadWidths(qk=half, v=part.v)))
-    if part.keeps_qk or probe.choices.geometry == "square":
-        weight_OC = part.proj.weight.detach().double()
-        lost_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
-        curves.append((lost_HD, HeadWidths(qk=part.qk, v=half)))
-    scaled = [
-        _in_logits(
-            tuple(float(lost_HD[:, size].sum()) for size in sizes),
-            sizes.index(half),
-            probe.effect({part.name: alone}),
-        )
-        for lost_HD, alone in curves
-    ]
-    return tuple(map(sum, zip(*scaled, strict=True)))
-
-
-def _attention_offer(part: vit.AttentionPart, costs: SiteCosts, probe: Probe) -> Offer:
+def _attention_offer(part: vit.AttentionPart, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
     sizes, geometry = aligned_widths(part.size, probe.choices.align_head), probe.choices.geometry
     widths = tuple(head_widths(size, part.widths, geometry, keeps_qk=bool(part.keeps_qk)) for size in sizes)
     prices = tuple(costs.of_attention(part, width, geometry_of_heads(width, geometry)) for width in widths)
-    errors = _attention_curves(part, probe, sizes) if len(sizes) > 1 else (0.0,)
     return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
 
 
-def offers(probe: Probe, currency: Currency) -> Iterator[Offer]:
-    """Every site's offer, one probe pass or two each; an attention whose Q/K must stay offers its values.
+def offers(probe: Probe, currency: Currency) -> list[Offer]:
+    """Every site's offer: its error curves in output error, added up; one walk of the probe tries them all.
 
-    Raises BadInput for choices that have no error curves.
+    An attention whose Q/K must stay offers its values. Raises BadInput for choices that have no error curves.
     """
     if probe.choices.mlp_selection != "obs" or probe.choices.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
     costs, found = site_costs(probe.model, currency), vit.parts(probe.model)
-    for mlp in found.mlps:
-        yield _mlp_offer(mlp, costs, probe)
-    for part in found.attentions:
-        yield _attention_offer(part, costs, probe)
+    mlps = site_pool.each(lambda part: _mlp_curves(part, probe), found.mlps, vit.device(probe.model))
+    attentions = site_pool.each(lambda part: _attention_curves(part, probe), found.attentions, vit.device(probe.model))
+    curves = [*mlps, *attentions]
+    effects = probe.effects([curve.trial for several in curves for curve in several])
+    errors = [
+        tuple(map(sum, zip(*(curve.in_outputs(effects) for curve in several), strict=True))) or (0.0,)
+        for several in curves
+    ]
+    offered = dict(zip((part.name for part in found.every), errors, strict=True))
+    return [_mlp_offer(part, costs, probe, offered[part.name]) for part in found.mlps] + [
+        _attention_offer(part, costs, probe, offered[part.name]) for part in found.attentions
+    ]
 
 
 def dense_cost(model: nn.Module, currency: Currency) -> int:

@@ -27,7 +27,8 @@ DEFAULT_RIDGE_REL = 1e-4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
-    full width, None leaves them alone. Alignments are in channels or dimensions.
+    full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
+    elimination (see swap.py).
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -40,6 +41,7 @@ class Choices:
     value_recovery: ValueRecoveryName = "keep"
     mlp_sparsity: float | None = None
     attention_sparsity: float | None = None
+    mlp_swaps: bool = True
     geometry: HeadGeometry = "padded"
     align_hidden: int = 64
     align_head: int = 16

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from .budget import Allocated, Probe, dense_cost, offers, spend, uniform
+from .budget import Allocated, dense_cost, offers, spend, uniform
 from .choices import Choices
+from .probe import Probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,11 @@ from perf.onnx_runner import OnnxRunner
 from perf.timing import Plan
 
 from . import vit
-from .budget import Offer, Width
+from .budget import Offer
 from .checkpoint import Checkpoint
 from .choices import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from .errors import BadInput
+from .probe import Width
 
 Backend = Literal["onnxruntime", "torch"]
 POINTS = 6

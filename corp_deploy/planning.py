@@ -15,6 +15,7 @@ from .errors import BadInput
 from .head_choice import choose_heads
 from .latency_grid import Where, measure_tables, offers_in_time
 from .obs import Elimination
+from .probe import Probe
 
 PROBE_IMAGES = 32
 
@@ -74,19 +75,19 @@ class Planned:
     eliminations: Mapping[str, Elimination] | None = None
 
 
-def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images) -> budgets.Probe:
+def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images) -> Probe:
     pixels = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(vit.device(dense.model))
     known = budgets.eliminations(dense.model, moments, choices)
-    return budgets.Probe(model=dense.model, moments=moments, choices=choices, images=pixels, eliminations=known)
+    return Probe(model=dense.model, moments=moments, choices=choices, images=pixels, eliminations=known)
 
 
-def _way(name: str, probe: budgets.Probe, found: budgets.Allocated) -> Way:
+def _way(name: str, probe: Probe, found: budgets.Allocated) -> Way:
     measured = probe.effect(found.widths) ** 0.5
     return Way(name=name, share=found.share, predicted_error=found.predicted_error, measured_error=measured)
 
 
 def _beside_uniform(
-    probe: budgets.Probe, found: budgets.Allocated, sites: list[budgets.Offer], dense: int, share: float
+    probe: Probe, found: budgets.Allocated, sites: list[budgets.Offer], dense: int, share: float
 ) -> tuple[Way, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
     by_site = _way("by site", probe, found)
@@ -97,7 +98,7 @@ def _beside_uniform(
     return by_site, _way(f"uniform sparsity {sparsity:.2f}", probe, allocated)
 
 
-def _allocated_in_time(dense: Checkpoint, probe: budgets.Probe, budget: Budget) -> Planned:
+def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Planned:
     where = budget.where
     assert where is not None, budget
     tables = measure_tables(dense, probe.choices, where)
@@ -118,7 +119,7 @@ def _allocated_in_time(dense: Checkpoint, probe: budgets.Probe, budget: Budget) 
     )
 
 
-def _allocated(probe: budgets.Probe, budget: Budget) -> Planned:
+def _allocated(probe: Probe, budget: Budget) -> Planned:
     assert budget.currency != "latency", budget
     dense = budgets.dense_cost(probe.model, budget.currency)
     sites = list(budgets.offers(probe, budget.currency))

@@ -12,11 +12,12 @@ from torch import nn
 from calib.moments import Moments
 from perf.measures import measures
 
-from .budget import Offer, Probe, eliminations, offers, spend
+from .budget import Offer, eliminations, offers, spend
 from .choices import Choices
 from .errors import BadInput
 from .model_cost import macs, parameters
 from .obs import Elimination
+from .probe import Probe
 from .reduce import reduce
 
 KIND = "corp-deploy/sweep"

@@ -308,6 +308,13 @@ def embedded(model: nn.Module, images: Tensor) -> Tensor:
     return x_BNC
 
 
+def finished(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """The model's output for the residual stream behind its last block."""
+    vit = _require_vit(model)
+    outputs: Tensor = vit.forward_head(vit.norm(x_BNC))
+    return outputs
+
+
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of the model with the named submodules replaced; the model given is left as it is."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
@@ -322,6 +329,15 @@ def first_name(part: MlpPart | AttentionPart) -> str:
 def with_first(layer: nn.Module, part: MlpPart | AttentionPart, first: nn.Linear) -> nn.Module:
     """A copy of a part's layer with another first linear layer of the same widths."""
     return replaced(layer, {first_name(part): first})
+
+
+def with_modules(layer: nn.Module, name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """The layer of this name with its new modules, which are it or inside it and go by their names in the model."""
+    return (
+        modules[name]
+        if name in modules
+        else replaced(layer, {key.removeprefix(f"{name}."): new for key, new in modules.items()})
+    )
 
 
 def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Module:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from calib.images import Images, open_images
 from calib.moments import AttentionMoments, Moments, on_device
 from corp_deploy import vit
-from corp_deploy.budget import Probe, dense_cost, eliminations, offers, spend
+from corp_deploy.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.calibration import Wanted, calibrate
 from corp_deploy.choices import Choices, choices_from_preset
 from corp_deploy.closed_loop import reduce_closed_loop
+from corp_deploy.probe import Probe
 from corp_deploy.reduce import Reduction, reduce
 from tests import tiny
 

@@ -15,7 +15,7 @@ from calib.images import Images, open_images
 from calib.moments import AttentionMoments, Moments
 from corp_deploy import vit
 from corp_deploy.attention import HeadAttention
-from corp_deploy.budget import Probe, dense_cost, eliminations, offers, spend
+from corp_deploy.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.calibration import calibrate
 from corp_deploy.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
@@ -23,6 +23,7 @@ from corp_deploy.closed_loop import reduce_closed_loop
 from corp_deploy.graphs import metadata_of_checkpoint
 from corp_deploy.head_choice import choose_heads
 from corp_deploy.model_cost import macs, parameters
+from corp_deploy.probe import Probe
 from corp_deploy.reduce import reduce
 from corp_deploy.site_cost import Currency
 from tests import tiny

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from calib.store import load
 from corp_deploy import vit
-from corp_deploy.budget import Probe, dense_cost, eliminations, offers, spend, uniform_for_share
+from corp_deploy.budget import dense_cost, eliminations, offers, spend, uniform_for_share
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import aligned_width, aligned_widths, choices_from_preset
 from corp_deploy.cli import main
@@ -23,6 +23,7 @@ from corp_deploy.errors import BadInput
 from corp_deploy.graphs import facts_of_onnx
 from corp_deploy.head_choice import choose_heads
 from corp_deploy.model_cost import macs
+from corp_deploy.probe import Probe
 from corp_deploy.reduce import reduce
 from corp_deploy.sweep import logits
 from perf.measures import measures

@@ -1,0 +1,122 @@
+"""The probe of a budget and the pool of site workers."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from corp_deploy import site_pool, vit
+from corp_deploy.budget import eliminations
+from corp_deploy.calibration import calibrate
+from corp_deploy.choices import HeadWidths, choices_from_preset
+from corp_deploy.inputs import images_for_model
+from corp_deploy.probe import Probe, Trial
+from corp_deploy.reduce import reduce
+
+from . import tiny
+
+CPU = torch.device("cpu")
+
+
+def probe_of(folder: Path, geometry: str) -> Probe:
+    dense = tiny.checkpoint()
+    path = folder / "images.npy"
+    np.save(path, tiny.images(32))
+    choices = choices_from_preset("best", align_hidden=16, align_head=8, geometry=geometry)
+    opened = images_for_model(dense.model, path)
+    moments = calibrate(dense, opened, batch_size=8)
+    images = next(iter(opened.batches(6)))
+    known = eliminations(dense.model, moments, choices)
+    return Probe(model=dense.model, moments=moments, choices=choices, images=images, eliminations=known)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
+    probe = probe_of(tmp_path, "square")
+    mlp, attention = vit.parts(probe.model).mlps[0], vit.parts(probe.model).attentions[1]
+    trials: list[Trial] = [
+        (mlp.name, 16),
+        (mlp.name, 32),
+        (attention.name, HeadWidths(qk=8, v=attention.v)),
+        (attention.name, HeadWidths(qk=attention.qk, v=8)),
+    ]
+    effects = probe.effects(trials)
+    assert set(effects) == set(trials)
+    plain = replace(probe.choices, geometry="ragged", mlp_swaps=False)
+    with torch.inference_mode():
+        dense = probe.model(probe.images).double()
+        for site, width in trials:
+            alone = reduce(probe.model, probe.moments, plain, widths={site: width}).model
+            change = float((alone(probe.images).double() - dense).square().sum() / dense.square().sum())
+            assert effects[site, width] == pytest.approx(change, rel=1e-3, abs=1e-12)
+            assert change > 1e-9
+
+
+def test_a_probe_runs_only_what_stands_behind_a_site(tmp_path: Path) -> None:
+    probe = probe_of(tmp_path, "padded")
+    runs: list[str] = []
+    for name, block in probe.model.named_modules():
+        if name.endswith((".norm1", ".norm2")):
+            block.register_forward_hook(lambda *_, name=name: runs.append(name))
+    found = vit.parts(probe.model)
+    probe.effects(
+        [(part.name, 32) for part in found.mlps]
+        + [(part.name, HeadWidths(qk=8, v=part.v)) for part in found.attentions]
+    )
+    branches = len([step for step in vit.steps(probe.model) if isinstance(step, vit.Branch)])
+    # The dense outputs, the walk itself, and behind each site the branches that come after it, its own among them.
+    assert len(runs) == 2 * branches + branches * (branches + 1) // 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_sites_are_worked_on_side_by_side_and_come_in_order() -> None:
+    together = threading.Barrier(2, timeout=20.0)
+
+    def work(item: int) -> tuple[int, int]:
+        together.wait()
+        return item, torch.get_num_threads()
+
+    assert list(site_pool.each(work, [3, 1, 2, 0], CPU)) == [(3, 1), (1, 1), (2, 1), (0, 1)]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_pool_keeps_modes_and_raises_the_first_error() -> None:
+    with torch.inference_mode():
+        assert list(site_pool.each(lambda _: torch.is_inference_mode_enabled(), [0, 1], CPU)) == [True, True]
+    with torch.no_grad():
+        assert list(site_pool.each(lambda _: torch.is_grad_enabled(), [0, 1], CPU)) == [False, False]
+
+    def work(item: int) -> int:
+        if item:
+            raise ValueError(f"site {item}")
+        time.sleep(0.05)
+        return item
+
+    with pytest.raises(ValueError, match="site 1"):
+        list(site_pool.each(work, [0, 1, 2], CPU))
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) -> None:
+    probe = probe_of(tmp_path, "padded")
+    wanted = replace(probe.choices, mlp_sparsity=0.5, attention_sparsity=0.5)
+    side_by_side = reduce(probe.model, probe.moments, wanted)
+    torch.set_num_threads(1)
+    alone = reduce(probe.model, probe.moments, wanted)
+    assert [site.site for site in side_by_side.sites] == [site.site for site in alone.sites]
+    for one, other in zip(side_by_side.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(one, other)
