@@ -25,13 +25,12 @@ def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels
     return images[np.argsort(-off_N, kind="stable")[:WORST_IMAGES]]
 
 
-def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: tuple[str, ...] = ()) -> onnx.ModelProto:
+def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     """The model's graph in memory."""
     return onnx_from_model(
         vit.exportable(checkpoint.model),
         image_shape=vit.input_spec(checkpoint.model).shape,
         precision=precision,
-        keep_fp32=keep_fp32,
         metadata={},
     )
 
@@ -46,7 +45,7 @@ def mend_command(graph: Path) -> str:
     stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
     model = graph.parent if (graph.parent / CONFIG).is_file() else "DIR"
     mixed = graph.with_name(f"{stem}.mixed.onnx")
-    return f"corp-deploy export --model {model} --precision mixed --keep-fp32 '{{site}}*' -o {mixed}"
+    return f"corp-deploy export --model {model} --precision mixed --keep-fp32 {{site}} -o {mixed}"
 
 
 def located(
