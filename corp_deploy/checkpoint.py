@@ -5,7 +5,7 @@ lineage: all that it takes to build the model again, wherever it came from.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +179,39 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(model=model.eval(), architecture=architecture, lineage=config["lineage"])
 
 
-def _from_snapshot(directory: Path, config: Mapping[str, Any], weights: Path | None) -> tuple[Architecture, Path]:
+def _from_snapshot(
+    directory: Path, config: Mapping[str, Any], weights: Path | None
+) -> tuple[Architecture, Path | None]:
     name, kwargs, preprocessing = model_of_snapshot(directory, config)
     architecture = Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing)
     return architecture, weights or weights_of_snapshot(directory)
+
+
+def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
+    """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
+    recorded = preprocessing_from_json(vit.input_spec(built).as_json(), where=asked.name)
+    kwargs = {**vit.input_and_classes(built), **asked.kwargs}
+    return Architecture(name=vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
 
 
 def _preprocessing_source(directory: Path | None, built: nn.Module, given: Preprocessing) -> str:
     tag = vit.pretrained_tag(built)
     source = f"{directory.name}/{CONFIG}" if directory else f"timm's tag {tag}" if tag else "timm's default"
     return f"{', '.join(given.given)} as given, the rest from {source}" if given.given else source
+
+
+def _with_weights(built: nn.Module, asked: Architecture, file: Path, ema: bool | None, prepared: str) -> Checkpoint:
+    """The model just built with the weights of a file, and where weights and preprocessing come from."""
+    read = read_weights(file, ema=ema)
+    state, changed = fitted(built, read, asked.kwargs)
+    load_weights(built, state, where=file)
+    source = {"weights": file.name, "taken": read.taken, "changed": list(changed), "preprocessing": prepared}
+    return Checkpoint(
+        model=built,
+        architecture=_resolved(asked, built),
+        lineage={"source": source},
+        notes=(*read.notes, *changed),
+    )
 
 
 def load_dense(
@@ -208,33 +231,18 @@ def load_dense(
     given = preprocessing or Preprocessing()
     folder = Path(model.removeprefix("local-dir:"))
     directory = folder if folder.is_dir() else None
-    file: Path | None
+    architecture, file = Architecture(name=model), weights
     if directory is not None:
         config = config_of_directory(directory)
         if is_ours(config):
-            own = {"--weights": weights, "--model-kwargs": kwargs, "--ema": ema}
-            refuse_beside_directory(
-                directory, own | {f"--{name.replace('_', '-')}": value for name, value in given.given.items()}
-            )
+            beside = {"weights": weights, "model_kwargs": kwargs, "ema": ema, **given.given}
+            options = {f"--{name.replace('_', '-')}": value for name, value in beside.items()}
+            refuse_beside_directory(directory, options)
             return load_checkpoint(directory)
         architecture, file = _from_snapshot(directory, config, weights)
-    else:
-        architecture, file = Architecture(name=model), weights
-    architecture = Architecture(
-        name=architecture.name,
-        kwargs={**architecture.kwargs, **kwargs},
-        preprocessing=given.over(architecture.preprocessing),
-    )
-    built = dense_from_architecture(architecture)
+    asked = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
+    built = dense_from_architecture(asked)
     if file is None:
         raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
-    read = read_weights(file, ema=ema)
-    state, changed = fitted(built, read, architecture.kwargs)
-    load_weights(built, state, where=file)
-    source = {
-        "weights": file.name,
-        "taken": read.taken,
-        "changed": list(changed),
-        "preprocessing": _preprocessing_source(directory, built, given),
-    }
-    return Checkpoint(model=built, architecture=architecture, lineage={"source": source}, notes=(*read.notes, *changed))
+    vit.set_preprocessing_(built, given.for_channels(vit.input_spec(built).shape[0]))
+    return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, given))

@@ -1,11 +1,12 @@
-"""What a model's name may be: timm's own, never one that sends a load to the network; and what may have been meant."""
+"""What a model's name may be: timm's own, never one that sends a load to the network; and what may have been meant.
+
+Asking about a name imports neither timm nor torch; looking for names that are alike does.
+"""
 
 import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
-
-import timm
 
 from .errors import BadInput
 
@@ -32,6 +33,8 @@ def _twin(name: str) -> str:
 
 def look_alikes(name: str) -> str:
     """A hint at timm's names that may have been meant."""
+    import timm
+
     base = name.partition(".")[0]
     if twin := _twin(name):
         return f"timm's name of this architecture is {twin}"

@@ -41,10 +41,6 @@ class Preprocessing:
         """What is set, by timm's names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def over(self, other: "Preprocessing") -> "Preprocessing":
-        """These values, and the other's where none is set here."""
-        return Preprocessing(**other.given | self.given)
-
     def for_channels(self, channels: int) -> "Preprocessing":
         """One mean and std for each channel. Raises BadInput when there are neither as many nor a single one."""
         mean = None if self.mean is None else _spread("mean", self.mean, channels)

@@ -13,6 +13,7 @@ from .errors import BadInput, Missing
 from .files import read_json, sha256_of_file, write_json, write_text
 from .hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
 from .machine import versions
+from .model_names import require_local_name
 from .preprocessing import recorded_preprocessing
 from .recipe import Recipe, Target
 from .recipe_text import text_of_recipe
@@ -353,11 +354,16 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     return [*before, last]
 
 
-def _refuse_beside_directory(recipe: Recipe) -> None:
-    directory = Path(recipe["model"]["model"])
-    if directory.is_dir() and is_ours(config_of_directory(directory)):
-        others = {f"model.{key}": value for key, value in recipe["model"].items() if key != "model"}
-        refuse_beside_directory(directory, others)
+def _require_model(recipe: Recipe) -> None:
+    """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
+    model = recipe["model"]
+    if not recipe.model_is_directory:
+        require_local_name(model["model"])
+        if model["weights"] is None:
+            raise BadInput(f"model.weights: the timm model {model['model']!r} needs the weights of a trained model")
+    elif Path(model["model"]).is_dir() and is_ours(config_of_directory(Path(model["model"]))):
+        others = {f"model.{key}": value for key, value in model.items() if key != "model"}
+        refuse_beside_directory(Path(model["model"]), others)
 
 
 def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
@@ -370,13 +376,9 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
         given = recipe.optional_path(table, key)
         if given is not None:
             paths[f"{table}.{key}"] = given
+    _require_model(recipe)
     if recipe.model_is_directory:
         paths["model.model"] = Path(recipe["model"]["model"]) / "config.json"
-        _refuse_beside_directory(recipe)
-    elif recipe["model"]["weights"] is None:
-        raise BadInput(
-            f"model.weights: the timm model {recipe['model']['model']!r} needs the weights of a trained model"
-        )
     for key, path in paths.items():
         if not files_of(path):
             raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")

@@ -436,6 +436,13 @@ def architecture(model: nn.Module) -> str:
     return str(_timm_config(model).get("architecture") or "")
 
 
+def input_and_classes(model: nn.Module) -> dict[str, Any]:
+    """The arguments that a name's tag or timm's defaults decided, spelled out: classes, image size and channels."""
+    vit = _require_vit(model)
+    size = {"num_classes": vit.num_classes, "img_size": list(vit.patch_embed.img_size)}
+    return size if vit.in_chans == 3 else size | {"in_chans": vit.in_chans}
+
+
 def pretrained_tag(model: nn.Module) -> str:
     """The tag whose configuration timm took for this name; empty where the name has none."""
     return str(_timm_config(model).get("tag") or "")
@@ -478,7 +485,7 @@ class InputSpec:
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
     vit = _require_vit(model)
-    config: Any = {**_timm_config(vit), **preprocessing.for_channels(vit.in_chans).given}
+    config: Any = {**_timm_config(vit), **preprocessing.given}
     vit.pretrained_cfg = config
 
 

@@ -20,6 +20,7 @@ from corp_deploy.checkpoint import load_checkpoint, load_dense, save
 from corp_deploy.cli import main
 from corp_deploy.errors import BadInput
 from corp_deploy.model_names import look_alikes
+from corp_deploy.preprocessing import Preprocessing
 from tests import tiny
 from tests.test_corp_weights import sharded
 
@@ -218,6 +219,78 @@ def test_a_name_in_a_record_never_leads_to_a_network(tmp_path: Path) -> None:
 def test_weights_come_from_nowhere_else(key: str) -> None:
     with pytest.raises(BadInput, match=f"{key} is not taken"):
         load_dense(NAME, weights=None, kwargs={key: True})
+
+
+def test_a_tags_size_and_classes_are_spelled_out_in_what_is_saved(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"embed_dim": 48, "depth": 1, "num_heads": 3}
+    torch.save(timm.create_model("vit_tiny_patch16_224.augreg_in21k", **small).state_dict(), tmp_path / "w.pth")
+    taken = load_dense("vit_tiny_patch16_224.augreg_in21k", weights=tmp_path / "w.pth", kwargs=small)
+    save(taken, tmp_path / "dense")
+    record = json.loads((tmp_path / "dense" / "config.json").read_text())["timm"]
+    assert record["name"] == NAME
+    assert record["kwargs"] == small | {"num_classes": 21843, "img_size": [224, 224]}
+    again = load_checkpoint(tmp_path / "dense")
+    torch.testing.assert_close(dict(again.model.state_dict()), dict(taken.model.state_dict()))
+    assert vit.input_spec(again.model) == vit.input_spec(taken.model)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_channels_come_back(channels: int, tmp_path: Path) -> None:
+    state = tiny.checkpoint(in_chans=channels).model.state_dict()
+    save_file(state, tmp_path / "w.safetensors")
+    kwargs = {**tiny.ARCHITECTURE.kwargs, "in_chans": channels}
+    for given in (None, Preprocessing(mean=(0.5,), std=(0.25,))):
+        taken = load_dense(NAME, weights=tmp_path / "w.safetensors", kwargs=kwargs, preprocessing=given)
+        save(taken, tmp_path / "dense")
+        again = load_checkpoint(tmp_path / "dense")
+        assert vit.input_spec(again.model) == vit.input_spec(taken.model)
+        torch.testing.assert_close(dict(again.model.state_dict()), dict(state))
+    assert vit.input_spec(again.model).config["mean"] == (0.5,) * channels
+
+
+RECIPE = """
+[model]
+model = "{model}"
+{more}
+[calibration]
+images = "images.npy"
+[held_out]
+images = "images.npy"
+[reduce]
+mlp = 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        ("hf-hub:timm/vit_tiny_patch16_224", 'weights = "w.pth"', "nothing is ever downloaded"),
+        ("dense", "kwargs = {{ img_size = 48 }}", "drop model.kwargs"),
+        ("dense", "ema = true\nmean = [0.5]", "drop model.ema, model.mean"),
+        ("dense", 'weights = "images.npy"', "drop model.weights"),
+    ],
+)
+def test_a_release_refuses_before_it_runs(model: str, more: str, said: str, tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", tiny.images(8))
+    (tmp_path / "w.pth").touch()
+    (tmp_path / "r.toml").write_text(RECIPE.format(model=model, more=more.format()))
+    result = run("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+
+
+def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", tiny.images(8))
+    named = ("--images", tmp_path / "images.npy", "--held-out", tmp_path / "images.npy")
+    started = run("release", tmp_path / "r.toml", "--init", f"local-dir:{snapshot}", *named)
+    assert started.exit_code == 0, started.output
+    assert f'model = "./snapshot"    # {NAME}' in (tmp_path / "r.toml").read_text()
+    planned = run("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    misspelt = run("release", tmp_path / "other.toml", "--init", "deit_smal_patch16_224")
+    assert misspelt.exit_code == 2
+    assert "deit_small_patch16_224" in misspelt.stderr
 
 
 @pytest.mark.parametrize(
