@@ -136,6 +136,12 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     }
 
 
+def reference_of_moments(moments: Moments, path: Path, name: str) -> dict[str, Any]:
+    """The record that tells which moments a result rests on, under the name that they go by."""
+    summary = summary_of_moments(moments, path) | {"moments": name}
+    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary}
+
+
 def held_out_path(moments: Path) -> Path:
     """Where the moments of held-out images stand: beside those of the rest."""
     return moments.with_name(f"{moments.stem}.held-out{moments.suffix}")

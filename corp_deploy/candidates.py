@@ -30,7 +30,10 @@ HALF_PRECISIONS = ("fp16", "mixed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One step: what it is called in the record, its form and precision, and its fixed batch if it has one."""
+    """One step: what it is called in the record, its form and precision, and its fixed batch if it has one.
+
+    `shown` is its path as a printed command names it, where that is another.
+    """
 
     label: str
     name: str
@@ -40,6 +43,7 @@ class Candidate:
     batch: int | None = None
     backend: str = ""
     checkpoint: Checkpoint | None = None
+    shown: Path | None = None
 
     @contextmanager
     def opened(self) -> Iterator[Run]:
@@ -76,18 +80,19 @@ def logits_at(run: Run, images: Pixels, batch: int) -> Logits:
     return np.concatenate(rows)
 
 
-def _from_directory(path: Path) -> Candidate:
+def _from_directory(path: Path, shown: Path) -> Candidate:
     return Candidate(
         label=f"{path.name} torch fp32",
         name=path.name,
         form="torch",
         path=path,
+        shown=shown,
         half=False,
         checkpoint=load_checkpoint(path),
     )
 
 
-def _from_engine(path: Path) -> Candidate:
+def _from_engine(path: Path, shown: Path) -> Candidate:
     beside = record_path(path)
     if not beside.is_file():
         raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
@@ -97,17 +102,19 @@ def _from_engine(path: Path) -> Candidate:
         name=f"{path.parent.name}-{record.backend}-{record.precision}",
         form="engine",
         path=path,
+        shown=shown,
         half=record.precision in HALF_PRECISIONS,
         backend=record.backend,
     )
 
 
-def candidate_from_path(path: Path) -> Candidate:
-    """A model directory, a graph or an engine as a step. Raises BadInput for anything else."""
+def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:
+    """A model directory, a graph or an engine as a step; a relative path starts `below`. Raises BadInput for others."""
+    shown, path = Path(shown), below / shown
     if path.is_dir():
-        return _from_directory(path)
+        return _from_directory(path, shown)
     if path.suffix == ".plan":
-        return _from_engine(path)
+        return _from_engine(path, shown)
     if path.suffix != ".onnx":
         raise BadInput(f"{path}: expected a model directory written by corp-deploy, an .onnx file or a .plan")
     facts = facts_of_onnx(path)
@@ -116,6 +123,7 @@ def candidate_from_path(path: Path) -> Candidate:
         name=f"{path.parent.name}-onnx-{facts.precision}",
         form="graph",
         path=path,
+        shown=shown,
         half=facts.precision in HALF_PRECISIONS,
         batch=facts.batch,
     )

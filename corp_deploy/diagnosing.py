@@ -1,7 +1,6 @@
 """Name the block where a link breaks, and the command that mends it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -15,6 +14,7 @@ from perf.measures import per_image
 from . import vit
 from .candidates import Candidate, Logits, Pixels
 from .checkpoint import CONFIG, Checkpoint
+from .invocation import Invocation
 
 WORST_IMAGES = 16
 
@@ -25,12 +25,13 @@ def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels
     return images[np.argsort(-off_N, kind="stable")[:WORST_IMAGES]]
 
 
-def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
+def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: tuple[str, ...] = ()) -> onnx.ModelProto:
     """The model's graph in memory."""
     return onnx_from_model(
         vit.exportable(checkpoint.model),
         image_shape=vit.input_spec(checkpoint.model).shape,
         precision=precision,
+        keep_fp32=keep_fp32,
         metadata={},
     )
 
@@ -40,12 +41,13 @@ def dense_noise(dense: Checkpoint, images: Pixels) -> Mapping[str, float]:
     return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), images)
 
 
-def mend_command(graph: Path) -> str:
+def mend_command(failing: Candidate) -> str:
     """How to export again with the guilty site in float32, to a file beside the graph that fails."""
+    graph = failing.shown or failing.path
     stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
-    model = graph.parent if (graph.parent / CONFIG).is_file() else "DIR"
-    mixed = graph.with_name(f"{stem}.mixed.onnx")
-    return f"corp-deploy export --model {model} --precision mixed --keep-fp32 {{site}} -o {mixed}"
+    model = graph.parent if (failing.path.parent / CONFIG).is_file() else "DIR"
+    options = {"model": model, "precision": "mixed", "keep_fp32": ["{site}*"]}
+    return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.mixed.onnx")}))
 
 
 def located(
@@ -57,7 +59,7 @@ def located(
     try:
         if failing.half and before.form == "graph":
             noise = dense_noise(dense, images)
-            mend = mend_command(failing.path)
+            mend = mend_command(failing)
             return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
             model = vit.exportable(before.checkpoint.model)

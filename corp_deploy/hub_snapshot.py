@@ -1,11 +1,10 @@
 """A snapshot of one of timm's repositories on a model hub: config.json beside weights. Reads files alone."""
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from perf.files import object_from_file
 
 from .errors import BadInput
 from .preprocessing import Preprocessing, preprocessing_from_json
@@ -22,12 +21,18 @@ _WEIGHTS = tuple(
 def config_of_directory(directory: Path) -> dict[str, Any]:
     """The directory's config.json. Raises BadInput for a directory without one or with a damaged one."""
     path = directory / CONFIG
-    if not path.exists():
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file; expected a directory written by corp-deploy or a snapshot of one of timm's "
             f"repositories; for weights alone give a timm name: --model NAME --weights {directory}/FILE"
-        )
-    return object_from_file(path)
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: can't be read as JSON ({error!s:.150}); make it again") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: expected an object, got {type(config).__name__}")
+    return config
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:

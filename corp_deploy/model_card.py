@@ -1,6 +1,6 @@
 """MODEL_CARD.md of a release: what was removed, on which images, agreement, speed, limits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from perf.summary import summarise
 
 from .files import read_json
 from .recipe import Recipe
-from .release import bench_name
+from .release_commands import bench_name
 
 MODEL = "corp-deploy/model"
 
@@ -114,8 +114,8 @@ def _limits(recipe: Recipe, parity: dict[str, Any]) -> Iterator[str]:
     yield f"* Limits set: agreement at least {wanted['min_agreement']}, logit error at most {wanted['max_error']}."
 
 
-def card(root: Path, recipe: Recipe) -> str:
-    """The card's text, from the records of a release."""
+def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
+    """The card's text, from the records of a release and the commands that made it."""
     config = read_json(root / "reduced" / "config.json", kind=MODEL)
     parity = read_json(root / "parity.json", kind="parity")
     gate = read_json(root / "gate.json", kind="gate")
@@ -131,4 +131,5 @@ def card(root: Path, recipe: Recipe) -> str:
     for target in recipe.targets:
         lines += [f"## Speed on {target.name}, {target.precision}", "", *_speed(root / bench_name(recipe, target)), ""]
     lines += ["## Limits", "", *_limits(recipe, parity), ""]
+    lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]
     return "\n".join(lines)

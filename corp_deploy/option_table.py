@@ -238,7 +238,7 @@ IMAGES = Axis(
         "images": Way(
             words="what looks at images",
             ask="a budget, --heads auto or --closed-loop",
-            honours={"images": ANY, "samples": ANY, "seed": ANY},
+            honours={"images": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },
 )

@@ -8,6 +8,7 @@ from .errors import BadInput
 from .files import read_json
 
 EFFECTS_KIND, MANIFEST_KIND = "corp-deploy/effects", "corp-deploy/manifest"
+REPORTS = "corp-deploy report "
 
 
 def _optional(path: Path, kind: str) -> dict[str, Any] | None:
@@ -60,12 +61,18 @@ def _lineage(manifest: dict[str, Any] | None, reduced: dict[str, Any] | None) ->
     if manifest is not None:
         lineage |= {
             "versions": manifest["versions"],
-            "files": {name: entry["sha256"] for name, entry in manifest["files"].items()},
+            "files": {name: entry["sha256"] for name, entry in _told_of(manifest).items()},
         }
     return lineage
 
 
-def record_of_directory(directory: Path) -> dict[str, Any]:
+def _told_of(manifest: dict[str, Any] | None) -> dict[str, Any]:
+    """The files that a report tells of: it can't hold its own digest."""
+    files = {} if manifest is None else manifest["files"]
+    return {name: entry for name, entry in files.items() if not entry["made_by"].startswith(REPORTS)}
+
+
+def record_of_directory(directory: Path, title: str | None = None) -> dict[str, Any]:
     """Everything the report may show. Raises BadInput when the directory holds neither a bench nor a parity record."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory, expected one with bench.json or parity.json")
@@ -79,9 +86,9 @@ def record_of_directory(directory: Path) -> dict[str, Any]:
     effects = _optional(directory / "effects.json", EFFECTS_KIND)
     manifest = _optional(directory / "manifest.json", MANIFEST_KIND)
     reduction = (reduced or {}).get("lineage", {}).get("reduction", {})
-    commands = [entry["made_by"] for entry in (manifest or {}).get("files", {}).values()]
+    commands = [entry["made_by"] for entry in _told_of(manifest).values() if entry["made_by"]]
     return {
-        "title": f"{directory.resolve().name}: dense against reduced",
+        "title": title or f"{directory.resolve().name}: dense against reduced",
         "bench": bench,
         "parity": parity,
         "gate": _optional(directory / "gate.json", "gate"),

@@ -1,30 +1,28 @@
 """A release: the stages of a recipe, in order, and the verbs that run, plan and script them. Imports no torch."""
 
-import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import __version__
+from . import release_commands as commands
 from .baseline import Baseline
 from .errors import BadInput, Missing
 from .files import read_json, sha256_of_file, write_json, write_text
 from .hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
+from .invocation import Invocation
 from .machine import versions
 from .model_names import require_local_name
 from .preprocessing import recorded_preprocessing
 from .recipe import Recipe, Target
 from .recipe_text import text_of_recipe
+from .release_commands import HELD_OUT_MOMENTS, MOMENTS, SAMPLES, SUBJECTS, SUMMARY, bench_name, graphs_of, parity_name
 from .stages import Outcome, Place, Planned, Stage, files_of, locked, run
 from .stages import plan as plan_stages
 from .targets import artefact_name, build_lack, gpu_lack, graph_name, plan_name, run_lack
 
 SCRIPT, SUMS, MANIFEST = "remaining.sh", "SHA256SUMS", "manifest.json"
-MOMENTS = ".stages/moments.safetensors"
-HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
-SUBJECTS = ("dense", "reduced")
 # As in records.py, which imports torch.
 MANIFEST_KIND = "corp-deploy/manifest"
 MODELS = tuple(f"{name}/{file}" for name in SUBJECTS for file in ("config.json", "model.safetensors"))
@@ -40,16 +38,6 @@ class Released:
     exit_code: int | None
 
 
-def bench_name(recipe: Recipe, target: Target) -> str:
-    """bench.json of the first target, bench.TARGET.json of the others."""
-    return "bench.json" if target == recipe.targets[0] else f"bench.{target.name}.json"
-
-
-def parity_name(target: Target) -> str:
-    """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
-    return "parity.json" if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
-
-
 def _tool(*packages: str) -> dict[str, str]:
     """Versions that a stage's result depends on. A GPU's stages name none: that machine has others."""
     found = versions()
@@ -62,18 +50,12 @@ def _step(name: str, *words: Any) -> Callable[[Place], None]:
     def does(place: Place) -> None:
         from . import release_steps
 
-        functions: dict[str, Callable[..., None]] = {
+        functions: dict[str, Callable[..., object]] = {
             "dense": release_steps.write_dense,
-            "moments": release_steps.write_moments,
-            "reduce": release_steps.write_reduced,
-            "export": release_steps.write_graphs,
             "samples": release_steps.write_samples,
-            "parity": release_steps.write_parity,
             "engine": release_steps.write_engines,
             "target-parity": release_steps.write_target_parity,
-            "bench": release_steps.write_bench,
             "gate": release_steps.write_gate,
-            "package": release_steps.write_package,
             "report": release_steps.write_report,
         }
         functions[name](place, *words)
@@ -81,8 +63,23 @@ def _step(name: str, *words: Any) -> Callable[[Place], None]:
     return does
 
 
-def _path_words(path: Path | None, root: Path) -> str:
-    return "" if path is None else shlex.quote(os.path.relpath(path, root.resolve()))
+def _run(invocation: Invocation) -> Callable[[Place], None]:
+    """The step of a command, run from the values that are printed; imported when it is called."""
+
+    def does(place: Place) -> None:
+        from . import steps
+
+        functions: dict[str, Callable[[Place, Invocation], object]] = {
+            "calibrate": steps.write_moments,
+            "reduce": steps.write_reduced,
+            "export": steps.write_graphs,
+            "verify": steps.write_parity,
+            "bench": steps.write_bench,
+            "package": steps.write_package,
+        }
+        functions[invocation.command](place, invocation)
+
+    return does
 
 
 def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
@@ -97,7 +94,13 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         write_text(place.into / "recipe.toml", text_of_recipe(recipe, root))
 
     text = text_of_recipe(recipe, root)
-    yield Stage(name="recipe", makes=("recipe.toml",), does=write_recipe, settings={"recipe": text})
+    yield Stage(
+        name="recipe",
+        makes=("recipe.toml",),
+        does=write_recipe,
+        settings={"recipe": text},
+        command=str(commands.only("recipe")),
+    )
     yield Stage(
         name="dense",
         makes=MODELS[:2],
@@ -108,101 +111,75 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
             **{f"model.{key}": value for key, value in model.items() if key not in ("model", "weights")},
             "versions": _tool(*TORCH),
         },
+        command=str(commands.only("dense")),
     )
     on_gpu = calibration["device"] == "cuda"
     held_out = [] if calibration["hold_out"] is None else [HELD_OUT_MOMENTS]
+    calibrate = commands.calibrate(recipe, root)
     yield Stage(
         name="moments",
-        makes=(MOMENTS, "moments.json", *held_out),
-        does=_step("moments", recipe),
+        makes=(MOMENTS, SUMMARY, *held_out),
+        does=_run(calibrate),
         reads=MODELS[:2],
         outside={"calibration.images": recipe.path("calibration", "images")},
         settings={f"calibration.{key}": value for key, value in calibration.items() if key not in ("images", "workers")}
         | {"attention_system": recipe.choices.needs_attention_system, "versions": _tool(*() if on_gpu else TORCH)},
         lack=gpu_lack if on_gpu else lambda: None,
-        command=f"calibrate --model dense --images {_path_words(recipe.path('calibration', 'images'), root)} "
-        f"--batch-size {calibration['batch_size']} --device {calibration['device']} "
-        f"{'--hold-out {} '.format(calibration['hold_out']) if held_out else ''}-o {MOMENTS}",
+        command=str(calibrate),
     )
-    looks = wanted["macs"] is not None or wanted["params"] is not None or wanted["heads"] == "auto"
-    images = {"calibration.images": recipe.path("calibration", "images")} if looks or wanted["closed_loop"] else {}
+    reduce = commands.reduce(recipe, root)
+    looks = "images" in reduce.options
+    drawn = {f"calibration.{key}": calibration[key] for key in ("samples", "seed", "max_bad")} if looks else {}
     yield Stage(
         name="reduce",
         makes=MODELS[2:],
-        does=_step("reduce", recipe),
+        does=_run(reduce),
         reads=(*MODELS[:2], MOMENTS, *held_out),
-        outside=images,
-        settings={f"reduce.{key}": value for key, value in wanted.items()} | {"versions": _tool(*TORCH)},
-        command=_reduce_words(recipe, root),
+        outside={"calibration.images": recipe.path("calibration", "images")} if looks else {},
+        settings={f"reduce.{key}": value for key, value in wanted.items()} | drawn | {"versions": _tool(*TORCH)},
+        command=str(reduce),
     )
-
-
-def _reduce_words(recipe: Recipe, root: Path) -> str:
-    wanted = recipe["reduce"]
-    shares = [f"--{key} {wanted[key]:g}" for key in ("mlp", "attn", "macs", "params") if wanted[key] is not None]
-    if wanted["closed_loop"]:
-        shares.append("--closed-loop")
-    if wanted["allow_partial"]:
-        shares.append("--allow-partial")
-    if recipe["calibration"]["hold_out"] is not None:
-        shares.append(f"--held-out {HELD_OUT_MOMENTS}")
-    if wanted["closed_loop"] or wanted["macs"] or wanted["params"] or wanted["heads"] == "auto":
-        shares.append(f"--images {_path_words(recipe.path('calibration', 'images'), root)}")
-    return (
-        f"reduce --model dense --moments {MOMENTS} {' '.join(shares)} --preset {wanted['preset']} --heads "
-        f"{wanted['heads']} --align mlp={wanted['align_mlp']},head={wanted['align_head']} --ridge {wanted['ridge']:g} "
-        "-o reduced"
-    )
-
-
-def _graphs(recipe: Recipe, subject: str) -> tuple[str, ...]:
-    return tuple(f"{subject}/{graph_name(precision)}" for precision in recipe["export"]["precisions"])
 
 
 def _graph_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
     precisions = recipe["export"]["precisions"]
     for subject, model in zip(SUBJECTS, (MODELS[:2], MODELS[2:]), strict=True):
+        export = commands.export(recipe, subject)
         yield Stage(
             name=f"export.{subject}",
-            makes=_graphs(recipe, subject),
-            does=_step("export", recipe, subject),
+            makes=graphs_of(recipe, subject),
+            does=_run(export),
             reads=model,
             settings={f"export.{key}": value for key, value in recipe["export"].items()}
             | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
-            command=f"export --model {subject} --precision {','.join(precisions)} -o {subject}/model.onnx",
+            command=str(export),
         )
-    graphs = (*_graphs(recipe, "dense"), *_graphs(recipe, "reduced"))
+    graphs = (*graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced"))
     held_out = recipe["held_out"]
     drawn = {f"held_out.{key}": held_out[key] for key in ("samples", "seed")}
     images = {"held_out.images": recipe.path("held_out", "images")}
     answers = [f"samples/{subject}.{precision}.npy" for subject in SUBJECTS for precision in precisions]
     yield Stage(
         name="samples",
-        makes=("samples/images.npy", "samples/samples.json", *answers),
+        makes=(SAMPLES, "samples/samples.json", *answers),
         does=_step("samples", recipe),
         reads=(*MODELS[:2], *graphs),
         outside=images,
         settings={**drawn, "samples.count": recipe["samples"]["count"], "versions": _tool(*TORCH, "onnxruntime")},
+        command=str(commands.only("samples")),
     )
     labels = recipe.optional_path("held_out", "labels")
-    limits = {key: recipe["parity"][key] for key in ("min_agreement", "max_error", "half_factor")}
-    words = [f"--{key.replace('_', '-')} {value}" for key, value in limits.items() if value is not None]
-    given = f"--images {_path_words(images['held_out.images'], root)}"
+    verify = commands.verify(recipe, root)
     yield Stage(
         name="parity",
         makes=("parity.json", "parity.npz"),
-        does=_step("parity", recipe),
-        reads=(*MODELS, MOMENTS, *_graphs(recipe, "reduced")),
+        does=_run(verify),
+        reads=(*MODELS, MOMENTS, *graphs_of(recipe, "reduced")),
         outside=images | ({} if labels is None else {"held_out.labels": labels}),
         settings={f"parity.{key}": value for key, value in recipe["parity"].items()}
         | {**drawn, "versions": _tool(*TORCH, "onnxruntime")},
-        command=f"verify dense reduced {' '.join(_graphs(recipe, 'reduced'))} {given} {' '.join(words)} -o parity.json"
-        + (f" --labels {_path_words(labels, root)}" if labels else ""),
+        command=str(verify),
     )
-
-
-def _only(stage: str) -> str:
-    return f"release recipe.toml --output . --only {stage}"
 
 
 def _engine_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
@@ -212,11 +189,11 @@ def _engine_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
     yield Stage(
         name=name,
         makes=(*plans, *(f"{plan}.json" for plan in plans)),
-        does=_step("engine", target, f"corp-deploy {_only(name)}"),
+        does=_step("engine", target, commands.only(name)),
         reads=graphs,
         settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()},
         lack=lambda: build_lack(target),
-        command=_only(name),
+        command=str(commands.only(name)),
     )
 
 
@@ -227,7 +204,7 @@ def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
     artefacts = tuple(artefact_name(target, subject) for subject in SUBJECTS)
     records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
     graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
-    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, "samples/images.npy")))
+    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, SAMPLES)))
     if not local:
         parity = parity_name(target)
         yield Stage(
@@ -237,35 +214,33 @@ def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
             reads=tuple(dict.fromkeys((*MODELS, *reads))),
             settings={f"parity.{key}": value for key, value in recipe["parity"].items()} | {"versions": _tool()},
             lack=lambda: run_lack(target),
-            command=_only(f"parity.{target.name}"),
+            command=str(commands.only(f"parity.{target.name}")),
         )
-    batches = ",".join(map(str, recipe["bench"]["batches"]))
-    bench = f"bench {' '.join(artefacts)} --batch {batches} -o {bench_name(recipe, target)}"
-    command = bench if local else _only(f"bench.{target.name}")
+    bench = commands.bench(recipe, target)
     yield Stage(
         name=f"bench.{target.name}",
         makes=(bench_name(recipe, target),),
-        does=_step("bench", recipe, target, f"corp-deploy {command}"),
+        does=_run(bench),
         reads=reads,
         settings={f"bench.{key}": value for key, value in recipe["bench"].items()}
         | {"precision": target.precision, "versions": _tool(*(("onnxruntime",) if local else ()))},
         lack=lambda: run_lack(target),
-        command=command,
+        command=str(bench),
     )
 
 
 def _package_stage(recipe: Recipe, root: Path, records: Sequence[str]) -> Stage:
     """The Triton model repository of everything that was built."""
-    name, labels = recipe["package"]["name"], recipe.optional_path("package", "labels")
+    package, labels = commands.package(recipe, root), recipe.optional_path("package", "labels")
     plans = [artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
     return Stage(
         name="package",
         makes=("repository/",),
-        does=_step("package", recipe),
-        reads=(*_graphs(recipe, "reduced"), *plans, *(f"{plan}.json" for plan in plans), *records),
+        does=_run(package),
+        reads=(*graphs_of(recipe, "reduced"), *plans, *(f"{plan}.json" for plan in plans), *records),
         outside={} if labels is None else {"package.labels": labels},
-        settings={"package.name": name, "versions": _tool()},
-        command=f"package . --name {name} -o repository" + (f" --labels {_path_words(labels, root)}" if labels else ""),
+        settings={"package.name": recipe["package"]["name"], "versions": _tool()},
+        command=str(package),
     )
 
 
@@ -275,7 +250,6 @@ def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: 
     older = baseline.older(root / benches[0])
     rules = {"gate.fail_if": recipe["gate"]["fail_if"]}
     rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
-    fails = " ".join(f"--fail-if {shlex.quote(text)}" for text in recipe["gate"]["fail_if"])
     gate = Stage(
         name="gate",
         makes=("gate.json",),
@@ -283,27 +257,26 @@ def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: 
         reads=(*benches, *parities),
         outside={} if older is None else {"baseline": older},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": _tool()},
-        command=f"gate {benches[0]} {parity_name(recipe.targets[0])} {fails} -o gate.json" if fails else "",
+        command=str(commands.gate(recipe, root, baseline)),
     )
-    yield gate
-    if recipe["package"]["name"] is not None:
-        yield _package_stage(recipe, root, (*benches, *parities))
-    commands = tuple(f"corp-deploy {stage.command}" for stage in (*before, gate) if stage.command)
+    packages = [] if recipe["package"]["name"] is None else [_package_stage(recipe, root, (*benches, *parities))]
+    yield from (gate, *packages)
+    printed = [stage.command for stage in (*before, gate, *packages)]
     pages = tuple(f"report.{target.name}.html" for target in recipe.targets[1:])
     yield Stage(
         name="report",
         makes=("report.html", "report.md", "report.xml", "MODEL_CARD.md", *pages),
-        does=_step("report", recipe, commands),
+        does=_step("report", recipe, printed),
         reads=("recipe.toml", "reduced/config.json", "moments.json", *benches, *parities, "gate.json"),
-        settings={"versions": _tool()},
-        command="report . -o report.html",
+        settings={"commands": printed, "versions": _tool()},
+        command=str(commands.only_beside("report", baseline, root)),
     )
 
 
 def _write_manifest(place: Place, stages: Sequence[Stage], command: str) -> None:
     """manifest.json over all that was made, then SHA256SUMS over that and the manifest."""
     made_by = {
-        path.relative_to(place.root).as_posix(): f"corp-deploy {stage.command}" if stage.command else command
+        path.relative_to(place.root).as_posix(): stage.command
         for stage in stages
         for name in stage.makes
         for path in files_of(place.root / name)
@@ -342,14 +315,14 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         stages += _target_stages(recipe, target)
     stages += _gate_stages(recipe, root, stages, baseline)
     before = tuple(stages)
-    command = "corp-deploy release recipe.toml -o ."
+    command = str(commands.whole(baseline, root))
     reads = tuple(name for stage in before for name in stage.makes if not name.startswith("."))
     last = Stage(
         name="manifest",
         makes=(MANIFEST, SUMS),
         does=lambda place: _write_manifest(place, before, command),
         reads=reads,
-        settings={"versions": versions(), "commands": [stage.command for stage in before]},
+        settings={"versions": versions(), "commands": [command, *(stage.command for stage in before)]},
     )
     return [*before, last]
 
@@ -470,5 +443,5 @@ def _script(recipe: Recipe, stages: Sequence[Stage], planned: dict[str, Planned]
         "",
     ]
     for stage in stages:
-        lines += [f"# {stage.name}: {planned[stage.name].why}", f"corp-deploy {_only(stage.name)}"]
+        lines += [f"# {stage.name}: {planned[stage.name].why}", str(commands.only(stage.name))]
     return "\n".join([*lines, 'echo "done: bring this directory back and run corp-deploy release again"', ""])

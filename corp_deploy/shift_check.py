@@ -1,5 +1,7 @@
 """Do these images look like the calibration images? Pixel range, and mean and covariance at every site."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,7 +15,6 @@ from perf.structure import Finding
 from . import vit
 from .calibration import PIXEL_RANGE
 from .checkpoint import Checkpoint
-from .errors import BadInput
 from .reduce import require_same_model
 
 PARTS = 8
@@ -29,14 +30,14 @@ def _stats(moments: Moments, name: str) -> Stats:
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 
-def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.float32]) -> Shift:
-    """Compare the images with the calibration at every site that the moments hold.
+def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.float32]) -> Shift | None:
+    """Compare the images with the calibration at every site that the moments hold; None for too few of them.
 
-    Raises BadInput for moments of another model and for fewer than 8 images, from which no noise can be told.
+    Raises BadInput for moments of another model.
     """
     require_same_model(dense.model, moments)
     if len(pixels) < PARTS:
-        raise BadInput(f"the shift check needs at least {PARTS} images, got {len(pixels)}; leave --moments out")
+        return None
     sites = [site for site in vit.calibration_sites(dense.model) if site.name in moments.sites]
     each = len(pixels) // PARTS
     parts = [
@@ -49,7 +50,21 @@ def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.floa
 
 
 def pixel_range(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:
-    """Images with values outside the range that calibration saw; nothing where the moments don't tell it."""
+    """Whether there are images enough to compare with the calibration, and those with values outside what it saw."""
+    return [*_too_few(len(pixels)), *_outside(moments, pixels)]
+
+
+def _too_few(count: int) -> Iterator[Finding]:
+    """From fewer than 8 images no noise can be told."""
+    if count < PARTS:
+        reason = f"{count} images are too few to be compared with those of calibration; at least {PARTS} are needed"
+        yield Finding(
+            candidate="calibration images", test="shift", status="NOTED", value=count, bound=PARTS, reason=reason
+        )
+
+
+def _outside(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:
+    """Nothing where the moments don't tell the range."""
     told = moments.lineage.get(PIXEL_RANGE)
     if told is None:
         return []

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from calib.images import ARRAYS, open_images
+from calib.sources import ImageShape
 from export.record import EngineRecord, record_from_json, record_path
 from perf.bench import Subject, bench
 from perf.engine_runner import EngineRunner
@@ -203,6 +206,21 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
             )
 
 
+def _no_picture(picture: object) -> torch.Tensor:
+    raise AssertionError(picture)  # arrays are taken as they are
+
+
+def _fed(path: Path | None, shape: ImageShape, count: int) -> NDArray[np.float32]:
+    """So many images of a file, over again where it has fewer; noise without one."""
+    if path is None:
+        return np.random.default_rng(0).standard_normal((count, *shape), dtype=np.float32)
+    if path.suffix not in ARRAYS:
+        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
+    source = open_images(path, image_shape=shape, transform=_no_picture)
+    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
+    return np.resize(images, (count, *shape))
+
+
 def measure(
     dense: Path,
     reduced: Path,
@@ -210,13 +228,13 @@ def measure(
     batches: Sequence[int],
     plan: Plan,
     running: Running | None = None,
-    images: NDArray[np.float32] | None = None,
+    images: Path | None = None,
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
 ) -> Bench:
     """Time a dense and a reduced model in one process. Raises BadInput for models that don't go together.
 
-    `images` [N,3,H,W] float32 are what is fed; None feeds normal noise, which costs the same time.
+    `images` holds what is fed, preprocessed; None feeds normal noise, which costs the same time.
     """
     running = running or Running()
     _refuse_ignored(dense, reduced, running)
@@ -225,10 +243,8 @@ def measure(
             _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
         )
         _refuse_unequal(one, other, batches)
-        fed = images
-        if fed is None:
-            assert one.image_shape is not None, dense
-            fed = np.random.default_rng(0).standard_normal((max(batches), *one.image_shape), dtype=np.float32)
+        assert one.image_shape is not None, dense
+        fed = _fed(images, one.image_shape, max(batches))
         found: list[Finding] = []
         with watching() as (watch, gpu):
             measured = bench(

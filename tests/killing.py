@@ -120,12 +120,12 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     """A real release, killed and resumed once for each point; says how many stages stood after each kill."""
     import torch
 
-    from corp_deploy import release_steps
+    from corp_deploy import release_steps, steps
     from corp_deploy.baseline import Baseline
     from corp_deploy.recipe import load_recipe
     from corp_deploy.release import release
 
-    assert release_steps
+    assert release_steps is not steps
     torch.set_num_threads(1)
     recipe = load_recipe(recipe_path)
     for point in points:

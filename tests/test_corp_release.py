@@ -14,13 +14,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from corp_deploy import release as releases
-from corp_deploy import release_steps
+from corp_deploy import release_steps, steps
 from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.files import sha256_of_file
+from corp_deploy.invocation import Invocation
 from corp_deploy.recipe import Recipe, Target
 from corp_deploy.records import MANIFEST_KIND
+from corp_deploy.release_commands import MOMENTS
 from corp_deploy.stages import Place, locked
 from tests import tiny
 
@@ -119,7 +121,7 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
     assert manifest["files"]["reduced/config.json"]["made_by"].startswith("corp-deploy reduce --model dense")
     assert manifest["versions"]["torch"]
     assert manifest["lineage"]["preset"] == "best"
-    assert json.loads((out / "moments.json").read_text())["sha256"] == sha256_of_file(out / releases.MOMENTS)
+    assert json.loads((out / "moments.json").read_text())["sha256"] == sha256_of_file(out / MOMENTS)
     assert str(first) not in (out / "manifest.json").read_text()
     card = (out / "MODEL_CARD.md").read_text()
     for words in ("blocks.0.mlp", "8 unlabelled images", "lost, held out", "held-out images", "speed-up", "## Limits"):
@@ -220,14 +222,14 @@ def test_two_in_one_directory_are_refused(home: Path) -> None:
 
 
 def test_a_full_disk_is_one_message_and_no_half_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(place: Place, recipe: Recipe) -> None:
+    def full(place: Place, run: Invocation) -> None:
         (place.into / "reduced").mkdir()
         (place.into / "reduced" / "model.safetensors").write_bytes(b"half")
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     before = sha256_of_file(home / "out" / "reduced" / "model.safetensors")
     edit(home, "mlp = 0.3", "mlp = 0.6")
-    monkeypatch.setattr(release_steps, "write_reduced", full)
+    monkeypatch.setattr(steps, "write_reduced", full)
     result = release(home, expect=4)
     assert "the disk is full; free some space and run the command again" in result.stderr
     assert "stage reduce" in result.stderr
@@ -334,7 +336,7 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
 
 
 def play_gpu(there: pytest.MonkeyPatch) -> None:
-    def engines(place: Place, target: Target, command: str) -> None:
+    def engines(place: Place, target: Target, run: Invocation) -> None:
         for subject in ("dense", "reduced"):
             (place.into / subject).mkdir()
             (place.into / subject / "model.tensorrt.plan").write_bytes(b"plan")
@@ -344,11 +346,12 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
         for suffix in ("json", "npz"):
             shutil.copy(place.root / f"parity.{suffix}", place.into / f"parity.{target.name}.{suffix}")
 
-    def bench(place: Place, recipe: Recipe, target: Target, command: str) -> None:
-        shutil.copy(place.root / "bench.json", place.into / f"bench.{target.name}.json")
+    def bench(place: Place, run: Invocation) -> None:
+        shutil.copy(place.root / "bench.json", place.into / run["output"])
 
-    for name, does in (("write_engines", engines), ("write_target_parity", parity), ("write_bench", bench)):
-        there.setattr(release_steps, name, does)
+    there.setattr(release_steps, "write_engines", engines)
+    there.setattr(release_steps, "write_target_parity", parity)
+    there.setattr(steps, "write_bench", bench)
 
 
 def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:

@@ -7,7 +7,7 @@ import click
 
 from ..console import Output, output_options
 from ..option_table import BENCH
-from ..quantities import SECONDS, SHARE_KEPT, STREAMS, THREADS
+from ..quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 from .numbers import Number
 from .options import ANY_PATH, BATCHES, FILE, given_options
 
@@ -77,6 +77,14 @@ from .options import ANY_PATH, BATCHES, FILE, given_options
     show_default=True,
     help="Stop when the speed-up is known this well (share of its value, either side).",
 )
+@click.option("--block-ms", type=Number(MILLISECONDS), default=25.0, show_default=True, help="How long a block lasts.")
+@click.option("--min-rounds", type=Number(ROUNDS), default=16, show_default=True, help="Rounds at least, of 4 blocks.")
+@click.option(
+    "--images",
+    type=FILE,
+    default=None,
+    help="Feed these, over again where they are few: .npy, .npz or .safetensors as for verify; default: noise.",
+)
 @output_options
 def bench(
     dense: Path,
@@ -85,6 +93,9 @@ def bench(
     batch: tuple[int, ...],
     time_limit: float,
     half_width: float,
+    block_ms: float,
+    min_rounds: int,
+    images: Path | None,
     out: Output,
     **_running: object,  # read as given, since a default is no wish
 ) -> None:
@@ -102,7 +113,7 @@ def bench(
     from ..speed_table import best_batch, speed_record, speed_table
 
     running = Running(**{name: value for name, value in given_options().items() if name in BENCH.options})
-    plan = Plan(time_limit_s=time_limit, half_width_rel=half_width)
+    plan = Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)
     with out.progress("measuring", 100, unit="%") as done:
         measured = measure(
             dense,
@@ -110,6 +121,7 @@ def bench(
             batches=batch,
             plan=plan,
             running=running,
+            images=images,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: done(int(100 * share)),
         )

@@ -7,7 +7,7 @@ import click
 
 from ..console import Output, output_options
 from ..option_table import CALIBRATE
-from ..quantities import BAD_IMAGES, IMAGES, WORKERS
+from ..quantities import IMAGES
 from .numbers import Number
 from .options import (
     FILE,
@@ -15,9 +15,11 @@ from .options import (
     batch_size_option,
     given_options,
     images_option,
+    max_bad_option,
     model_options,
     samples_option,
     seed_option,
+    workers_option,
 )
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs."
 )
-@click.option("--workers", type=Number(WORKERS), default=0, show_default=True, help="Processes that decode images.")
-@click.option("--max-bad", type=Number(BAD_IMAGES), default=0, show_default=True, help="Unreadable images to skip.")
+@workers_option
+@max_bad_option
 @click.option("--sites", "patterns", multiple=True, help="Only sites that fit this pattern, such as 'blocks.3.*'.")
 @click.option("--no-attention", is_flag=True, help="Take MLP statistics only.")
 @click.option(
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 @click.option(
     "--checkpoint-every", type=Number(IMAGES), default=None, help="Save the state every N images, to go on from."
 )
+@click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
 def calibrate(
     model: ModelChoice,
@@ -75,6 +78,7 @@ def calibrate(
     dtype: "Precision",
     hold_out: int | None,
     checkpoint_every: int | None,
+    summary: Path | None,
     out: Output,
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
@@ -97,10 +101,11 @@ def calibrate(
         line_of_moments,
         memory_needed,
         ranks_of_this_run,
+        reference_of_moments,
         summary_of_moments,
     )
     from ..calibration import calibrate as calibrate_checkpoint
-    from ..files import replacing
+    from ..files import replacing, write_json
     from ..inputs import images_for_model, require_device
     from ..preprocessing_view import preprocessing_line, preprocessing_record
 
@@ -118,11 +123,9 @@ def calibrate(
             parts = dict(zip((output, held_out_path(output)), parted(source, hold_out, seed=seed), strict=True))
         needed = memory_needed(checkpoint, chosen_sites(checkpoint, wanted), wanted)
         out.note(f"the sums will take {needed / 2**20:,.0f} MiB")
+        # Of the two, the pass over all the other images is the one worth going on with.
         every = checkpoint_every
-        states = {
-            path: None if every is None else Saved(path=path.with_suffix(".partial.safetensors"), every=every)
-            for path in parts
-        }
+        state = None if every is None else Saved(path=output.with_suffix(".partial.safetensors"), every=every)
         summaries = []
         for path, part in parts.items():
             with out.progress(f"calibrating {path.stem}", len(ranks.share(part.count)), unit="images") as done:
@@ -132,7 +135,7 @@ def calibrate(
                     batch_size=batch_size,
                     device=device,
                     wanted=wanted,
-                    saved=states[path],
+                    saved=state if path == output else None,
                     ranks=ranks,
                     done=done,
                 )
@@ -140,9 +143,10 @@ def calibrate(
                 with replacing(path) as temporary:
                     save(moments, temporary)
                 summaries.append(summary_of_moments(moments, path))
-        for saved in states.values():
-            if saved is not None:
-                saved.of_rank(ranks).clear()
+                if path == output and summary is not None:
+                    write_json(summary, reference_of_moments(moments, path, str(path)))
+        if state is not None:
+            state.of_rank(ranks).clear()
     if ranks.rank == 0:
         record, *held_out = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out[0]} if held_out else {})

@@ -16,7 +16,8 @@ def demo(output: Path, out: Output) -> None:
 
     Example: corp-deploy demo -o demo-out
     """
-    from ..demo import STEPS, demo_record, demo_tables, run_demo
+    from ..demo import STEPS, run_demo
+    from ..demo_view import demo_record, demo_tables
 
     with out.progress("demo", len(STEPS), unit="steps") as step:
         found = run_demo(output, said=out.note, step=step)

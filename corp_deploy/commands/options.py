@@ -14,7 +14,7 @@ from perf.quantity import BATCH
 
 from ..console import Output
 from ..preprocessing import INTERPOLATIONS, Preprocessing
-from ..quantities import DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT
+from ..quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
 from .numbers import Channels, Number, Numbers
 
 if TYPE_CHECKING:
@@ -23,20 +23,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-class RegularPath(click.Path):
-    """A file or directory where there is anything: a pipe would be waited on for ever, a device be replaced."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path: Any = super().convert(value, param, ctx)
-        if path.exists() and not path.is_file() and not path.is_dir():
-            self.fail(f"{path} is a pipe, socket or device, expected a regular file or a directory", param, ctx)
-        return path
-
-
-FILE = RegularPath(dir_okay=False, path_type=Path)
-DIRECTORY = RegularPath(file_okay=False, path_type=Path)
-ANY_PATH = RegularPath(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+ANY_PATH = click.Path(path_type=Path)
 BATCHES = Numbers(BATCH, example="1,8,32")
 
 
@@ -153,6 +142,12 @@ samples_option = click.option(
 )
 seed_option = click.option(
     "--seed", type=Number(SEED), default=0, show_default=True, help="Seed of the draw of --samples."
+)
+workers_option = click.option(
+    "--workers", type=Number(WORKERS), default=0, show_default=True, help="Processes that decode images."
+)
+max_bad_option = click.option(
+    "--max-bad", type=Number(BAD_IMAGES), default=0, show_default=True, help="Unreadable images to skip."
 )
 batch_size_option = click.option(
     "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."

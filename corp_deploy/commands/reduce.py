@@ -20,9 +20,11 @@ from .options import (
     FILE,
     ModelChoice,
     given_options,
+    max_bad_option,
     model_options,
     samples_option,
     seed_option,
+    workers_option,
 )
 
 if TYPE_CHECKING:
@@ -159,6 +161,8 @@ def choices_from_options(
 @click.option("--images", type=ANY_PATH, default=None, help="Unlabelled images for a budget, auto or the closed loop.")
 @samples_option
 @seed_option
+@workers_option
+@max_bad_option
 @click.option(
     "--align",
     type=Alignment(),
@@ -195,6 +199,8 @@ def reduce_command(
     images: Path | None,
     samples: int | None,
     seed: int,
+    workers: int,
+    max_bad: int,
     align: dict[str, int],
     ridge: float,
     out: Output,
@@ -229,7 +235,9 @@ def reduce_command(
     require_device(device)
     dense = model.load(out)
     dense.model.to(device)
-    source = None if images is None else images_for_model(dense.model, images, samples=samples, seed=seed)
+    source = None
+    if images is not None:
+        source = images_for_model(dense.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
     with out.progress("reducing", None, unit="sites") as done:
         reduction, planned = reduce_checkpoint(
             dense,

@@ -11,8 +11,9 @@ from .options import DIRECTORY, FILE
 @click.command()
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=FILE, required=True, help="Report to write: .html, .md, .csv, or .xml for JUnit.")
+@click.option("--title", default=None, help="Its heading; default: the directory's name.")
 @output_options
-def report(directory: Path, output: Path, out: Output) -> None:
+def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
     """Write the report of DIRECTORY from its bench.json, parity.json and reduced model.
 
     Example: corp-deploy report release -o release/report.html
@@ -25,5 +26,5 @@ def report(directory: Path, output: Path, out: Output) -> None:
     writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
     if output.suffix not in writers:
         raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
-    write_text(output, writers[output.suffix](record_of_directory(directory)))
+    write_text(output, writers[output.suffix](record_of_directory(directory, title)))
     out.result({"report": str(output)}, f"{output}: written")

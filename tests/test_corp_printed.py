@@ -1,0 +1,285 @@
+"""Every command that is printed beside a file makes that file, run as it stands in a fresh directory on its inputs."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from corp_deploy import demo
+from corp_deploy.baseline import Baseline
+from corp_deploy.checkpoint import save
+from corp_deploy.cli import main
+from corp_deploy.demo_commands import Scale
+from corp_deploy.files import read_json
+from corp_deploy.recipe import SECTIONS, load_recipe
+from corp_deploy.recipe_text import toml_value
+from corp_deploy.release import stages_of
+from corp_deploy.stages import STATE, Stage, files_of
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+PLAIN = """
+[model]
+model = "dense"
+[calibration]
+images = "calibration.npy"
+samples = 11
+seed = 3
+hold_out = 4
+batch_size = 4
+[held_out]
+images = "held-out.npz"
+labels = "held-out.npz"
+samples = 8
+seed = 5
+[reduce]
+mlp = 0.3
+attn = 0.5
+align_mlp = 8
+align_head = 8
+ridge = 3e-4
+[export]
+precisions = ["fp32", "mixed"]
+keep_fp32 = ["blocks.1.*"]
+[parity]
+batches = [1, 3]
+half_factor = 6.0
+max_error = 0.9
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 7
+threads = 1
+[samples]
+count = 3
+[gate]
+fail_if = ["params >= dense", "size_bytes > baseline * 1.01"]
+[package]
+name = "tiny"
+"""
+# The same, but for what the first stages do with images and with attention.
+OTHERWISE = {
+    "budget": ("mlp = 0.3\nattn = 0.5\n", "macs = 0.8\n"),
+    "corp": ("mlp = 0.3\nattn = 0.5\n", 'preset = "corp"\nmlp = 0.3\nattn = 0.5\n'),
+    "magnitude": ("attn = 0.5\n", 'preset = "grail"\nselect_mlp = "producer-l2"\n'),
+    "closed loop": ("attn = 0.5\n", "attn = 0.5\nclosed_loop = true\n"),
+}
+
+
+def given(home: Path, text: str = PLAIN) -> Path:
+    home.mkdir(exist_ok=True)
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "calibration.npy", tiny.images(14))
+    np.savez(home / "held-out.npz", images=tiny.images(11, seed=1), labels=np.arange(11) % 7)
+    (home / "recipe.toml").write_text(text)
+    return home
+
+
+def run_in(directory: Path, words: Iterable[str], monkeypatch: pytest.MonkeyPatch, *, code: int = 0) -> None:
+    """As a shell would."""
+    program, *rest = words
+    assert program == "corp-deploy"
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "argv", [program, *rest])
+    result = CliRunner().invoke(main, rest)
+    assert result.exit_code == code, f"{shlex.join(rest)}: {result.output}"
+
+
+def commands_of(manifest: Path) -> dict[str, list[str]]:
+    """Each printed command with the files that it is printed beside."""
+    found: dict[str, list[str]] = {}
+    for name, entry in json.loads(manifest.read_text())["files"].items():
+        found.setdefault(entry["made_by"], []).append(name)
+    return found
+
+
+def copied(source: Path, home: Path, words: list[str], made: list[str]) -> Path:
+    """A fresh directory beside what lies outside, with the inputs that the words name, without results and stamps."""
+    into = home / source.name
+    shutil.copytree(source.parent, home, ignore=shutil.ignore_patterns(source.name))
+    for name in dict.fromkeys(re.split("[ ,]", " ".join(words))):
+        for path in files_of(source / name):
+            relative = path.resolve().relative_to(source.parent)
+            stamp = STATE in relative.parts and path.suffix == ".json"
+            result = path.relative_to(source).as_posix() in made and path != source / name
+            if not (stamp or result):
+                (home / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, home / relative)
+    into.mkdir(exist_ok=True)
+    return into
+
+
+TIMES = ("created", "rows", "environment", "warnings")
+
+
+def content(path: Path) -> Any:
+    """The bytes; of a measurement, all that it says but the times it took and the state of the machine meanwhile."""
+    if path.name != "bench.json":
+        return path.read_bytes()
+    record = json.loads(path.read_text())
+    rows = [
+        {key: row[key] for key in ("batch",)} | {"trials": sorted(row["trials"]), "noise": bool(row["noise_blocks"])}
+        for row in record["rows"]
+    ]
+    return {key: value for key, value in record.items() if key not in TIMES} | {"rows": rows}
+
+
+def reproduced(source: Path, tmp_path: Path, commands: Mapping[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs every command; the files that it is printed beside must come out as they were."""
+    for index, (command, made) in enumerate(commands.items()):
+        words = shlex.split(command)
+        into = copied(source, tmp_path / str(index), words, made)
+        failed = words[1] == "verify" and read_json(source / "parity.json", kind="parity")["verdict"] == "FAIL"
+        run_in(into, words, monkeypatch, code=int(failed))
+        different = [name for name in made if content(into / name) != content(source / name)]
+        assert different == [], command
+    return len(commands)
+
+
+def test_every_command_of_a_release_makes_what_it_stands_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = given(tmp_path / "home")
+    whole = ("corp-deploy", "release", "recipe.toml", "-o", "out", "--baseline", "base.json", "--init-baseline")
+    run_in(home, whole, monkeypatch)
+    out = home / "out"
+    (home / "base.json").unlink()
+    commands = commands_of(out / "manifest.json")
+    assert "" not in commands
+    hidden = [".stages/moments.safetensors", ".stages/moments.held-out.safetensors"]
+    commands[next(command for command, made in commands.items() if "moments.json" in made)] += hidden
+    assert reproduced(out, tmp_path, commands, monkeypatch) >= 11
+    for page in ("MODEL_CARD.md", "report.md"):
+        text = (out / page).read_text()
+        told = [command for command, made in commands.items() if "report.md" not in made]
+        assert [command for command in told if command not in text] == [], page
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_other_reductions_are_printed_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = OTHERWISE[name]
+    text = PLAIN.replace(old, new)
+    assert text != PLAIN
+    home = given(tmp_path / "home", text if name != "closed loop" else text.replace("hold_out = 4\n", ""))
+    out, recipe = home / "out", load_recipe(home / "recipe.toml")
+    first = ("dense", "moments", "reduce")
+    only = [word for stage in first for word in ("--only", stage)]
+    run_in(home, ("corp-deploy", "release", "recipe.toml", "-o", "out", *only), monkeypatch)
+    stages = {stage.name: stage for stage in stages_of(recipe, out, Baseline())}
+    commands = {stages[name].command: list(stages[name].makes) for name in first[1:]}
+    reproduced(out, tmp_path, commands, monkeypatch)
+
+
+def test_every_command_of_the_demo_makes_what_it_stands_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tiny.checkpoint(), tmp_path / "example" / "model")
+    monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "example")
+    monkeypatch.setattr(demo, "_write_images", small_images)
+    monkeypatch.setattr(demo, "SCALE", Scale(samples=20, hold_out=5, batches=(2,), time_limit=0.2))
+    home = tmp_path / "home"
+    (home / "demo-out").mkdir(parents=True)
+    run_in(home / "demo-out", ("corp-deploy", "demo", "-o", "."), monkeypatch)
+    commands = commands_of(home / "demo-out" / "manifest.json")
+    assert "" not in commands
+    assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 8
+    page = (home / "demo-out" / "report.html").read_text()
+    assert "--hold-out 5 " in page
+
+
+def small_images(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    np.savez(directory / "calibration.npz", images=tiny.images(24))
+    np.savez(directory / "held-out.npz", images=tiny.images(10, seed=1), labels=np.arange(10) % 7)
+
+
+CORP: dict[str, object] = {"reduce.preset": "corp"}
+# Another value for every key of a recipe, with what must hold before and after for it to mean something.
+CHANGES: dict[str, tuple[object, dict[str, object]]] = {
+    "calibration.samples": (9, {}),
+    "calibration.seed": (7, {}),
+    "calibration.batch_size": (5, {}),
+    "calibration.device": ("cuda", {}),
+    "calibration.workers": (1, {}),
+    "calibration.max_bad": (2, {}),
+    "calibration.hold_out": (3, {}),
+    "held_out.samples": (7, {}),
+    "held_out.seed": (8, {}),
+    "reduce.preset": ("vbp", {"reduce.attn": None}),
+    "reduce.mlp": (0.4, {}),
+    "reduce.attn": (0.6, {}),
+    "reduce.macs": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.macs": 0.8}),
+    "reduce.params": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.params": 0.8}),
+    "reduce.select_mlp": ("wanda", CORP),
+    "reduce.select_head": ("magnitude", CORP),
+    "reduce.heads": ("ragged", {}),
+    "reduce.align_mlp": (16, {}),
+    "reduce.align_head": (16, {}),
+    "reduce.ridge": (1e-3, {}),
+    "reduce.allow_partial": (True, {}),
+    "reduce.closed_loop": (True, {"calibration.hold_out": None}),
+    "export.precisions": (["fp32", "fp16", "mixed"], {}),
+    "export.keep_fp32": (["blocks.0.*"], {}),
+    "parity.batches": ([2], {}),
+    "parity.min_agreement": (0.5, {}),
+    "parity.max_error": (0.8, {}),
+    "parity.half_factor": (7.0, {}),
+    "bench.batches": ([3], {}),
+    "bench.time_limit_s": (0.3, {}),
+    "bench.half_width": (0.8, {}),
+    "bench.block_ms": (2.0, {}),
+    "bench.min_rounds": (8, {}),
+    "bench.threads": (2, {}),
+    "gate.fail_if": (["params > dense"], {}),
+    "package.name": ("other", {}),
+}
+# Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
+BY_RECIPE = ("release", "model", "samples")
+# Files outside; what stands in them counts, and not what they are called.
+FILES = ("images", "labels")
+# What makes no difference to the result.
+IDLE = ("calibration.workers",)
+
+
+def stages_with(folder: Path, changes: Mapping[str, object]) -> dict[str, Stage]:
+    tables = tomllib.loads(PLAIN)
+    for name, value in changes.items():
+        table, key = name.split(".")
+        tables[table] = {**tables[table], key: value}
+    lines = []
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None)]
+    (folder / "recipe.toml").write_text("\n".join(lines))
+    baseline = Baseline(path=folder / "base.json", init=True)
+    return {stage.name: stage for stage in stages_of(load_recipe(folder / "recipe.toml"), folder / "out", baseline)}
+
+
+def decides(stage: Stage) -> dict[str, object]:
+    """Everything that a stage's stamp holds but for versions, the commands of others and what these made."""
+    told = {key: value for key, value in stage.settings.items() if key not in ("versions", "commands", "recipe")}
+    return told | dict.fromkeys(stage.outside)
+
+
+def test_no_key_of_a_recipe_is_missing_from_the_commands(tmp_path: Path) -> None:
+    """What decides a stage's result is in its command, and what is in its command decides the stage."""
+    keys = {f"{table}.{key}" for table, known in SECTIONS.items() if table not in BY_RECIPE for key in known}
+    assert {key for key in keys if key.split(".")[1] not in FILES} == CHANGES.keys()
+    for key, (value, companions) in CHANGES.items():
+        before, after = (stages_with(tmp_path, companions | own) for own in ({}, {key: value}))
+        assert before.keys() == after.keys(), key
+        printed = [name for name in before if before[name].command != after[name].command]
+        decided = [name for name in before if decides(before[name]) != decides(after[name])]
+        itself = [name for name in before if "--only" in before[name].command]
+        assert printed, key
+        assert set(decided) - {*itself} <= {*printed}, key
+        read = [name for name in before if before[name].reads != after[name].reads]
+        assert set(printed) <= {*decided, *read} or key in IDLE, key
