@@ -58,7 +58,7 @@ def export_checkpoint(
     path: Path,
     *,
     precision: str,
-    opset: int = 20,
+    opset: int | None = None,
     batch: int | None = None,
     keep_fp32: Sequence[str] = (),
     geometry: Geometry | None = None,
@@ -83,6 +83,7 @@ class GraphFacts:
     """What an ONNX file says about itself; costs are None for a graph that another tool wrote."""
 
     precision: str
+    opset: int
     batch: int | None
     image_shape: tuple[int, int, int]
     macs: int | None
@@ -107,6 +108,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         )
     return GraphFacts(
         precision=carried.get("export.precision") or onnx_precision(path),
+        opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         batch=dims[0].dim_value or None,
         image_shape=(dims[1].dim_value, dims[2].dim_value, dims[3].dim_value),
         macs=_integer(carried.get(f"{PREFIX}macs")),

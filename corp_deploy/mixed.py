@@ -43,7 +43,7 @@ def export_mixed_automatically(
     path: Path,
     pixels: NDArray[np.float32],
     *,
-    opset: int,
+    opset: int | None,
     factor: float = 4.0,
 ) -> Mixed:
     """Write the graph with the fewest blocks in FP32 that passes the FP16 tolerance on these images.
@@ -85,7 +85,7 @@ def export_mixed_automatically(
     return Mixed(kept=kept, relative_error=errors[-1])
 
 
-def _dense_half_error(dense: Checkpoint, scratch: Path, pixels: NDArray[np.float32], opset: int) -> Measures:
+def _dense_half_error(dense: Checkpoint, scratch: Path, pixels: NDArray[np.float32], opset: int | None) -> Measures:
     single, half = scratch / "dense.onnx", scratch / "dense16.onnx"
     export_checkpoint(dense, single, precision="fp32", opset=opset)
     export_checkpoint(dense, half, precision="fp16", opset=opset)

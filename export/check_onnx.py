@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx
@@ -17,6 +17,7 @@ BACKENDS = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
 _PRECISION_KEY = "export.precision"
+SPELLED_OUT = "norms are spelled out in float16"
 
 
 def load_onnx(path: Path) -> ModelProto:
@@ -150,9 +151,38 @@ def _typing_reasons(proto: ModelProto, precision: str | None) -> Iterator[str]:
         yield f"called fp32 but {len(half)} of {len(weights)} weight matrices are float16 (first at {half[0].node})"
     elif precision == "mixed" and not single:
         yield "called mixed but every weight matrix is float16; call it fp16"
-    operators = {node.op_type for node in proto.graph.node}
-    if half and {"ReduceMean", "Sqrt"} <= operators and "LayerNormalization" not in operators:
-        yield "LayerNorm is spelled out in float16 (ReduceMean, Sqrt); export it as LayerNormalization"
+    if half:
+        yield from _norm_reasons(proto)
+
+
+def _norm_reasons(proto: ModelProto) -> Iterator[str]:
+    """Norms whose mean of squares is summed in float16, where it overflows; their operators sum in float32."""
+    if not any(node.op_type == "Sqrt" for node in proto.graph.node):
+        return
+    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    made_by = {name: node for node in proto.graph.node for name in node.output}
+    guilty = []
+    for node in proto.graph.node:
+        if node.op_type == "Sqrt":
+            mean = _mean_below(node, made_by)
+            if mean is not None and types.get(mean.input[0]) == TensorProto.FLOAT16:
+                guilty.append(node.name or node.output[0])
+    if guilty:
+        yield (
+            f"{len(guilty)} {SPELLED_OUT} (ReduceMean, Sqrt; first at {guilty[0]}); export them as one operator "
+            "(LayerNormalization, or RMSNormalization from opset 23), or keep them in float32"
+        )
+
+
+def _mean_below(root: NodeProto, made_by: Mapping[str, NodeProto]) -> NodeProto | None:
+    """The mean that a root is taken of, with an epsilon added or a floor on the way."""
+    behind = [made_by[name] for name in root.input if name in made_by]
+    for node in behind:
+        if node.op_type == "ReduceMean":
+            return node
+        if node.op_type in ("Add", "Max", "Clip") and (found := _mean_below(node, made_by)) is not None:
+            return found
+    return None
 
 
 def _attention_reasons(proto: ModelProto) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import graph
-from .check_onnx import MAX_BYTES, check_onnx
+from .check_onnx import MAX_BYTES, SPELLED_OUT, check_onnx
 from .errors import BadInput
 from .precision import typed_copy
 
@@ -26,13 +26,14 @@ def onnx_from_model(
     image_shape: tuple[int, int, int],
     precision: str,
     keep_fp32: Sequence[str] = (),
-    opset: int = 20,
+    opset: int | None = None,
     batch: int | None = None,
     metadata: Mapping[str, str],
 ) -> onnx.ModelProto:
     """`images` float32 [batch,3,H,W] -> `logits` float32 [batch,classes], by torch's dynamo exporter.
 
-    `model` is left as it is. `batch` None keeps the batch symbolic, a number fixes it. `metadata` goes into the
+    `model` is left as it is. `opset` None takes the first of OPSETS, or the last where the model has norms that only
+    that has as operators. `batch` None keeps the batch symbolic, a number fixes it. `metadata` goes into the
     model's metadata_props beside the entries `export.*` (precision, opset, versions). Half softmax and LayerNorm are
     computed in float32. Equal inputs give equal bytes (see `onnx_bytes`).
 
@@ -41,15 +42,26 @@ def onnx_from_model(
     _refuse_odd_request(image_shape, opset, batch, metadata)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32)
-        sample = torch.zeros(batch or 2, *image_shape)
-        _refuse_large(typed)
-        proto = _trace(typed, sample, opset=opset, dynamic=batch is None)
-    _refuse_other_shape(proto, opset, batch)
-    graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
-    _describe(proto, metadata, precision=precision, opset=opset, keep_fp32=keep_fp32)
-    reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
+    _refuse_large(typed)
+    sample = torch.zeros(batch or 2, *image_shape)
+
+    def made(version: int) -> tuple[onnx.ModelProto, list[str]]:
+        with torch.no_grad():
+            proto = _trace(typed, sample, opset=version, dynamic=batch is None)
+        _refuse_other_shape(proto, version, batch)
+        graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
+        _describe(proto, metadata, precision=precision, opset=version, keep_fp32=keep_fp32)
+        return proto, check_onnx(proto, precision=precision, backend="onnxruntime")
+
+    proto, reasons = made(opset or OPSETS[0])
+    hint = ""
+    if opset != OPSETS[-1] and any(SPELLED_OUT in reason for reason in reasons):
+        newer, left = made(OPSETS[-1])
+        if not left and opset is None:
+            return newer
+        hint = "" if left else f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
     if reasons:
-        raise BadInput("the exported graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))
+        raise BadInput("the exported graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons) + hint)
     return proto
 
 
@@ -64,11 +76,11 @@ def save(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def _refuse_odd_request(
-    image_shape: tuple[int, int, int], opset: int, batch: int | None, metadata: Mapping[str, str]
+    image_shape: tuple[int, int, int], opset: int | None, batch: int | None, metadata: Mapping[str, str]
 ) -> None:
     if len(image_shape) != 3 or min(image_shape) < 1:
         raise BadInput(f"image_shape must be (channels, height, width), each at least 1, got {tuple(image_shape)}")
-    if opset not in OPSETS:
+    if opset is not None and opset not in OPSETS:
         raise BadInput(f"opset {opset} is not offered, choose one from {OPSETS[0]} to {OPSETS[-1]}")
     if batch is not None and batch < 1:
         raise BadInput(f"a static batch must be at least 1, got {batch}")

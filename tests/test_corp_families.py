@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.images import Images, open_images
@@ -19,8 +20,9 @@ from corp_deploy.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.calibration import calibrate
 from corp_deploy.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
+from corp_deploy.cli import main
 from corp_deploy.closed_loop import reduce_closed_loop
-from corp_deploy.graphs import metadata_of_checkpoint
+from corp_deploy.graphs import facts_of_onnx, metadata_of_checkpoint
 from corp_deploy.head_choice import choose_heads
 from corp_deploy.model_cost import macs, parameters
 from corp_deploy.probe import Probe
@@ -171,6 +173,25 @@ def test_heads_are_weighed_where_some_keep_q_and_k() -> None:
     assert taken.allocated.share <= macs(uniform) / dense
     reduced = reduce(asked.model, asked.moments, taken.choices, widths=taken.allocated.widths).model
     assert macs(reduced) <= taken.allocated.share * dense * (1.0 + 1e-9)
+
+
+def test_root_mean_square_norms_export_in_half_precision_and_the_opset_is_said(tmp_path: Path) -> None:
+    save(checkpoint("swiglu"), tmp_path / "dense")
+    words = ["export", "--model", str(tmp_path / "dense"), "--precision", "fp16", "-o", str(tmp_path / "m.onnx")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    facts = facts_of_onnx(tmp_path / "m.onnx")
+    assert f"fp16, opset {facts.opset}" in " ".join(done.stdout.split())
+    assert facts.macs == macs(checkpoint("swiglu").model)
+
+
+def test_a_stem_without_a_projection_is_described() -> None:
+    kwargs = {"depth": 1, "num_classes": 7}
+    model = tiny.timm_model("vit_base_mci_224", **kwargs)
+    named = Architecture(name="vit_base_mci_224", kwargs=kwargs)
+    carried = metadata_of_checkpoint(Checkpoint(model=model, architecture=named, lineage={}))
+    assert carried["corp_deploy.depth"] == "1"
+    assert int(carried["corp_deploy.macs"]) == macs(model)
 
 
 def test_metadata_counts_blocks_and_macs() -> None:

@@ -187,6 +187,44 @@ def test_attention_operator_is_refused_where_tensorrt_can_not_take_it(
     assert check_onnx(proto, backend="onnxruntime") == []
 
 
+def norm_graph(dtype: int) -> ModelProto:
+    """A root mean square spelled out in one type, then a half matrix."""
+    nodes = [
+        helper.make_node("Cast", ["images"], ["x"], to=dtype),
+        helper.make_node("Mul", ["x", "x"], ["square"]),
+        helper.make_node("ReduceMean", ["square", "last"], ["mean"], keepdims=1),
+        helper.make_node("Add", ["mean", "eps"], ["sum"]),
+        helper.make_node("Sqrt", ["sum"], ["root"], name="blocks.0.norm1/Sqrt"),
+        helper.make_node("Div", ["x", "root"], ["normed"]),
+        helper.make_node("Cast", ["normed"], ["half"], to=TensorProto.FLOAT16),
+        helper.make_node("MatMul", ["half", "weight"], ["y"], name="head/MatMul"),
+        helper.make_node("ReduceMean", ["y", "middle"], ["pooled"], keepdims=0),
+        helper.make_node("Cast", ["pooled"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    stored = {
+        "last": np.array([3]),
+        "middle": np.array([1, 2]),
+        "eps": np.array(1e-3, kind),
+        "weight": np.ones((8, 5), np.float16),
+    }
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 2, 4, 8])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 5])],
+        [numpy_helper.from_array(value, name) for name, value in stored.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_a_norm_is_spelled_out_only_where_its_sum_is_in_float16() -> None:
+    (reason,) = check_onnx(norm_graph(TensorProto.FLOAT16), precision="fp16")
+    assert "1 norms are spelled out in float16 (ReduceMean, Sqrt; first at blocks.0.norm1/Sqrt)" in reason
+    assert "RMSNormalization from opset 23" in reason
+    assert check_onnx(norm_graph(TensorProto.FLOAT), precision="fp16") == []
+
+
 def test_files_that_are_no_model_are_refused(fp32: ModelProto, tmp_path: Path) -> None:
     whole = onnx_bytes(fp32)
     files = {

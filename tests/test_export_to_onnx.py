@@ -4,6 +4,7 @@ import copy
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,7 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
+from export import to_onnx
 from export.errors import BadInput
 from export.precision import kept_modules, typed_copy
 from export.to_onnx import onnx_bytes, onnx_from_model, save
@@ -210,6 +212,54 @@ def with_weight(value: float) -> Vit:
     model = Vit(depth=1)
     model.head.weight.data[0, 0] = value
     return model
+
+
+class SpelledOut(nn.Module):
+    """What a torch makes of a root mean square norm that it doesn't widen to float32."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / ((x * x).mean(-1, keepdim=True) + 1e-3).sqrt() * self.weight
+
+
+def with_norms(norm: Callable[[int], nn.Module]) -> Vit:
+    """A model of one block with other norms in it."""
+    model = Vit(depth=1)
+    for name in ("norm1", "norm2"):
+        model.blocks[0].register_module(name, norm(64))
+    return model.eval()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_root_mean_square_norms_export_by_default(precision: str) -> None:
+    model = with_norms(nn.RMSNorm)
+    proto = export(model, precision)
+    assert proto.opset_import[0].version == 20
+    assert relative_error(run(proto, images(4)), exact(model, images(4))) < (1e-5 if precision == "fp32" else 5e-3)
+    newer = export(model, precision, opset=23)
+    assert sum(node.op_type == "RMSNormalization" for node in newer.graph.node) == 2
+
+
+def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where norms come out in float16 at 20, the default goes on to 23, and an explicit 20 is refused naming 23."""
+    trace = to_onnx._trace
+
+    def spelling_out(model: nn.Module, sample: Tensor, *, opset: int, dynamic: bool) -> onnx.ModelProto:
+        spelled = typed_copy(with_norms(SpelledOut), "fp16")
+        return trace(spelled if opset == 20 else model, sample, opset=opset, dynamic=dynamic)
+
+    monkeypatch.setattr(to_onnx, "_trace", spelling_out)
+    proto = export(with_norms(nn.RMSNorm), "fp16")
+    assert proto.opset_import[0].version == 23
+    assert {entry.key: entry.value for entry in proto.metadata_props}["export.opset"] == "23"
+    with pytest.raises(BadInput, match=r"2 norms are spelled out in float16 .*\n.*--opset 23"):
+        export(with_norms(nn.RMSNorm), "fp16", opset=20)
+    with pytest.raises(BadInput, match="2 norms are spelled out") as refused:
+        export(with_norms(SpelledOut), "fp16")
+    assert "--opset 23" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,12 @@ if TYPE_CHECKING:
 @samples_option
 @seed_option
 @click.option("--dense", default=None, help="For --auto: the dense model's directory; its FP16 error is the yardstick.")
-@click.option("--opset", type=Number(OPSET), default=20, show_default=True, help="ONNX operator set.")
+@click.option(
+    "--opset",
+    type=Number(OPSET),
+    default=None,
+    help="ONNX operator set; default: 20, or 23 where the model's norms are operators only there.",
+)
 @click.option("--batch", type=Number(BATCH), default=None, help="Fix the batch size; default: any batch size.")
 @click.option(
     "--heads",
@@ -59,7 +64,7 @@ def export_command(
     samples: int | None,
     seed: int,
     dense: str | None,
-    opset: int,
+    opset: int | None,
     batch: int | None,
     heads: "Geometry | None",
     out: Output,
@@ -70,7 +75,7 @@ def export_command(
     """
     from .. import vit
     from ..files import sha256_of_file
-    from ..graphs import export_checkpoint, paths_by_precision
+    from ..graphs import export_checkpoint, facts_of_onnx, paths_by_precision
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load(out)
@@ -89,11 +94,14 @@ def export_command(
                     checkpoint, path, precision=name, opset=opset, batch=batch, keep_fp32=patterns, geometry=heads
                 )
             size = path.stat().st_size
-            written.append({"path": str(path), "precision": name, "sha256": sha256_of_file(path), "size_bytes": size})
+            made = {"path": str(path), "precision": name, "opset": facts_of_onnx(path).opset}
+            written.append({**made, "sha256": sha256_of_file(path), "size_bytes": size})
             done(index)
     if heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
-    shown = [f"{row['path']}: {row['precision']}, {row['size_bytes'] / 1e6:.2f} MB" for row in written]
+    shown = [
+        f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in written
+    ]
     if auto:
         shown.append(f"kept in FP32: {', '.join(kept) or 'nothing, FP16 is safe on these images'}")
     out.result({"written": written, "kept_fp32": list(kept)}, *shown)
@@ -111,7 +119,13 @@ def _refuse_mixed_options(
 
 
 def _mixed(
-    checkpoint: "Checkpoint", dense: str | None, path: Path, images: Path, samples: int | None, seed: int, opset: int
+    checkpoint: "Checkpoint",
+    dense: str | None,
+    path: Path,
+    images: Path,
+    samples: int | None,
+    seed: int,
+    opset: int | None,
 ) -> tuple[str, ...]:
     from ..chain import given_from_images
     from ..checkpoint import load_checkpoint
