@@ -20,7 +20,7 @@ from calib.moments import MlpMoments, Moments
 from calib.sites import MlpSite, Site
 
 from . import vit
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, on_device
 from .errors import BadInput
 from .files import sha256_of_file
 from .inputs import lineage_for_moments
@@ -88,14 +88,16 @@ def calibrate(
 ) -> Moments:
     """The moments of the wanted sites, with the lineage that ties them to this model and these images.
 
-    `saved` makes an interrupted run go on where it was. Raises BadInput where there is no site or too little memory.
+    `saved` makes an interrupted run go on where it was. The checkpoint's model stays where it is; on another device a
+    copy of it is run. Raises BadInput where there is no site or too little memory.
     """
     wanted = wanted or Wanted()
-    sites = chosen_sites(checkpoint, wanted)
+    there = on_device(checkpoint, device)
+    sites = chosen_sites(there, wanted)
 
     def take() -> Moments:
         return passes.calibrate(
-            checkpoint.model.to(device),
+            there.model,
             sites,
             images,
             batch_size=batch_size,
@@ -110,7 +112,7 @@ def calibrate(
     # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
     if saved is not None or device != "cpu":
         return take()
-    with _watched_range(checkpoint.model) as seen:
+    with _watched_range(there.model) as seen:
         moments = take()
     ranges = [pair for part in ranks.gathered(seen) for pair in part]
     low, high = min(pair[0] for pair in ranges), max(pair[1] for pair in ranges)

@@ -56,6 +56,13 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
+def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
+    """The checkpoint with its model there: itself where it is there already, else with a copy of the model."""
+    if vit.device(checkpoint.model).type == torch.device(device).type:
+        return checkpoint
+    return replace(checkpoint, model=vit.replaced(checkpoint.model, {}).to(device))
+
+
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
     """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments.
 

@@ -42,6 +42,9 @@ def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         yield f"Done: {coverage['verdict']}."
         yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage["refused"].items())
     yield ""
+    if decided := config["lineage"]["reduction"].get("decided", []):
+        yield " ".join(f"{each[:1].upper()}{each[1:]}." for each in decided)
+        yield ""
     ways = config["lineage"]["reduction"].get("ways", [])
     if ways:
         yield "| widths | of the dense cost | logit error predicted | found on a few calibration images |"

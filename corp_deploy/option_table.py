@@ -243,4 +243,13 @@ IMAGES = Axis(
     },
 )
 
-AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, PRESET, ATTENTION, WIDTHS, IMAGES)
+# By which streams a block is repaired on.
+LOOP = Axis(
+    command="reduce",
+    ways={
+        "open": Way(words="the open loop", ask="no --closed-loop", honours={}),
+        "closed": Way(words="the closed loop", ask="--closed-loop", honours={"reads": ("all", "pooled")}),
+    },
+)
+
+AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, PRESET, ATTENTION, WIDTHS, IMAGES, LOOP)

@@ -16,6 +16,7 @@ from .head_choice import choose_heads
 from .latency_grid import Where, measure_tables, offers_in_time
 from .obs import Elimination
 from .probe import Probe
+from .read_tokens import Reads
 
 PROBE_IMAGES = 32
 
@@ -33,7 +34,8 @@ class Budget:
 class Asked:
     """A reduction as a user asks for it. Images are needed for a budget, for `auto_heads` and for the closed loop.
 
-    `allow_partial` takes a model of which less is removed than the sparsities ask for.
+    `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
+    closed loop's last block is fitted to, see tokens_to_fit.
     """
 
     preset: str
@@ -42,6 +44,7 @@ class Asked:
     auto_heads: bool = False
     closed_loop: bool = False
     allow_partial: bool = False
+    reads: Reads | None = None
 
     @property
     def needs_images(self) -> bool:

@@ -18,7 +18,7 @@ from perf.rule import Rule, rule_from_text
 from .choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS, Choices, choices_from_preset
 from .errors import BadInput
 from .honours import Axis
-from .option_table import ATTENTION, BENCH, PRESET
+from .option_table import ATTENTION, BENCH, LOOP, PRESET
 from .preprocessing import INTERPOLATIONS, Preprocessing
 from .quantities import (
     ALIGNMENT,
@@ -150,6 +150,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "ridge": Key(check=_of(RIDGE), default=DEFAULT_RIDGE_REL),
             "closed_loop": Key(check=_flag, default=False),
             "allow_partial": Key(check=_flag, default=False),
+            "reads": Key(check=_word("all", "pooled"), default=None),
         },
         "export": {
             "precisions": Key(check=_list(_word(*PRECISIONS), "a list of fp32, fp16, mixed"), default=["fp32", "fp16"]),
@@ -405,9 +406,11 @@ def _refuse_ignored(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None
     asks = any(wanted[name] is not None for name in ("attn", "macs", "params"))
     given = {"attn": wanted["attn"]} if wanted["attn"] is not None else {}
     given |= {"heads": wanted["heads"]} if wanted["heads"] != "padded" else {}
+    given |= {"reads": wanted["reads"]} if wanted["reads"] is not None else {}
     asked: list[tuple[str, Axis, list[str], dict[str, Any]]] = [
         ("[reduce]", PRESET, [wanted["preset"]], given),
         ("[reduce]", ATTENTION, ["reduced" if asks or wanted["heads"] == "auto" else "kept"], given),
+        ("[reduce]", LOOP, ["closed" if wanted["closed_loop"] else "open"], given),
     ]
     # Threads are of the targets that have them; a recipe's other targets don't ask for any.
     deaf = [name for name in tables["targets"] if not BENCH.ways[name].takes("threads", 1)]

@@ -16,7 +16,7 @@ from perf.timing import Plan
 
 from . import vit
 from .checkpoint import Checkpoint, save
-from .closed_loop import reduce_closed_loop
+from .closed_loop import Loop, reduce_closed_loop
 from .coverage import coverage, require_as_asked
 from .errors import BadInput
 from .files import sha256_of_file
@@ -89,7 +89,10 @@ def reduce_as_asked(
         planned = plan(dense, moments, asked, images)
     if asked.closed_loop:
         assert images is not None
-        return reduce_closed_loop(dense.model, images, planned.choices, widths=planned.widths, done=done), planned
+        loop = Loop(reads=asked.reads)
+        return reduce_closed_loop(
+            dense.model, images, planned.choices, widths=planned.widths, loop=loop, done=done
+        ), planned
     reduction = reduce(
         dense.model,
         moments,

@@ -7,7 +7,7 @@ from typing import Any
 from .baseline import Baseline
 from .honours import Axis
 from .invocation import Invocation, Pairs, path_from
-from .option_table import ATTENTION, IMAGES, PRESET
+from .option_table import ATTENTION, IMAGES, LOOP, PRESET
 from .recipe import Recipe, Target
 from .targets import artefact_name, graph_name, running_words
 
@@ -96,7 +96,8 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "moments": MOMENTS,
         "held_out": None if calibration["hold_out"] is None else HELD_OUT_MOMENTS,
         **{key: None if budget else wanted[key] for key in ("mlp", "attn")},
-        **{key: wanted[key] for key in ("macs", "params", "preset", "heads", "closed_loop", "allow_partial")},
+        **{key: wanted[key] for key in ("macs", "params", "preset", "heads", "closed_loop", "reads")},
+        "allow_partial": wanted["allow_partial"],
         "select": select if str(select) else None,
         "align": Pairs(mlp=wanted["align_mlp"], head=wanted["align_head"]),
         "ridge": wanted["ridge"],
@@ -108,6 +109,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
     ways = (
         (PRESET, wanted["preset"]),
         (ATTENTION, "reduced" if touched else "kept"),
+        (LOOP, "closed" if wanted["closed_loop"] else "open"),
         (IMAGES, "images" if looks else "none"),
     )
     return Invocation(command="reduce", options=_honoured(options, *ways))

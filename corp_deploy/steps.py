@@ -88,6 +88,7 @@ def _asked(run: Invocation) -> Asked:
         auto_heads=heads == "auto",
         closed_loop=given["closed_loop"],
         allow_partial=given["allow_partial"],
+        reads=given.get("reads"),
     )
 
 

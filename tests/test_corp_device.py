@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from calib.images import Images, open_images
 from calib.moments import AttentionMoments, Moments, on_device
+from corp_deploy import checkpoint as checkpoints
 from corp_deploy import vit
 from corp_deploy.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.calibration import Wanted, calibrate
@@ -104,6 +105,43 @@ def test_sums_are_the_same_ones_where_they_are_already(moments: Moments) -> None
     moved = on_device(site, "cpu")
     assert moved.qq_HDD is site.qq_HDD
     assert (moved.images, moved.tokens, moved.kept_HK) == (site.images, site.tokens, None)
+
+
+def test_a_checkpoint_elsewhere_is_a_copy_and_here_it_is_itself() -> None:
+    checkpoint = tiny.checkpoint()
+    before = {name: parameter.data_ptr() for name, parameter in checkpoint.model.named_parameters()}
+    there = checkpoints.on_device(checkpoint, "meta")
+    assert {parameter.device.type for parameter in there.model.parameters()} == {"meta"}
+    assert checkpoints.on_device(checkpoint, "cpu") is checkpoint
+    assert {name: parameter.data_ptr() for name, parameter in checkpoint.model.named_parameters()} == before
+    assert (there.architecture, there.lineage) == (checkpoint.architecture, checkpoint.lineage)
+
+
+def test_calibrating_elsewhere_leaves_the_callers_model_where_it_is(
+    images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, seen = tiny.checkpoint(), dict[str, Any]()
+
+    def take(model: nn.Module, sites: Any, *_: Any, **options: Any) -> None:
+        seen.update(model=model, sites=sites, device=options["device"])
+
+    monkeypatch.setattr("corp_deploy.calibration.passes.calibrate", take)
+    calibrate(checkpoint, images, batch_size=8, device="meta")
+    assert seen["device"] == "meta"
+    assert {parameter.device.type for parameter in seen["model"].parameters()} == {"meta"}
+    assert seen["sites"][-1].output in set(seen["model"].modules())
+    assert {parameter.device.type for parameter in checkpoint.model.parameters()} == {"cpu"}
+    assert not checkpoint.model.training
+
+
+@needs_gpu
+def test_neither_calibrating_nor_the_loop_on_a_gpu_moves_a_model(images: Images) -> None:
+    checkpoint = tiny.checkpoint()
+    calibrate(checkpoint, images, batch_size=8, device="cuda")
+    assert not next(checkpoint.model.parameters()).is_cuda
+    there = tiny.checkpoint().model.cuda()
+    assert next(reduce_closed_loop(there, images, choices("best")).model.parameters()).is_cuda
+    assert next(there.parameters()).is_cuda
 
 
 def relative_error(one: nn.Module, other: nn.Module) -> float:

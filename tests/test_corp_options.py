@@ -15,7 +15,7 @@ from corp_deploy.cli import main
 from corp_deploy.commands.options import ModelChoice
 from corp_deploy.errors import Missing
 from corp_deploy.honours import Axis, words_of
-from corp_deploy.option_table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, PRESET, VERIFY, WIDTHS
+from corp_deploy.option_table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
 from corp_deploy.side_by_side import Running, measure
 from export.choices import BuildChoices
 from export.record import EngineRecord, Port, record_path, sha256_of
@@ -363,6 +363,13 @@ def test_reduce_refuses_images_that_nothing_looks_at(
     way: str, asked: dict[str, Any], option: str, value: object
 ) -> None:
     checked(run(*REDUCE, *words_of(asked | {option: value})), IMAGES, way, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("reads", ["all", "pooled"])
+@pytest.mark.parametrize(("way", "asked"), [("open", {}), ("closed", {"closed_loop": True})])
+def test_reduce_refuses_tokens_for_a_loop_that_is_open(way: str, asked: dict[str, Any], reads: str) -> None:
+    checked(run(*REDUCE, *words_of({"mlp": 0.5, "reads": reads} | asked)), LOOP, way, "reads", reads)
 
 
 @pytest.mark.usefixtures("unloaded")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from corp_deploy import release_commands
 from corp_deploy.baseline import Baseline
 from corp_deploy.errors import BadInput
 from corp_deploy.recipe import SECTIONS, load_recipe
@@ -112,12 +113,23 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
         ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
         ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
         ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true or false"),
+        ("mlp = 0.5\nreads = 'all'", "[reduce]: --reads all is not honoured by the open loop"),
+        ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
     ],
 )
 def test_a_reduction_that_cannot_be_is_refused(tmp_path: Path, reduce: str, said: str) -> None:
     with pytest.raises(BadInput) as caught:
         load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", reduce)))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("reads", ["all", "pooled", None])
+def test_the_tokens_that_a_loop_reads_stand_in_the_command(tmp_path: Path, reads: str | None) -> None:
+    said = "" if reads is None else f"\nreads = '{reads}'"
+    recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", f"mlp = 0.5\nclosed_loop = true{said}")))
+    command = f"{release_commands.reduce(recipe, tmp_path)} "
+    assert "--closed-loop " in command
+    assert (f"--reads {reads} " in command) == (reads is not None)
 
 
 def test_full_widths_can_be_asked_for(tmp_path: Path) -> None:

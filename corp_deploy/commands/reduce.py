@@ -11,7 +11,7 @@ from perf.quantity import BATCH
 
 from ..choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS
 from ..console import Output, output_options
-from ..option_table import ATTENTION, IMAGES, PRESET, WIDTHS
+from ..option_table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
 from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number
 from .options import (
@@ -30,6 +30,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..choices import Choices
     from ..planning import Budget
+    from ..read_tokens import Reads
 
 
 class Ranking(click.ParamType[dict[str, str]]):
@@ -153,6 +154,13 @@ def choices_from_options(
 @click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced.")
 @click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
 @click.option(
+    "--reads",
+    type=click.Choice(["all", "pooled"]),
+    default=None,
+    help="Tokens the last block is fitted to: all, or those the outputs read; default: all without a classifier. "
+    + LOOP.help("reads"),
+)
+@click.option(
     "--held-out", type=FILE, default=None, help="Moments of other images (calibrate --hold-out): judges every site."
 )
 @click.option(
@@ -194,6 +202,7 @@ def reduce_command(
     batch: int | None,
     allow_partial: bool,
     closed_loop: bool,
+    reads: "Reads | None",
     held_out: Path | None,
     device: str,
     images: Path | None,
@@ -212,6 +221,7 @@ def reduce_command(
     """
     from calib.store import load as load_moments
 
+    from ..checkpoint import on_device
     from ..inputs import images_for_model, require_device
     from ..planning import Asked
     from ..reducing import measured_speedup, record_of_reduction, reduce_checkpoint
@@ -226,15 +236,16 @@ def reduce_command(
         auto_heads=heads == "auto",
         closed_loop=closed_loop,
         allow_partial=allow_partial,
+        reads=reads,
     )
     touched = attn is not None or budget is not None or asked.auto_heads
     ATTENTION.refuse([("", "reduced" if touched else "kept")], given_options())
+    LOOP.refuse([("", "closed" if closed_loop else "open")], given_options())
     IMAGES.refuse([("", "images" if asked.needs_images else "none")], given_options())
     if held_out is not None and closed_loop:
         raise click.UsageError("--closed-loop holds out some of its own images; leave --held-out away")
     require_device(device)
-    dense = model.load(out)
-    dense.model.to(device)
+    dense = on_device(model.load(out), device)
     source = None
     if images is not None:
         source = images_for_model(dense.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
@@ -267,6 +278,7 @@ def reduce_command(
         site_table(reduction.sites),
         *weighed,
         *planned.said,
+        *reduction.said,
         *checked,
         written,
     )
