@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from .diagnosing import located, worst_images
 from .shift_check import pixel_range, shift_of_images
 
 DENSE = "dense torch fp32"
-HEADROOM_IMAGES = 32
+HEADROOM_IMAGES = 16
+# Images at the batch sizes that are not the largest, slots of the structural tests, images pushed out of range.
+EACH_SIZE, SLOTS, EXTREME_IMAGES = 8, 16, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,18 @@ class Step:
 
 
 def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -> Given:
-    """All images of a source as they are fed to the model."""
-    pixels = np.concatenate([batch.numpy() for batch in images.batches(64)])
-    return Given(pixels=pixels, digest=images.digest, labels=labels)
+    """All images of a source as they are fed to the model, decoded once, in a file without a name instead of memory."""
+    pixels: Pixels | None = None
+    done = 0
+    for batch in images.batches(64):
+        part = batch.numpy()
+        if pixels is None:
+            with TemporaryFile() as file:  # the mapping keeps it until the last array on it is gone
+                pixels = np.memmap(file, dtype=np.float32, mode="w+", shape=(images.count, *part.shape[1:]))
+        pixels[done : done + len(part)] = part
+        done += len(part)
+    assert pixels is not None, images
+    return Given(pixels=pixels[:done], digest=images.digest, labels=labels)
 
 
 def random_inputs(dense: Checkpoint, count: int, seed: int) -> Given:
@@ -120,14 +132,27 @@ class _Rules:
 def _structure(
     candidate: Candidate, run: Run, images: Pixels, by_batch: Mapping[int, Logits], bound: float
 ) -> list[Finding]:
-    slots = candidate.batch or max(by_batch)
+    """What holds for some images holds for all: the link itself judges every image at the largest batch."""
+    largest = candidate.batch or max(by_batch)
+    slots = min(largest, SLOTS)
+    straight = by_batch[max(by_batch)]
+    few = images[: max(slots, 2)]
     found = [
         structure.batch_slot(candidate.label, run, images[:1], batch=slots, bound=bound),
-        structure.permutation(candidate.label, run, images[: max(slots, 2)], bound=bound),
-        *structure.outputs(candidate.label, by_batch[max(by_batch)]),
-        structure.extremes(candidate.label, run, images[:slots]),
+        structure.permutation(candidate.label, run, few, bound=bound, straight_NC=straight[: len(few)]),
+        *structure.outputs(candidate.label, straight),
+        structure.extremes(candidate.label, run, images[: min(slots, EXTREME_IMAGES)]),
     ]
     return found + structure.batch_sizes(candidate.label, by_batch, bound=bound)
+
+
+def _by_batch(candidate: Candidate, run: Run, images: Pixels, batches: Sequence[int]) -> dict[int, Logits]:
+    """All images at the largest batch size; at every other one two batches of them, and no fewer than EACH_SIZE."""
+    if candidate.batch:
+        return {candidate.batch: logits_at(run, images, candidate.batch)}
+    largest = max(batches)
+    few = {size: images[: max(2 * size, EACH_SIZE)] for size in sorted(set(batches)) if size != largest}
+    return {size: logits_at(run, some, size) for size, some in few.items()} | {largest: logits_at(run, images, largest)}
 
 
 def _step(
@@ -136,8 +161,7 @@ def _step(
     bound = rules.rounding(candidate.half).max_relative_error
     assert bound is not None, candidate.label
     with candidate.opened() as run:
-        sizes = [candidate.batch] if candidate.batch else sorted(set(batches))
-        by_batch = {size: logits_at(run, given.pixels, size) for size in sizes}
+        by_batch = _by_batch(candidate, run, given.pixels, batches)
         findings = _structure(candidate, run, given.pixels, by_batch, bound)
     kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.half else "exact"
     judged = link(
@@ -156,7 +180,7 @@ def _headroom(single: Candidate | None, half: Candidate, pixels: Pixels) -> list
     """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it."""
     if single is None or single.form != "graph" or half.form != "graph":
         return []
-    return [headroom(half.label, single.graph(), half.graph(), pixels[:HEADROOM_IMAGES])]
+    return [headroom(half.label, single.path, half.path, pixels[:HEADROOM_IMAGES])]
 
 
 def _whole(last: Step, dense_logits: Logits, rules: _Rules) -> Link:

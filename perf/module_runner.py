@@ -24,7 +24,7 @@ Precision = Literal["fp32", "fp16", "bf16"]
 
 @dataclass(slots=True)
 class ModuleRunner:
-    """A module that maps images to logits; a copy of it is moved and cast, the caller's own is left as it is.
+    """A module that maps images to logits. What has to be moved, cast or compiled is a copy; the caller's own stays.
 
     Args:
         module: called with one tensor [B, 3, H, W], returns [B, classes].
@@ -58,9 +58,20 @@ class ModuleRunner:
         if self.threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
-        module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
-        self._ready = torch.compile(module, dynamic=False, fullgraph=True) if self.mode == "compiled" else module
+        self._ready = self.module if self._runs_as_it_is() else self._copied()
         return self
+
+    def _runs_as_it_is(self) -> bool:
+        """Every call is made in inference mode, which changes nothing in an eval-mode module."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        there = {tensor.device.type for tensor in tensors} <= {self.device}
+        training = any(module.training for module in self.module.modules())
+        return self.mode == "eager" and there and floats <= {DTYPES[self.precision]} and not training
+
+    def _copied(self) -> Any:
+        module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
+        return torch.compile(module, dynamic=False, fullgraph=True) if self.mode == "compiled" else module
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /

@@ -69,8 +69,7 @@ def largest_activations(model: ModelProto, images_NCHW: Array, *, batch: int = 8
     """The largest absolute value of every floating value that the graph computes, by value name."""
     types = element_types(model)
     names = [name for node in model.graph.node for name in node.output if types.get(name) in FLOATS]
-    probed = ModelProto()
-    probed.CopyFrom(rounded_graph(model))
+    probed = rounded_graph(model)
     for name in names:
         probed.graph.node.append(helper.make_node("Abs", [name], [f"{name}/abs"], name=f"{name}/abs"))
         probed.graph.node.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -28,17 +28,20 @@ Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A link's errors at one batch size."""
+    """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only."""
 
     batch: int
     relative_error: float
     max_abs: float
     top1_agreement: float
+    images: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One step of the chain on real images. `measures` are those of the batch size with the largest relative error."""
+    """One step of the chain on real images. `measures` are those of the batch size with the largest relative error, of
+    those that ran all images or that failed.
+    """
 
     name: str
     kind: str
@@ -128,18 +131,25 @@ def link(
     candidate_by_batch: Mapping[int, NDArray[np.floating]],
     tolerance: Tolerance,
 ) -> Link:
-    """Measure and judge one link. `candidate_by_batch`: by batch size, the candidate's logits [N, C] of all images.
+    """Measure and judge one link. `candidate_by_batch`: by batch size, the candidate's logits [N, C] of all images, or
+    of the first M of them at all sizes but one.
 
-    Raises BadInput when shapes differ or the reference is not finite.
+    A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
+    shapes differ or the reference is not finite.
     """
-    assert candidate_by_batch, name
+    images = len(reference_NC)
+    whole = {batch: rows for batch, rows in candidate_by_batch.items() if len(rows) == images}
+    assert whole, (name, images)
     at = {
-        batch: measures(reference_NC, candidate_NC, margin_noise=tolerance.margin_noise)
-        for batch, candidate_NC in sorted(candidate_by_batch.items())
+        batch: measures(reference_NC[: len(rows)], rows, margin_noise=tolerance.margin_noise)
+        for batch, rows in sorted(candidate_by_batch.items())
     }
-    judged = {batch: judge(errors, tolerance) for batch, errors in at.items()}
+    of_some = (
+        tolerance if kind in ("exact", "half") else replace(tolerance, max_relative_error=None, min_agreement=None)
+    )
+    judged = {batch: judge(errors, tolerance if batch in whole else of_some) for batch, errors in at.items()}
     failing = [batch for batch, (status, _) in judged.items() if status == "FAIL"]
-    worst = max(failing or at, key=lambda batch: at[batch].relative_error)
+    worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
     status, reason = judged[worst]
     return Link(
         name=name,
@@ -151,8 +161,14 @@ def link(
         batch=worst,
         measures=at[worst],
         batches=tuple(
-            Batch(batch=b, relative_error=m.relative_error, max_abs=m.max_abs, top1_agreement=m.top1_agreement)
-            for b, m in at.items()
+            Batch(
+                batch=size,
+                relative_error=errors.relative_error,
+                max_abs=errors.max_abs,
+                top1_agreement=errors.top1_agreement,
+                images=None if size in whole else errors.images,
+            )
+            for size, errors in at.items()
         ),
         tolerance=tolerance,
     )

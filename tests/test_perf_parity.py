@@ -158,3 +158,28 @@ def test_the_side_file_has_one_figure_per_image() -> None:
     assert arrays["reduced.relative_error"] == pytest.approx(np.full(40, 0.5))
     assert arrays["fp16.agrees"].all()
     assert {array.shape for array in arrays.values()} == {(40,)}
+
+
+def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -> None:
+    some = REF[:8] * 1.02
+    by_batch = {1: some, 32: REF * 1.001}
+
+    def found(kind: LinkKind, tolerance: Tolerance) -> Link:
+        return link(
+            name="r",
+            kind=kind,
+            reference="a",
+            candidate="b",
+            reference_NC=REF,
+            candidate_by_batch=by_batch,
+            tolerance=tolerance,
+        )
+
+    of_user, of_rounding = found("reduced", ONE_PERCENT), found("exact", ONE_PERCENT)
+    assert (of_user.status, of_user.batch, of_user.measures.images) == ("PASS", 32, 40)
+    assert (of_rounding.status, of_rounding.batch, of_rounding.measures.images) == ("FAIL", 1, 8)
+    assert [(each.batch, each.images) for each in of_user.batches] == [(1, 8), (32, None)]
+    record = parity(of_user)
+    assert parity_from_json(json.loads(json.dumps(record.to_json()))).links == record.links
+    some[3, 2] = np.nan
+    assert found("reduced", ONE_PERCENT).status == "FAIL"

@@ -101,3 +101,25 @@ def test_inputs_far_outside_still_give_finite_answers() -> None:
     found = structure.extremes("r", nan_when_large, IMAGES)
     assert found.status == "FAIL"
     assert "8 of 8 images with all values times 4" in found.reason
+
+
+def test_a_batch_size_that_ran_some_images_is_held_against_those() -> None:
+    rows = {8: in_batches(sound, 8), 1: in_batches(sound, 1)[:3]}
+    (same,) = structure.batch_sizes("r", rows, bound=1e-5)
+    assert same.status == "PASS"
+    assert "batch 1 against 8" in same.reason
+    rows[1][2] += 1.0
+    (off,) = structure.batch_sizes("r", rows, bound=1e-5)
+    assert off.status == "FAIL"
+    assert "1 of 3 images" in off.reason
+
+
+def test_a_permutation_can_start_from_answers_that_are_known() -> None:
+    runs: list[int] = []
+
+    def counted(images: Array) -> Array:
+        runs.append(len(images))
+        return sound(images)
+
+    assert structure.permutation("r", counted, IMAGES, bound=1e-5, straight_NC=sound(IMAGES)).status == "PASS"
+    assert runs == [len(IMAGES)]
