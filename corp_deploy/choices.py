@@ -12,7 +12,7 @@ MlpRanking = Literal[
     "obs", "combined", "energy", "magnitude", "active", "variance", "wanda", "producer-l1", "producer-l2"
 ]
 MlpSelection = MlpRanking | Literal["fold"]
-MlpRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1"]
+MlpRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
 ValueRecoveryName = Literal["keep", "lowrank"]
@@ -55,8 +55,10 @@ class Choices:
             raise ValueError(f"alignment: got hidden {self.align_hidden}, head {self.align_head}, expected at least 1")
         if not self.ridge_rel > 0.0:
             raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
-        if self.mlp_selection == "fold" and self.mlp_recovery != "gram":
+        if self.merges and self.mlp_recovery not in ("gram", "refit"):
             raise ValueError(f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair")
+        if self.mlp_recovery == "refit" and not self.merges:
+            raise ValueError("preset fold merges channels and ranks none; rank with another preset")
         if self.qk_selection != "energy" and self.qk_recovery in ("keep", "lowrank"):
             raise ValueError(
                 f"dimensions of heads can't be ranked by {self.qk_selection}: this preset ranks none "
@@ -84,6 +86,11 @@ class Choices:
         return self.attention_sparsity is not None and self.qk_recovery != "keep"
 
     @property
+    def merges(self) -> bool:
+        """Whether channels are merged, which only real images can fit and judge."""
+        return self.mlp_selection == "fold"
+
+    @property
     def needs_attention_system(self) -> bool:
         """Whether CORP's per-image system (eq. 15) is used, which calibration takes only when asked."""
         return self.qk_recovery == "logit" and self.reduces_attention
@@ -96,6 +103,7 @@ PRESETS: Mapping[str, Choices] = MappingProxyType(
         "corp-v1": Choices(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
         "grail": Choices(mlp_selection="wanda", mlp_recovery="gram", qk_recovery="keep"),
         "grail-fold": Choices(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
+        "fold": Choices(mlp_selection="fold", mlp_recovery="refit", qk_recovery="keep"),
         "vbp": Choices(mlp_selection="variance", mlp_recovery="bias", qk_recovery="keep"),
         "none": Choices(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
     }

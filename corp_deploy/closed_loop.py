@@ -27,10 +27,11 @@ from .choices import Choices, HeadWidths, Widths
 from .correct import STRENGTHS, correct, correct_through
 from .coverage import coverage
 from .errors import BadInput
+from .folded_mlp import See, folded_mlp, judged_mlps
 from .read_tokens import Reads, named, tokens_to_fit
 from .reduce import Reduction, notes_on, uniform_widths
-from .reduce_mlp import mlp_at_site
-from .reduce_site import built_mlp, layers_of, reduced_attention
+from .reduce_mlp import mlp_at_site, output_energy
+from .reduce_site import built_mlp, layers_of, mlp_report, reduced_attention
 from .regression_sums import RegressionSums
 from .site_report import LoopFit, SiteReport, as_allocated
 from .streams import HELD_OUT_EVERY, Streams
@@ -80,16 +81,36 @@ def _reduced_attention(
 def _reduced_mlp(
     branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, choices: Choices, width: int
 ) -> _Reduced:
-    """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
+    """The channels that stay are some of those summed."""
     energy = dense_advanced(step, streams)
     moments, on_all = mlp_sums(branch, part, streams)
     new = mlp_at_site(moments, layers_of(part), choices, width)
     linears, report = built_mlp(part, new, moments, choices)
     fc2 = [*linears.values()][-1]
     layer = vit.replaced(branch.layer, {name.removeprefix(f"{part.name}."): each for name, each in linears.items()})
-    kept_K = new.kept_K
-    lacking = inputs_sums(branch, layer, fc2, streams) if kept_K is None else on_all.each(lambda sums: sums.of(kept_K))
+    lacking = on_all.each(lambda sums: sums.of(new.kept_K))
     return _Reduced(layer=layer, last=fc2, modules={**linears}, reports=[report], lacking=lacking, energy=energy)
+
+
+def _merged_mlp(
+    branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, choices: Choices, width: int
+) -> _Reduced:
+    """Merged channels are none of those summed: they are fitted, judged and summed in runs of their own."""
+    energy = dense_advanced(step, streams)
+    moments, _ = mlp_sums(branch, part, streams)
+    folded = folded_mlp(part, branch.layer, moments, choices, width)
+
+    def show(sees: Mapping[str, See]) -> None:
+        for pair in streams:
+            entering_BNC = branch.norm(pair.reduced)
+            sees[part.name](entering_BNC, branch.layer(entering_BNC), False)
+
+    judged = judged_mlps({part.name: folded}, choices, show)[part.name]
+    report = mlp_report(part, choices, judged.recovery, output_energy(moments, folded.layers), None)
+    fc2 = [*judged.modules.values()][-1]
+    layer = folded.layer(judged.modules)
+    lacking = inputs_sums(branch, layer, fc2, streams)
+    return _Reduced(layer=layer, last=fc2, modules={**judged.modules}, reports=[report], lacking=lacking, energy=energy)
 
 
 def _aligned(branch: vit.Branch, part: Part, streams: Streams, loop: Loop) -> tuple[vit.Branch, Part, LoopFit]:
@@ -133,7 +154,8 @@ def _site(
         new = _reduced_attention(branch, part, step, streams, choices, width)
     else:
         assert isinstance(width, int), (part.name, width)
-        new = _reduced_mlp(branch, part, step, streams, choices, width)
+        reduced_mlp = _merged_mlp if choices.merges else _reduced_mlp
+        new = reduced_mlp(branch, part, step, streams, choices, width)
     fit = _fitted(branch, new, loop)
     first, *rest = new.reports
     told = [replace(first, alignment=alignment), *rest]

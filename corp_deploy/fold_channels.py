@@ -1,8 +1,7 @@
-"""Merging the channels of an MLP instead of dropping some (GRAIL's folding).
+"""Merging the channels of an MLP instead of dropping some (folding, and GRAIL's recovery of it).
 
-Rows of the first layer are clustered by k-means, each cluster becomes its mean row, and the second layer is recovered
-on the folded basis from the Gram of the dense activations. The activation of a mean row is taken to be the mean of the
-cluster's activations, as in the paper; errors here are on that basis, so the model's own can be larger.
+Rows of the first layer are clustered by k-means and each cluster becomes its mean row. What the second layer then gets
+is the activation of a mean row, not the mean of activations: see reduce_folded.py for what that loses.
 
 Legend: F channels, I inputs of the first layer, O outputs of the second, K clusters.
 """
@@ -12,26 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .output_error import variance
-from .recover_mlp import MlpRecovery
-from .ridge import solve_ridge
+from .ridge import Solved, solve_ridge
 
 _ROUNDS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folding:
-    """The first layer with one row per cluster, and the second recovered for it.
+    """The first layer with one row per cluster, and the second with the sum of each cluster's columns.
 
-    cluster_F: the cluster of each channel, numbered by its lowest channel; as_dense_OF: the recovered second layer read
-    on the dense channels.
+    cluster_F: the cluster of each channel, numbered by its lowest channel; map_KF: rows that average a cluster.
     """
 
     cluster_F: Tensor
+    map_KF: Tensor
     weight_KI: Tensor
     bias_K: Tensor
-    recovery: MlpRecovery
-    as_dense_OF: Tensor
+    plain_OK: Tensor
 
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
@@ -90,46 +86,24 @@ def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
     return _numbered(cluster_F)
 
 
-def fold(
-    weight_FI: Tensor,
-    first_bias_F: Tensor | None,
-    second_FF: Tensor,
-    weight_OF: Tensor,
-    bias_O: Tensor | None,
-    width: int,
-    *,
-    ridge_rel: float,
-    seed: int = 0,
-) -> Folding:
-    """Merge F channels into `width` and recover the second layer on the merged ones, uncentred, its bias untouched.
-
-    With M the averages of clusters and G = E[x x']: W' = W G M' (M G M' + ridge I)^-1 (GRAIL, 3.1), ridge = ridge_rel *
-    mean diagonal of M G M'. Plain folding, which gives each average the sum of its members' columns, is the
-    uncompensated case.
-    """
+def fold(weight_FI: Tensor, first_bias_F: Tensor | None, weight_OF: Tensor, width: int, *, seed: int = 0) -> Folding:
+    """Merge F channels into `width`: mean rows, and for each the sum of what its members fed into the output."""
     cluster_F = cluster_rows(weight_FI, width, seed=seed)
     map_KF = _mean_map(cluster_F, width)
-    sums_OK = weight_OF @ (map_KF > 0.0).to(torch.float64).T
-    spread_FK = second_FF @ map_KF.T
-    plain_OF = weight_OF - sums_OK @ map_KF
-    solved = solve_ridge(weight_OF @ spread_FK, map_KF @ spread_FK, ridge_rel=ridge_rel)
-    new_OK = solved.solution_OK
-    as_dense_OF = new_OK @ map_KF
-    left_OF = weight_OF - as_dense_OF
-    residual, plain = variance(left_OF, second_FF), variance(plain_OF, second_FF)
-    first_K = weight_FI.new_zeros(width) if first_bias_F is None else map_KF @ first_bias_F
     return Folding(
         cluster_F=cluster_F,
+        map_KF=map_KF,
         weight_KI=map_KF @ weight_FI,
-        bias_K=first_K,
-        as_dense_OF=as_dense_OF,
-        recovery=MlpRecovery(
-            weight_OK=new_OK,
-            bias_O=weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O.clone(),
-            residual=residual,
-            residual_uncompensated=plain,
-            r2=1.0 - residual / plain if plain > 0.0 else 1.0,
-            condition=solved.condition,
-            ridge=solved.ridge,
-        ),
+        bias_K=weight_FI.new_zeros(width) if first_bias_F is None else map_KF @ first_bias_F,
+        plain_OK=weight_OF @ (map_KF > 0.0).to(torch.float64).T,
     )
+
+
+def recovered_from_gram(folding: Folding, second_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float) -> Solved:
+    """GRAIL's second layer for merged channels: W' = W G M' (M G M' + ridge I)^-1, M the means over clusters.
+
+    G = E[x x'] is of the dense activations: the activation of a mean row is taken to be the mean of its members', which
+    it is not. ridge = ridge_rel * mean diagonal of M G M'.
+    """
+    spread_FK = second_FF @ folding.map_KF.T
+    return solve_ridge(weight_OF @ spread_FK, folding.map_KF @ spread_FK, ridge_rel=ridge_rel)

@@ -192,15 +192,18 @@ def _preset(name: str, choices: Choices) -> Way:
     attention: dict[str, Values] = {} if choices.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
     parts = ("joint", "mlp", "attn") if attention else ("joint", "mlp")
     budgets = dict.fromkeys(("macs", "params", "latency"), ANY) if curves else {}
+    fitted = {"calibration_images": ANY} if choices.merges else {}
     return Way(
-        words=f"preset {name}", ask=f"--preset {name}", honours={"mlp": ANY, "parts": parts, **attention, **budgets}
+        words=f"preset {name}",
+        ask=f"--preset {name}",
+        honours={"mlp": ANY, "parts": parts, **attention, **budgets, **fitted},
     )
 
 
 # By preset; a sweep has several at work, and the geometry is of those that touch attention.
 PRESET = Axis(
     command="reduce",
-    picks=frozenset({"heads"}),
+    picks=frozenset({"heads", "calibration_images"}),
     ways={name: _preset(name, choices) for name, choices in PRESETS.items()},
 )
 
@@ -237,7 +240,7 @@ IMAGES = Axis(
         "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
         "images": Way(
             words="what looks at images",
-            ask="a budget, --heads auto or --closed-loop",
+            ask="a budget, --heads auto, --closed-loop, or a preset that merges channels (grail-fold, fold)",
             honours={"images": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },

@@ -32,7 +32,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A reduction as a user asks for it. Images are needed for a budget, for `auto_heads` and for the closed loop.
+    """A reduction as a user asks for it; a budget, `auto_heads`, the closed loop and merged channels need images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
     closed loop's last block is fitted to, see tokens_to_fit.
@@ -48,7 +48,7 @@ class Asked:
 
     @property
     def needs_images(self) -> bool:
-        return self.budget is not None or self.auto_heads or self.closed_loop
+        return self.budget is not None or self.auto_heads or self.closed_loop or self.choices.merges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,10 @@ def _allocated(probe: Probe, budget: Budget) -> Planned:
 def plan(dense: Checkpoint, moments: Moments, asked: Asked, images: Images | None) -> Planned:
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
     if asked.needs_images and images is None:
-        raise BadInput("a budget, --heads auto and --closed-loop look at real images; give them with --images")
+        raise BadInput(
+            "a budget, --heads auto, --closed-loop and presets that merge channels (grail-fold, fold) look at the "
+            "calibration images; give them with --images"
+        )
     if images is None or not (asked.budget or asked.auto_heads):
         return Planned(choices=asked.choices, widths=None, said=())
     probe = _probe(dense, moments, asked.choices, images)

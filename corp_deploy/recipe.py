@@ -232,6 +232,13 @@ class Recipe:
         return Preprocessing(mean=mean, std=std, crop_pct=given["crop_pct"], interpolation=given["interpolation"])
 
     @property
+    def reduces_on_images(self) -> bool:
+        """Whether the reduction looks at the calibration images beside their moments."""
+        wanted = self.tables["reduce"]
+        budget = wanted["macs"] is not None or wanted["params"] is not None
+        return budget or wanted["heads"] == "auto" or bool(wanted["closed_loop"]) or self.choices.merges
+
+    @property
     def choices(self) -> Choices:
         """The reduction's choices; heads = auto starts from padded ones."""
         wanted = self.tables["reduce"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from calib.images import Images
 from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_device
 
 from . import site_pool, vit
@@ -18,6 +19,7 @@ from .coverage import Coverage, coverage
 from .errors import BadInput
 from .inputs import model_digest, preprocessing_text
 from .obs import Elimination
+from .reduce_folded import ShownImages, folded_mlps
 from .reduce_site import reduced_attention, reduced_mlp
 from .site_report import SiteReport, as_allocated
 
@@ -156,6 +158,31 @@ def reduced_site(
     return ReducedSite(modules=modules, reports=reports)
 
 
+def _merged(
+    model: nn.Module,
+    widths: Widths,
+    moments: Moments,
+    choices: Choices,
+    images: Images | None,
+    held_out: Moments | None,
+) -> tuple[dict[str, ReducedSite], tuple[str, ...]]:
+    """The MLPs, by name, where channels are merged, and what is to be said of the images."""
+    if not choices.merges:
+        return {}, ()
+    if images is None:
+        raise BadInput(
+            "merged channels are fitted to and judged by what they give on the calibration images; give them: --images"
+        )
+    mlps = {part.name: part for part in vit.parts(model).mlps if part.name in widths}
+    shown = ShownImages.of(images, moments, held_out)
+    here = {name: site_moments(name, moments, MlpMoments, model) for name in mlps}
+    others = {} if held_out is None else {name: site_moments(name, held_out, MlpMoments, model) for name in mlps}
+    folded = folded_mlps(model, mlps, widths, here, others, choices, shown)
+    merged = {name: ReducedSite(modules={**linears}, reports=[report]) for name, (linears, report) in folded.items()}
+    few = f"merged channels were fitted and judged on {shown.fitted} of the {moments.images} calibration images"
+    return merged, (few,) if shown.fitted < moments.images else ()
+
+
 def reduce(
     model: nn.Module,
     moments: Moments,
@@ -164,13 +191,15 @@ def reduce(
     widths: Widths | None = None,
     eliminations: Mapping[str, Elimination] | None = None,
     held_out: Moments | None = None,
+    images: Images | None = None,
     done: Callable[[int], None] | None = None,
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
 
     `widths` by site replaces the uniform ones of the choices; a site not named stays dense. `eliminations` by site
     spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site
-    again. `done` is told how many sites are finished. All runs where the model is.
+    again. `images` are looked at where channels are merged: the calibration images, and those held out, told apart by
+    their content. `done` is told how many sites are finished. All runs where the model is.
     Raises BadInput for moments of another model or without what the choices need, and for held-out images that are
     calibration images too.
     """
@@ -182,8 +211,11 @@ def reduce(
     found = vit.parts(model)
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
+    merged, few = _merged(model, wanted, moments, choices, images, held_out)
 
     def at_site(part: vit.MlpPart | vit.AttentionPart) -> ReducedSite:
+        if part.name in merged:
+            return merged[part.name]
         known = None if eliminations is None else eliminations.get(part.name)
         return reduced_site(model, part, moments, choices, wanted[part.name], known=known, held_out=held_out)
 
@@ -200,5 +232,5 @@ def reduce(
         choices=choices,
         sites=tuple(reports),
         coverage=coverage(found, choices, wanted, by_site=widths is not None),
-        notes=notes_on(found, choices, wanted),
+        notes=(*notes_on(found, choices, wanted), *few),
     )

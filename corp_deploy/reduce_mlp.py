@@ -13,7 +13,6 @@ from calib.moments import MlpMoments
 
 from . import recover_mlp, select
 from .choices import Choices
-from .fold_channels import fold
 from .obs import Elimination, obs
 from .output_error import output_error, variance
 from .recover_mlp import MlpRecovery
@@ -42,14 +41,14 @@ class MlpLayers:
 class MlpAtSite:
     """The new first layer and the recovered second one; `as_dense_OF` is the latter read on the dense channels.
 
-    `kept_K`: the dense channels that stay, None where channels were merged.
+    `kept_K`: the dense channels that stay.
     """
 
     first_KI: Tensor
     first_bias_K: Tensor | None
     recovery: MlpRecovery
     as_dense_OF: Tensor
-    kept_K: Tensor | None
+    kept_K: Tensor
 
 
 def elimination(moments: MlpMoments, layers: MlpLayers, choices: Choices) -> Elimination:
@@ -90,24 +89,7 @@ def kept_channels(
 def mlp_at_site(
     moments: MlpMoments, layers: MlpLayers, choices: Choices, width: int, known: Elimination | None = None
 ) -> MlpAtSite:
-    """Select and recover, or fold, at one width."""
-    if choices.mlp_selection == "fold":
-        folded = fold(
-            layers.first_FI,
-            layers.first_bias_F,
-            moments.second_FF,
-            layers.second_OF,
-            layers.second_bias_O,
-            width,
-            ridge_rel=choices.ridge_rel,
-        )
-        return MlpAtSite(
-            first_KI=folded.weight_KI,
-            first_bias_K=folded.bias_K,
-            recovery=folded.recovery,
-            as_dense_OF=folded.as_dense_OF,
-            kept_K=None,
-        )
+    """Select and recover at one width."""
     kept_K = kept_channels(moments, layers, choices, width, known)
     recovery = RECOVERIES[choices.mlp_recovery](
         moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=choices.ridge_rel
@@ -129,10 +111,7 @@ def output_energy(moments: MlpMoments, layers: MlpLayers) -> float:
 
 
 def error_of(new: MlpAtSite, layers: MlpLayers, moments: MlpMoments) -> float:
-    """E||y - y'||^2 of an MLP's new second layer on any moments of the dense one's inputs.
-
-    For merged channels: with the average of the members' activations in place of the activation of their average.
-    """
+    """E||y - y'||^2 of an MLP's new second layer on any moments of the dense one's inputs."""
     change_OF = layers.second_OF - new.as_dense_OF
     bias_change_O = -new.recovery.bias_O if layers.second_bias_O is None else layers.second_bias_O - new.recovery.bias_O
     return output_error(moments.mean_F, moments.second_FF, change_OF, bias_change_O)

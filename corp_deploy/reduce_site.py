@@ -9,6 +9,7 @@ from . import reduce_attention, reduce_mlp, vit
 from .choices import Choices, HeadWidths, geometry_of_heads
 from .obs import Elimination
 from .recover_attention import QkRecovery
+from .recover_mlp import MlpRecovery
 from .recover_values import ValueRecovery
 from .reduce_attention import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .reduce_mlp import MlpAtSite, MlpLayers, mlp_at_site, output_energy
@@ -34,33 +35,49 @@ def layers_of(part: vit.MlpPart) -> MlpLayers:
     )
 
 
-def built_mlp(
-    part: vit.MlpPart, new: MlpAtSite, moments: MlpMoments, choices: Choices, held_out: MlpMoments | None = None
-) -> tuple[dict[str, nn.Linear], SiteReport]:
-    """The linear layers that were decided on as modules by name, and the site's report."""
-    layers, width = layers_of(part), new.first_KI.shape[0]
-    needs_bias = layers.second_bias_O is not None or bool(new.recovery.bias_O.any())
-    modules = vit.empty_mlp(part, hidden=width, output_bias=needs_bias)
+def placed_mlp(
+    part: vit.MlpPart, first_KI: Tensor, first_bias_K: Tensor | None, weight_OK: Tensor, bias_O: Tensor
+) -> dict[str, nn.Linear]:
+    """fc1 and fc2 with these weights, by module name; fc2 has a bias where it had one or needs one."""
+    needs_bias = part.fc2.bias is not None or bool(bias_O.any())
+    modules = vit.empty_mlp(part, hidden=first_KI.shape[0], output_bias=needs_bias)
     fc1, fc2 = modules.values()
-    fill(fc1, new.first_KI, new.first_bias_K)
-    fill(fc2, new.recovery.weight_OK, new.recovery.bias_O)
-    report = SiteReport(
+    fill(fc1, first_KI, first_bias_K)
+    fill(fc2, weight_OK, bias_O)
+    return modules
+
+
+def mlp_report(
+    part: vit.MlpPart, choices: Choices, recovery: MlpRecovery, energy: float, held_out: HeldOut | None
+) -> SiteReport:
+    """What happened to one MLP."""
+    return SiteReport(
         site=part.name,
         part="mlp",
         width_dense=part.hidden,
         width_asked=part.hidden * choices.mlp_kept,
-        width=width,
-        energy=output_energy(moments, layers),
-        error_uncompensated=new.recovery.residual_uncompensated,
-        error=new.recovery.residual,
-        r2=new.recovery.r2,
-        condition=new.recovery.condition,
-        ridge=new.recovery.ridge,
-        held_out=None
-        if held_out is None
-        else HeldOut(energy=output_energy(held_out, layers), error=reduce_mlp.error_of(new, layers, held_out)),
+        width=recovery.weight_OK.shape[1],
+        energy=energy,
+        error_uncompensated=recovery.residual_uncompensated,
+        error=recovery.residual,
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        held_out=held_out,
     )
-    return modules, report
+
+
+def built_mlp(
+    part: vit.MlpPart, new: MlpAtSite, moments: MlpMoments, choices: Choices, held_out: MlpMoments | None = None
+) -> tuple[dict[str, nn.Linear], SiteReport]:
+    """The linear layers that were decided on as modules by name, and the site's report."""
+    layers = layers_of(part)
+    modules = placed_mlp(part, new.first_KI, new.first_bias_K, new.recovery.weight_OK, new.recovery.bias_O)
+    judged = None
+    if held_out is not None:
+        error = reduce_mlp.error_of(new, layers, held_out)
+        judged = HeldOut(energy=output_energy(held_out, layers), error=error)
+    return modules, mlp_report(part, choices, new.recovery, output_energy(moments, layers), judged)
 
 
 def reduced_mlp(

@@ -100,6 +100,7 @@ def reduce_as_asked(
         widths=planned.widths,
         eliminations=planned.eliminations,
         held_out=held_out,
+        images=images,
         done=done,
     )
     return reduction, planned

@@ -88,7 +88,6 @@ def _honoured(options: Mapping[str, Any], *ways: tuple[Axis, str]) -> dict[str, 
 def reduce(recipe: Recipe, root: Path) -> Invocation:
     wanted, calibration = recipe["reduce"], recipe["calibration"]
     budget = wanted["macs"] is not None or wanted["params"] is not None
-    looks = budget or wanted["heads"] == "auto" or wanted["closed_loop"]
     touched = budget or wanted["heads"] == "auto" or wanted["attn"] is not None
     select = Pairs(mlp=wanted["select_mlp"], head=wanted["select_head"])
     options = {
@@ -110,7 +109,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         (PRESET, wanted["preset"]),
         (ATTENTION, "reduced" if touched else "kept"),
         (LOOP, "closed" if wanted["closed_loop"] else "open"),
-        (IMAGES, "images" if looks else "none"),
+        (IMAGES, "images" if recipe.reduces_on_images else "none"),
     )
     return Invocation(command="reduce", options=_honoured(options, *ways))
 

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from calib.images import Images
 from calib.moments import Moments
 from perf.measures import measures
 
@@ -107,10 +108,12 @@ def sweep(
     wanted: Iterable[Wanted],
     scored: Scored,
     *,
+    calibration: Images | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[Trial]:
     """Reduce and score every choice with the costly work shared: one elimination per MLP serves every width, one set
-    of probes every budget of a geometry. Raises BadInput for moments of another model and budgets out of reach.
+    of probes every budget of a geometry. `calibration`: the images that presets which merge channels are fitted to.
+    Raises BadInput for moments of another model and budgets out of reach.
     """
     known: dict[float, dict[str, Elimination]] = {}
     market: dict[str, list[Offer]] = {}
@@ -128,7 +131,7 @@ def sweep(
                 probe = Probe(model=model, moments=moments, choices=choices, images=images, eliminations=shared)
                 market[choices.geometry] = list(offers(probe, "macs"))
             widths = spend(market[choices.geometry], dense_macs, each.budget).widths
-        reduced = reduce(model, moments, choices, widths=widths, eliminations=shared).model
+        reduced = reduce(model, moments, choices, widths=widths, eliminations=shared, images=calibration).model
         trials.append(scored.trial(each, reduced, dense_macs))
         if done is not None:
             done(len(trials))

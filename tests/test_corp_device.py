@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Batch, Images, open_images
 from calib.moments import AttentionMoments, Moments, on_device
 from corp_deploy import checkpoint as checkpoints
 from corp_deploy import vit
@@ -20,6 +20,7 @@ from corp_deploy.choices import Choices, choices_from_preset
 from corp_deploy.closed_loop import reduce_closed_loop
 from corp_deploy.probe import Probe
 from corp_deploy.reduce import Reduction, reduce
+from corp_deploy.reduce_folded import BATCH_SIZE
 from tests import tiny
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
@@ -50,7 +51,7 @@ def require_same(one: nn.Module, other: nn.Module) -> None:
 
 
 CASES = [
-    *((preset, {}) for preset in ("best", "corp", "corp-v1", "grail", "grail-fold", "vbp", "none")),
+    *((preset, {}) for preset in ("best", "corp", "corp-v1", "grail", "grail-fold", "fold", "vbp", "none")),
     ("best", {"geometry": "square"}),
     ("corp", {"mlp_selection": "active"}),
     ("corp", {"mlp_selection": "wanda"}),
@@ -58,11 +59,23 @@ CASES = [
 
 
 @pytest.mark.parametrize(("preset", "changes"), CASES)
-def test_reduction_makes_nothing_on_the_default_device(preset: str, changes: Any, moments: Moments) -> None:
+def test_reduction_makes_nothing_on_the_default_device(
+    preset: str, changes: Any, moments: Moments, images: Images
+) -> None:
     model, wanted = tiny.checkpoint().model, choices(preset, **changes)
-    plain = reduce(model, moments, wanted)
+    held = list(images.read(BATCH_SIZE))
+
+    class Held:
+        """Images that are in memory: reading files is not what is asked about."""
+
+        ids, count = images.ids, images.count
+
+        def read(self, _: int) -> list[Batch]:
+            return held
+
+    plain = reduce(model, moments, wanted, images=images)
     with torch.device("meta"):
-        found = reduce(model, moments, wanted)
+        found = reduce(model, moments, wanted, images=Held())  # type: ignore[arg-type]
     require_same(plain.model, found.model)
     assert found.sites == plain.sites
 
@@ -153,10 +166,10 @@ def relative_error(one: nn.Module, other: nn.Module) -> float:
 
 @needs_gpu
 @pytest.mark.parametrize(("preset", "changes"), CASES)
-def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments) -> None:
+def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments, images: Images) -> None:
     wanted = choices(preset, **changes)
-    here: Reduction = reduce(tiny.checkpoint().model, moments, wanted)
-    there = reduce(tiny.checkpoint().model.cuda(), moments, wanted)
+    here: Reduction = reduce(tiny.checkpoint().model, moments, wanted, images=images)
+    there = reduce(tiny.checkpoint().model.cuda(), moments, wanted, images=images)
     assert relative_error(there.model, here.model) < 1e-4
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corp_deploy.fold_channels import Folding, cluster_rows, fold
+from corp_deploy.fold_channels import Folding, cluster_rows, fold, recovered_from_gram
 
 
 def merged(x: Tensor, folding: Folding) -> Tensor:
@@ -55,44 +55,34 @@ def test_every_row_is_with_its_nearest_centre_and_no_cluster_is_empty(seed: int,
 
 
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-2])
-def test_fold_averages_the_first_layer_and_fits_the_second(ridge_rel: float) -> None:
-    first, shift, x, weight, bias = layer(1)
-    result = fold(first, shift, x.T @ x / len(x), weight, bias, 5, ridge_rel=ridge_rel)
+def test_fold_averages_the_first_layer_and_grail_fits_the_second(ridge_rel: float) -> None:
+    first, shift, x, weight, _ = layer(1)
+    result = fold(first, shift, weight, 5)
     for cluster in range(5):
         members = result.cluster_F == cluster
         torch.testing.assert_close(result.weight_KI[cluster], first[members].mean(dim=0))
         torch.testing.assert_close(result.bias_K[cluster], shift[members].mean())
+        torch.testing.assert_close(result.plain_OK[:, cluster], weight[:, members].sum(dim=1))
     short = merged(x, result)
+    torch.testing.assert_close(short, x @ result.map_KF.T)
     ridge = ridge_rel * float(short.square().mean())
     rows = np.vstack((short.numpy() / len(x) ** 0.5, ridge**0.5 * np.eye(5)))
     targets = np.vstack(((x @ weight.T).numpy() / len(x) ** 0.5, np.zeros((5, 3))))
     fitted = np.linalg.lstsq(rows, targets, rcond=None)[0].T
-    np.testing.assert_allclose(result.recovery.weight_OK, fitted, rtol=1e-7, atol=1e-9)
-    assert torch.equal(result.recovery.bias_O, bias)
-    left = x @ weight.T - short @ result.recovery.weight_OK.T
-    assert result.recovery.residual == pytest.approx(float(left.square().sum(dim=1).mean()))
-    sums = torch.stack([weight[:, result.cluster_F == cluster].sum(dim=1) for cluster in range(5)], dim=1)
-    plain = x @ weight.T - short @ sums.T
-    assert result.recovery.residual_uncompensated == pytest.approx(float(plain.square().sum(dim=1).mean()))
-    assert result.recovery.residual < 0.9 * result.recovery.residual_uncompensated
+    solved = recovered_from_gram(result, x.T @ x / len(x), weight, ridge_rel=ridge_rel)
+    np.testing.assert_allclose(solved.solution_OK, fitted, rtol=1e-7, atol=1e-9)
+    assert solved.ridge == pytest.approx(ridge)
 
 
-@given(seed=st.integers(0, 10_000), width=st.integers(1, 12))
-@settings(max_examples=40, deadline=None)
-def test_recovery_without_ridge_never_loses_to_plain_folding(seed: int, width: int) -> None:
-    first, _, x, weight, _ = layer(seed)
-    recovery = fold(first, None, x.T @ x / len(x), weight, None, width, ridge_rel=0.0).recovery
-    assert recovery.residual <= recovery.residual_uncompensated * (1 + 1e-6) + 1e-9
-    assert recovery.bias_O.abs().max() == 0.0
+def test_without_a_bias_there_is_none() -> None:
+    first, _, _, weight, _ = layer(3)
+    assert fold(first, None, weight, 4).bias_K.abs().max() == 0.0
 
 
-def test_equal_channels_fold_for_nothing() -> None:
-    first, shift, x, weight, bias = layer(2, channels=6)
+def test_equal_channels_are_one() -> None:
+    first, shift, _, weight, _ = layer(2, channels=6)
     twice = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5])
-    result = fold(
-        first[twice], shift[twice], x[:, twice].T @ x[:, twice] / len(x), weight[:, [0, 1, 2, 3, 4, 5, 0, 1]], bias, 6,
-        ridge_rel=1e-4,
-    )  # fmt: skip
+    result = fold(first[twice], shift[twice], weight[:, [0, 1, 2, 3, 4, 5, 0, 1]], 6)
     assert result.cluster_F.tolist() == twice.tolist()
-    assert result.recovery.residual_uncompensated < 1e-12
     torch.testing.assert_close(result.weight_KI, first)
+    torch.testing.assert_close(result.plain_OK[:, 0], weight[:, 0] + weight[:, 1])

@@ -21,9 +21,7 @@ from corp_deploy.checkpoint import save
 from corp_deploy.choices import choices_from_preset
 from corp_deploy.cli import main
 from corp_deploy.errors import BadInput
-from corp_deploy.fold_channels import fold
 from corp_deploy.reduce import reduce
-from corp_deploy.reduce_site import layers_of
 from corp_deploy.site_report import SiteReport
 from tests import tiny
 
@@ -89,31 +87,6 @@ def test_an_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], pres
         rows, wanted = (new - out).flatten(0, 1), out.flatten(0, 1)
         assert site.held_out.error == pytest.approx(float(rows.square().sum(1).mean()), rel=1e-3)
         assert site.held_out.energy == pytest.approx(float((wanted - wanted.mean(0)).square().sum(1).mean()), rel=1e-5)
-
-
-def test_merged_channels_are_judged_by_the_average_of_their_members(both: tuple[Moments, Moments]) -> None:
-    dense = tiny.checkpoint().model
-    choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
-    site = report(reduce(dense, both[0], choices, held_out=both[1]).sites, "blocks.1.mlp", "mlp")
-    part = next(part for part in vit.parts(dense).mlps if part.name == "blocks.1.mlp")
-    layers = layers_of(part)
-    folded = fold(
-        layers.first_FI,
-        layers.first_bias_F,
-        both[0].sites["blocks.1.mlp"].second_FF,  # type: ignore[union-attr]
-        layers.second_OF,
-        layers.second_bias_O,
-        site.width,
-        ridge_rel=choices.ridge_rel,
-    )
-    x_BNF, out_BNO = heard(dense, "blocks.1.mlp.fc2", held_out_images())
-    total = 0.0
-    for x_F, out_O in zip(x_BNF.flatten(0, 1), out_BNO.flatten(0, 1), strict=True):
-        merged_K = torch.stack([x_F[folded.cluster_F == cluster].mean() for cluster in range(site.width)])
-        new_O = folded.recovery.weight_OK @ merged_K + folded.recovery.bias_O
-        total += float((new_O - out_O).square().sum())
-    assert site.held_out is not None
-    assert site.held_out.error == pytest.approx(total / x_BNF.shape[:2].numel(), rel=1e-6)
 
 
 @pytest.mark.parametrize("preset", ["best", "none", "corp-v1"])
@@ -187,7 +160,7 @@ def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, 
 def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(both: tuple[Moments, Moments]) -> None:
     dense, fit = tiny.checkpoint().model, both[0]
     unknown = replace(fit, image_ids=torch.empty(0, dtype=torch.int64))
-    for preset, geometry in (("best", "square"), ("corp", "padded"), ("grail-fold", "padded")):
+    for preset, geometry in (("best", "square"), ("corp", "padded")):
         choices = choices_from_preset(
             preset,
             mlp_sparsity=0.5,

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.images import open_images
+from calib.images import Images, open_images
 from calib.moments import Moments
 from calib.store import save as save_moments
-from corp_deploy import recover_attention, recover_values, reduce_mlp, select, vit
+from corp_deploy import folded_mlp, recover_attention, recover_values, reduce_mlp, select, vit
 from corp_deploy.calibration import Wanted, calibrate
 from corp_deploy.checkpoint import load_checkpoint, save
 from corp_deploy.choices import PRESETS, HeadWidths, choices_from_preset
@@ -26,15 +25,16 @@ from tests import tiny
 SHRINKING = ("grail", "grail-fold")  # their published ridge shrinks the whole layer, at full width too
 
 
-def opened(path: Path, images: NDArray[np.float32]) -> Any:
-    np.save(path, images)
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    path = tmp_path_factory.mktemp("identity") / "images.npy"
+    np.save(path, tiny.images(24))
     spec = vit.input_spec(tiny.checkpoint().model)
     return open_images(path, image_shape=spec.shape, transform=spec.transform())
 
 
 @pytest.fixture(scope="module")
-def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
-    images = opened(tmp_path_factory.mktemp("identity") / "images.npy", tiny.images(24))
+def moments(images: Images) -> Moments:
     return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Wanted(attention_system=True))
 
 
@@ -44,12 +44,12 @@ def logits(model: nn.Module) -> Tensor:
     return out.double()
 
 
-def at_full_width(moments: Moments, preset: str, geometry: str = "padded") -> nn.Module:
+def at_full_width(moments: Moments, images: Images, preset: str, geometry: str = "padded") -> nn.Module:
     ridge_rel = 1e-12 if preset in SHRINKING else None
     choices = choices_from_preset(
         preset, mlp_sparsity=0.0, attention_sparsity=0.0, geometry=geometry, ridge_rel=ridge_rel
     )
-    return reduce(tiny.checkpoint().model, moments, choices).model
+    return reduce(tiny.checkpoint().model, moments, choices, images=images).model
 
 
 def assert_identity(reduced: nn.Module) -> None:
@@ -61,8 +61,8 @@ CASES = [*((preset, "padded") for preset in PRESETS), ("best", "square")]
 
 
 @pytest.mark.parametrize(("preset", "geometry"), CASES)
-def test_full_width_is_the_dense_model(moments: Moments, preset: str, geometry: str) -> None:
-    reduced = at_full_width(moments, preset, geometry)
+def test_full_width_is_the_dense_model(moments: Moments, images: Images, preset: str, geometry: str) -> None:
+    reduced = at_full_width(moments, images, preset, geometry)
     parts = vit.parts(reduced)
     assert {part.hidden for part in parts.mlps} == {192}
     assert {(part.qk, part.v) for part in parts.attentions} == {(16, 16)}
@@ -81,7 +81,9 @@ def another_channel(kept: Tensor) -> Tensor:
 
 MUTANTS = [
     *((preset, "padded", "mlp", of_recovery("weight_OK")) for preset in PRESETS if "fold" not in preset),
-    ("grail-fold", "padded", "fold", of_recovery("weight_KI")),
+    *((preset, "padded", "fold", of_recovery("weight_KI")) for preset in ("grail-fold", "fold")),
+    ("grail-fold", "padded", "recovered_from_gram", of_recovery("solution_OK")),
+    ("fold", "padded", "refit_toward", lambda refit: replace(refit, weight_OK=refit.weight_OK + torch.eye(48, 192))),
     *((preset, "padded", "ranking", another_channel) for preset in ("corp", "corp-v1", "grail", "vbp", "none")),
     ("best", "padded", "swap", lambda found: replace(found, kept_K=another_channel(found.kept_K))),
     ("best", "padded", "lowrank", of_recovery("q_map_HRD")),
@@ -95,6 +97,7 @@ MUTANTS = [
 @pytest.mark.parametrize(("preset", "geometry", "place", "mutated"), MUTANTS)
 def test_a_wrong_method_is_not_the_identity(
     moments: Moments,
+    images: Images,
     monkeypatch: pytest.MonkeyPatch,
     preset: str,
     geometry: str,
@@ -105,7 +108,7 @@ def test_a_wrong_method_is_not_the_identity(
         return lambda *args, **kwargs: mutated(right(*args, **kwargs))
 
     targets: dict[str, tuple[Any, str]] = {
-        "fold": (reduce_mlp, "fold"),
+        **{name: (folded_mlp, name) for name in ("fold", "recovered_from_gram", "refit_toward")},
         "swap": (reduce_mlp, "swap"),
         "ranking": (select, "kept_from_scores"),
         "values": (recover_values, "lowrank"),
@@ -117,7 +120,7 @@ def test_a_wrong_method_is_not_the_identity(
         module, function = targets.get(place, (recover_attention, place))
         monkeypatch.setattr(module, function, wrong(getattr(module, function)))
     with pytest.raises(AssertionError):
-        assert_identity(at_full_width(moments, preset, geometry))
+        assert_identity(at_full_width(moments, images, preset, geometry))
 
 
 def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.images import open_images
+from calib.images import Images, open_images
 from calib.moments import Moments
 from corp_deploy import vit
 from corp_deploy.calibration import calibrate
@@ -30,12 +30,16 @@ def doubled(model: nn.Module) -> Any:
 
 
 @pytest.fixture(scope="module")
-def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
     path = tmp_path_factory.mktemp("published") / "images.npy"
     np.save(path, tiny.images(COUNT))
-    checkpoint = tiny.checkpoint()
-    spec = vit.input_spec(checkpoint.model)
-    return calibrate(checkpoint, open_images(path, image_shape=spec.shape, transform=spec.transform()), batch_size=8)
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+@pytest.fixture(scope="module")
+def moments(images: Images) -> Moments:
+    return calibrate(tiny.checkpoint(), images, batch_size=8)
 
 
 def heard(name: str, what: str, images: NDArray[np.float32]) -> Array:
@@ -145,10 +149,10 @@ def test_the_mlp_of_a_preset_is_the_published_one(
         np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_merged_channels_are_recovered_as_published(moments: Moments) -> None:
+def test_merged_channels_are_recovered_as_published(moments: Moments, images: Images) -> None:
     """GRAIL's folding: mean rows, B = G M' (M G M' + ridge I)^-1 with M the means over clusters."""
     choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(tiny.checkpoint().model, moments, choices).model)
+    reduced = doubled(reduce(tiny.checkpoint().model, moments, choices, images=images).model)
     for site in SITES:
         (first, first_bias), (second, bias) = layer(f"{site}.fc1"), layer(f"{site}.fc2")
         cluster = cluster_rows(torch.from_numpy(first), HIDDEN, seed=0).tolist()

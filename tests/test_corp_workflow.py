@@ -153,13 +153,13 @@ def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path
     assert "of the dense macs used" in record["decided"][0]
 
 
-@pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "vbp", "none"])
+@pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "fold", "vbp", "none"])
 def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset: str) -> None:
-    keeps_heads = preset in ("grail", "grail-fold", "vbp")
+    keeps_heads = preset in ("grail", "grail-fold", "fold", "vbp")
     attention = [] if keeps_heads else ["--attn", 0.5]
-    directory = reduced(
-        home, tmp_path / preset, "--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8"
-    )
+    looked = ["--images", home / "images.npy"] if "fold" in preset else []
+    words = ["--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8", *looked]
+    directory = reduced(home, tmp_path / preset, *words)
     parts = vit.parts(load_checkpoint(directory).model)
     assert {part.hidden for part in parts.mlps} == {96}
     expected = 16 if keeps_heads else 8
@@ -217,6 +217,20 @@ def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert refused.exit_code == 2
     assert "the best reaches" in refused.stderr
+
+
+def test_sweep_fits_merged_channels_to_the_calibration_images(home: Path, tmp_path: Path) -> None:
+    words = ("sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy")
+    rest = ("--sparsity", "0.5", "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=8", "-o", tmp_path)
+    refused = run(*words, *rest)
+    assert refused.exit_code == 2
+    assert "give --calibration-images" in refused.stderr
+    useless = run(*words, *rest, "--preset", "grail", "--calibration-images", home / "images.npy")
+    assert useless.exit_code == 2
+    assert "--calibration-images" in useless.stderr
+    done(*words, *rest, "--calibration-images", home / "images.npy")
+    published, refitted = json.loads((tmp_path / "sweep.json").read_text())["trials"]
+    assert refitted["relative_error"] < published["relative_error"]
 
 
 # Moments made apart

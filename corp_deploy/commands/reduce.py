@@ -166,7 +166,12 @@ def choices_from_options(
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the solving is done."
 )
-@click.option("--images", type=ANY_PATH, default=None, help="Unlabelled images for a budget, auto or the closed loop.")
+@click.option(
+    "--images",
+    type=ANY_PATH,
+    default=None,
+    help="Calibration images: for a budget, auto, the closed loop and presets grail-fold and fold.",
+)
 @samples_option
 @seed_option
 @workers_option

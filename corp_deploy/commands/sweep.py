@@ -11,6 +11,7 @@ from ..option_table import ATTENTION, PRESET
 from ..quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number, Numbers
 from .options import (
+    ANY_PATH,
     DIRECTORY,
     FILE,
     ModelChoice,
@@ -40,6 +41,9 @@ def _removed(trial: "Trial", parts: str) -> list[tuple[str, float]]:
 @model_options
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
 @images_option
+@click.option(
+    "--calibration-images", type=ANY_PATH, default=None, help="Those of the moments, for presets grail-fold and fold."
+)
 @click.option("--labels", type=FILE, default=None, help="Class indices of the images, for accuracy.")
 @click.option(
     "--output", "-o", type=DIRECTORY, required=True, help="Directory for sweep.json, sweep.csv and sweep.svg."
@@ -67,6 +71,7 @@ def sweep(
     model: ModelChoice,
     moments: Path,
     images: Path,
+    calibration_images: Path | None,
     labels: Path | None,
     output: Path,
     sparsity: tuple[float, ...],
@@ -98,12 +103,16 @@ def sweep(
 
     mlp, attn = parts != "attn", parts != "mlp"
     touching = [name for name in preset if attn and PRESET.ways[name].takes("attn", attn)]
-    given = {name: value for name, value in given_options().items() if name in ("parts", "heads")}
+    given = {name: value for name, value in given_options().items() if name in ("parts", "heads", "calibration_images")}
     PRESET.refuse([("", name) for name in preset], given)
     ATTENTION.refuse([("", "reduced" if touching or macs else "kept")], given)
+    merging = [name for name in preset if PRESETS[name].merges]
+    if merging and calibration_images is None:
+        raise click.UsageError(f"preset {merging[0]} is fitted to the calibration images; give --calibration-images")
     checkpoint = model.load(out)
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
     pixels = torch.cat(list(source.batches(batch_size)))
+    calibration = None if calibration_images is None else images_for_model(checkpoint.model, calibration_images)
     scored = Scored(
         images=pixels,
         dense_NC=logits(checkpoint.model, pixels, batch_size),
@@ -125,7 +134,7 @@ def sweep(
         for share in macs
     ]
     with out.progress("sweeping", len(wanted), unit="models") as done:
-        trials = sweep_of(checkpoint.model, load(moments), wanted, scored, done=done)
+        trials = sweep_of(checkpoint.model, load(moments), wanted, scored, calibration=calibration, done=done)
     answer = None if min_agreement is None else smallest_that_agrees(trials, min_agreement)
     record = record_of_sweep(trials, answer)
     write_json(output / "sweep.json", record)

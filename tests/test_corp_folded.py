@@ -1,0 +1,214 @@
+"""Merged channels: what is said to be lost is what the shipped layers lose, and refitting them loses less."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from calib.images import Images, open_images, parted
+from calib.moments import Moments
+from calib.store import save as save_moments
+from corp_deploy import vit
+from corp_deploy.calibration import Wanted, calibrate
+from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.choices import choices_from_preset
+from corp_deploy.cli import main
+from corp_deploy.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.errors import BadInput
+from corp_deploy.fold_channels import cluster_rows
+from corp_deploy.reduce import Reduction, reduce
+from examples.digits.images import load
+from tests import tiny
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
+
+
+def opened(path: Path, pixels: NDArray[np.float32]) -> Images:
+    np.save(path, pixels)
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
+
+
+@pytest.fixture(scope="module")
+def both(images: Images) -> tuple[Moments, Moments]:
+    rest, held_out = parted(images, 12, seed=0)
+    return calibrate(tiny.checkpoint(), rest, batch_size=8), calibrate(tiny.checkpoint(), held_out, batch_size=8)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double().eval()
+
+
+def losses(dense: nn.Module, reduced: nn.Module, pixels: Tensor) -> Mapping[str, float]:
+    """Mean square per token of (dense MLP - folded MLP) on the dense model's activations, all in float64."""
+    found: dict[str, float] = {}
+    whole, small = doubled(dense), doubled(reduced)
+
+    def hook(name: str) -> Any:
+        def compare(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            found[name] = float((out - small.get_submodule(name)(given[0])).flatten(0, 1).square().sum(1).mean())
+
+        return compare
+
+    for part in vit.parts(dense).mlps:
+        whole.get_submodule(part.name).register_forward_hook(hook(part.name))
+    with torch.inference_mode():
+        whole(pixels.double())
+    return found
+
+
+def pixels_of(images: Images) -> Tensor:
+    return torch.cat(list(images.batches(8)))
+
+
+def folded(preset: str, both: tuple[Moments, Moments], images: Images, sparsity: float = 0.5) -> Reduction:
+    choices = choices_from_preset(preset, mlp_sparsity=sparsity, align_hidden=8)
+    return reduce(tiny.checkpoint().model, both[0], choices, held_out=both[1], images=images)
+
+
+@pytest.mark.parametrize("preset", ["grail-fold", "fold"])
+@pytest.mark.parametrize("sparsity", [0.3, 0.75])
+def test_the_loss_is_that_of_the_shipped_layer(
+    both: tuple[Moments, Moments], images: Images, preset: str, sparsity: float
+) -> None:
+    dense, reduction = tiny.checkpoint().model, folded(preset, both, images, sparsity)
+    rest, held_out = (pixels_of(part) for part in parted(images, 12, seed=0))
+    fit, others = losses(dense, reduction.model, rest), losses(dense, reduction.model, held_out)
+    assert [site.site for site in reduction.sites] == list(fit)
+    for site in reduction.sites:
+        assert site.error == pytest.approx(fit[site.site], rel=1e-5)
+        assert site.held_out is not None
+        assert site.held_out.error == pytest.approx(others[site.site], rel=1e-5)
+        assert 0.0 < site.error < site.error_uncompensated
+        assert site.error < site.energy
+    assert reduction.notes == ()
+
+
+def test_the_refit_is_the_ridge_toward_plain_folding(both: tuple[Moments, Moments], images: Images) -> None:
+    """By lstsq on the merged layer's own float64 activations, the bias free."""
+    dense, reduction = tiny.checkpoint().model, folded("fold", both, images)
+    rest = pixels_of(parted(images, 12, seed=0)[0])
+    name = "blocks.1.mlp"
+    whole, small = doubled(dense), doubled(reduction.model)
+    caught: dict[str, Any] = {}
+    whole.get_submodule(name).register_forward_hook(lambda _, given, out: caught.update(u=given[0], y=out))
+    small.get_submodule(f"{name}.fc2").register_forward_pre_hook(lambda _, given: caught.update(z=given[0]))
+    with torch.inference_mode():
+        whole(rest.double())
+        small.get_submodule(name)(caught["u"])
+    z, y = (caught[key].flatten(0, 1).numpy() for key in ("z", "y"))
+    rows = np.asarray(whole.get_parameter(f"{name}.fc1.weight").detach())
+    means = np.asarray(small.get_parameter(f"{name}.fc1.weight").detach())
+    second = np.asarray(whole.get_parameter(f"{name}.fc2.weight").detach())
+    cluster = cluster_rows(torch.from_numpy(rows), 96, seed=0).numpy()
+    np.testing.assert_allclose(means, [rows[cluster == each].mean(0) for each in range(96)], atol=1e-6)
+    plain = np.stack([second[:, cluster == each].sum(1) for each in range(96)], axis=1)
+    centred, wanted = z - z.mean(0), y - y.mean(0)
+    ridge = 1e-4 * np.square(centred).mean(0).mean()
+    system = np.vstack((centred / len(z) ** 0.5, ridge**0.5 * np.eye(96)))
+    targets = np.vstack((wanted / len(z) ** 0.5, ridge**0.5 * plain.T))
+    fitted = np.linalg.lstsq(system, targets, rcond=None)[0].T
+    found = small.get_submodule(f"{name}.fc2")
+    assert isinstance(found, nn.Linear)
+    expected = centred @ fitted.T + y.mean(0)
+    with torch.inference_mode():
+        np.testing.assert_allclose(found(torch.from_numpy(z)), expected, atol=2e-4 * np.abs(expected).max())
+
+
+def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
+    """Every second hidden channel of every MLP made a copy of the one before it."""
+    with torch.no_grad():
+        for part in vit.parts(checkpoint.model).mlps:
+            part.fc1.weight[1::2] = part.fc1.weight[::2]
+            part.fc1.bias[1::2] = part.fc1.bias[::2]
+    return checkpoint
+
+
+@pytest.mark.parametrize(("preset", "ridge_rel"), [("fold", 1e-4), ("grail-fold", 1e-12)])
+def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: float) -> None:
+    checkpoint = doubles_of(tiny.checkpoint())
+    moments = calibrate(checkpoint, images, batch_size=8)
+    choices = choices_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, ridge_rel=ridge_rel)
+    for site in reduce(checkpoint.model, moments, choices, images=images).sites:
+        assert site.width == 96
+        assert max(site.error, site.error_uncompensated) < 1e-9 * site.energy
+
+
+def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(EXAMPLE)
+    np.save(tmp_path / "images.npy", load("train").images[:96])
+    spec = vit.input_spec(checkpoint.model)
+    source = open_images(tmp_path / "images.npy", image_shape=spec.shape, transform=spec.transform())
+    moments = calibrate(checkpoint, source, batch_size=32, wanted=Wanted(attention=False))
+    others = torch.from_numpy(load("held-out").images[:100])
+    with torch.inference_mode():
+        dense = checkpoint.model(others)
+        error = {}
+        for preset in ("grail-fold", "fold"):
+            choices = choices_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
+            reduction = reduce(checkpoint.model, moments, choices, images=source)
+            error[preset] = float((reduction.model(others) - dense).norm() / dense.norm())
+    assert error["fold"] < 0.5 * error["grail-fold"], error
+
+
+@pytest.mark.parametrize("preset", ["grail-fold", "fold"])
+def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -> None:
+    """Before the first reduced site that stream is the dense one, so the loss is the open loop's."""
+    model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
+    choices, widths = choices_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
+    loop = Loop(align_inputs=False)
+    looped = reduce_closed_loop(model, images, choices, widths=widths, loop=loop).sites
+    alone = reduce(model, moments, choices, widths=widths, images=images).sites
+    assert looped[0].error == pytest.approx(alone[0].error, rel=1e-4)
+    assert looped[0].error_uncompensated == pytest.approx(alone[0].error_uncompensated, rel=1e-4)
+    assert looped[1].error != pytest.approx(alone[1].error, rel=1e-3)
+    assert all(site.loop is not None and site.loop.error <= site.loop.error_recovered for site in looped)
+
+
+def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
+    dense, choices = tiny.checkpoint().model, choices_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
+    with pytest.raises(BadInput, match="give them: --images"):
+        reduce(dense, both[0], choices)
+    strangers = opened(tmp_path / "other.npy", tiny.images(9, seed=8))
+    with pytest.raises(BadInput, match="none of these 9 images is a calibration one"):
+        reduce(dense, both[0], choices, images=strangers)
+    rest, _ = parted(images, 12, seed=0)
+    with pytest.raises(BadInput, match="none of these 28 images is a held-out one"):
+        reduce(dense, both[0], choices, held_out=both[1], images=rest)
+
+
+def test_fewer_images_than_the_moments_are_of_are_told(both: tuple[Moments, Moments], images: Images) -> None:
+    few, _ = parted(parted(images, 12, seed=0)[0], 20, seed=0)
+    choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
+    (note,) = reduce(tiny.checkpoint().model, both[0], choices, images=few).notes
+    assert "on 8 of the 28 calibration images" in note
+
+
+def test_the_command_asks_for_images_and_reports_on_both_sets(
+    both: tuple[Moments, Moments], images: Images, tmp_path: Path
+) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", tiny.images(40, seed=1))
+    save_moments(both[0], tmp_path / "m.safetensors")
+    save_moments(both[1], tmp_path / "h.safetensors")
+    words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "-o", tmp_path / "r"]
+    words += ["--held-out", tmp_path / "h.safetensors", "--mlp", 0.5, "--preset", "grail-fold", "--align", "mlp=8"]
+    refused = CliRunner().invoke(main, [str(word) for word in words])
+    assert refused.exit_code == 2
+    assert "presets that merge channels (grail-fold, fold)" in refused.stderr
+    assert not (tmp_path / "r").exists()
+    shown = CliRunner().invoke(main, [*map(str, words), "--images", str(tmp_path / "images.npy")])
+    assert shown.exit_code == 0, shown.output
+    assert "held out" in shown.stdout
