@@ -25,6 +25,7 @@ from . import vit
 from .candidates import Candidate, Logits, Pixels, Run, logits_at
 from .checkpoint import Checkpoint
 from .diagnosing import located, worst_images
+from .model_cost import counted
 from .shift_check import pixel_range, shift_of_images
 
 DENSE = "dense torch fp32"
@@ -114,14 +115,14 @@ class _Rules:
 
     limits: Limits
     noise: Measures
-    depth: int
+    products: int
     largest_logit: float
 
     def rounding(self, half: bool) -> Tolerance:
         """How far two computations of one model may lie apart in this precision."""
         if half:
             return tolerance.half(self.noise, factor=self.limits.half_factor)
-        return tolerance.exact(depth=self.depth, largest_logit=self.largest_logit)
+        return tolerance.exact(products=self.products, largest_logit=self.largest_logit)
 
     def of_user(self) -> Tolerance:
         """What the reduced model may differ from the dense one by."""
@@ -228,7 +229,7 @@ def _walk(
             findings += _headroom(previous, candidate, given.pixels)
         if step.link.status == "FAIL":
             worst = worst_images(given.pixels, before[1], step.logits)
-            found = located(candidate.name, candidate, previous, dense, worst, rules.depth)
+            found = located(candidate.name, candidate, previous, dense, worst, rules.products)
             blocks += [found] if found is not None else []
         single = single if candidate.half else step
         steps.append(step)
@@ -259,7 +260,7 @@ def prove(
     rules = _Rules(
         limits=limits,
         noise=_half_noise(dense, given.pixels, dense_logits, max(batches)),
-        depth=vit.depth(dense.model),
+        products=counted(dense.model).chain,
         largest_logit=float(np.abs(dense_logits).max()),
     )
     walked = _walk(dense, candidates, given, batches, rules, dense_logits, done)

@@ -51,7 +51,7 @@ def mend_command(failing: Candidate) -> str:
 
 
 def located(
-    name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, images: Pixels, depth: int
+    name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, images: Pixels, products: int
 ) -> Located | None:
     """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
     if failing.form != "graph" or before is None:
@@ -63,7 +63,7 @@ def located(
             return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
             model = vit.exportable(before.checkpoint.model)
-            return locate_in_exact(name, model, failing.graph(), images, depth=depth)
+            return locate_in_exact(name, model, failing.graph(), images, products=products)
     except Unlike:
         return None  # a graph of other blocks: the link has failed already, and no block can be named
     return None

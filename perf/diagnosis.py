@@ -34,9 +34,9 @@ def locate_in_half(
     return locate(link, block_errors(*sides, noise=noise), activations=activations, mend=mend)
 
 
-def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, images_NCHW: Array, *, depth: int) -> Located:
+def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, images_NCHW: Array, *, products: int) -> Located:
     """Where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
     sides = module_blocks.block_outputs(model, images_NCHW), onnx_blocks.block_outputs(graph, images_NCHW)
-    bound = exact(depth=depth, largest_logit=0.0).max_relative_error
+    bound = exact(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
     return locate(link, block_errors(*sides, noise=bound), activations={}, factor=1.0)

@@ -10,7 +10,7 @@ from .measures import Measures
 
 FLOAT32_UNIT = 2.0**-24
 FLOAT16_UNIT = 2.0**-11
-EXACT_FACTOR = 64
+EXACT_FACTOR = 10
 # A larger error than this is no rounding any more, whatever the dense model itself does in FP16.
 HALF_CEILING = 0.05
 
@@ -40,17 +40,19 @@ class Tolerance:
         return any(b is not None for b in (self.max_relative_error, self.min_agreement, self.max_decisive_flips))
 
 
-def exact(*, depth: int, largest_logit: float) -> Tolerance:
-    """For links that compute the same thing in float32 in another order: 64 unit roundoffs for each block.
+def exact(*, products: int, largest_logit: float) -> Tolerance:
+    """For links that compute the same thing in float32 in another order: 10 unit roundoffs for each product (a linear
+    layer, a convolution, one of attention's two) of the longest row in which each is fed by the one before. A
+    transformer's block has six.
 
-    Rounding differs in every sum, and blocks add their errors up; `largest_logit` (of the reference) turns the relative
-    bound into the margin under which a flip is a tie.
+    Rounding differs in every sum, and products in a row add their errors up; `largest_logit` (of the reference) turns
+    the relative bound into the margin under which a flip is a tie.
     """
-    assert depth > 0, depth
+    assert products > 0, products
     assert largest_logit >= 0, largest_logit
-    bound = EXACT_FACTOR * FLOAT32_UNIT * depth
+    bound = EXACT_FACTOR * FLOAT32_UNIT * products
     return Tolerance(
-        rule=f"float32: {EXACT_FACTOR} x 2^-24 x depth {depth}",
+        rule=f"float32: {EXACT_FACTOR} x 2^-24 x {products} products in a row",
         max_relative_error=bound,
         max_decisive_flips=0,
         margin_noise=2 * bound * largest_logit,

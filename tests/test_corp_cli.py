@@ -115,6 +115,7 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     record = json.loads(proof.stdout)
     assert [link["kind"] for link in record["links"]] == ["reduced", "exact", "half", "whole"]
     assert record["links"][1]["status"] == "PASS"
+    assert record["links"][1]["tolerance"]["rule"] == "float32: 10 x 2^-24 x 14 products in a row"
     assert (tmp_path / "parity.npz").is_file()
     speed = run(
         "bench",

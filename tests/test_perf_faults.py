@@ -250,13 +250,13 @@ def passes_a_random_check(reference: Array, candidate: Array) -> bool:
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
-    bound = tolerance.exact(depth=DEPTH, largest_logit=float(np.abs(reference).max()))
+    bound = tolerance.exact(products=6 * DEPTH + 2, largest_logit=float(np.abs(reference).max()))
     return link(name="onnx", kind="exact", reference="torch fp32", candidate="onnx fp32", reference_NC=reference,
                 candidate_by_batch={1: candidate}, tolerance=bound)  # fmt: skip
 
 
 def located_exactly(model: TinyViT, graph: ModelProto) -> Located:
-    return locate_in_exact("onnx", model, graph, photographs(), depth=DEPTH)
+    return locate_in_exact("onnx", model, graph, photographs(), products=6 * DEPTH + 2)
 
 
 def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:

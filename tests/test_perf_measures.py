@@ -150,9 +150,11 @@ def noise(error: float, max_abs: float = 0.1) -> Measures:
     return found
 
 
-def test_the_exact_bound_grows_with_depth() -> None:
-    assert exact(depth=12, largest_logit=10).max_relative_error == 64 * 2**-24 * 12
-    assert exact(depth=12, largest_logit=10).margin_noise == pytest.approx(20 * 64 * 2**-24 * 12)
+def test_the_exact_bound_grows_with_the_products_in_a_row() -> None:
+    found = exact(products=74, largest_logit=10)
+    assert found.max_relative_error == 10 * 2**-24 * 74
+    assert found.margin_noise == pytest.approx(20 * 10 * 2**-24 * 74)
+    assert found.rule == "float32: 10 x 2^-24 x 74 products in a row"
 
 
 def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
