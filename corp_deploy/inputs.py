@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.images import Images, open_images
+from calib.images import ARRAYS, Images, open_images
 
 from . import vit
 from .checkpoint import Checkpoint
@@ -20,8 +20,11 @@ from .errors import BadInput, Missing
 def images_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> Images:
-    """Open images at the model's input shape, folders through timm's evaluation transform. Raises calib's BadInput."""
+    """Open images at the model's input shape, folders through timm's evaluation transform. Raises calib's BadInput, and
+    one for folders where the model takes no RGB.
+    """
     spec = vit.input_spec(model)
+    _refuse_rgb(path, spec.shape)
     return open_images(
         path,
         image_shape=spec.shape,
@@ -31,6 +34,15 @@ def images_for_model(
         workers=workers,
         max_bad=max_bad,
     )
+
+
+def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
+    channels, height, width = shape
+    if channels != 3 and path.suffix not in ARRAYS:
+        raise BadInput(
+            f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
+            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, already preprocessed"
+        )
 
 
 def preprocessing_text(model: nn.Module) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 from torch import Tensor, nn
 
 from calib.images import Images, open_images
@@ -22,8 +23,10 @@ from corp_deploy.checkpoint import Architecture, Checkpoint, load_checkpoint, sa
 from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
 from corp_deploy.cli import main
 from corp_deploy.closed_loop import reduce_closed_loop
+from corp_deploy.errors import BadInput
 from corp_deploy.graphs import facts_of_onnx, metadata_of_checkpoint
 from corp_deploy.head_choice import choose_heads
+from corp_deploy.inputs import images_for_model
 from corp_deploy.model_cost import macs, parameters
 from corp_deploy.probe import Probe
 from corp_deploy.reduce import reduce
@@ -192,6 +195,19 @@ def test_a_stem_without_a_projection_is_described() -> None:
     carried = metadata_of_checkpoint(Checkpoint(model=model, architecture=named, lineage={}))
     assert carried["corp_deploy.depth"] == "1"
     assert int(carried["corp_deploy.macs"]) == macs(model)
+
+
+@pytest.mark.parametrize(("channels", "words"), [(1, "1 channel;"), (4, "4 channels;")])
+def test_a_folder_for_a_model_that_takes_no_rgb_is_refused_once(tmp_path: Path, channels: int, words: str) -> None:
+    model = tiny.checkpoint(in_chans=channels).model
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    with pytest.raises(BadInput) as refused:
+        images_for_model(model, folder)
+    assert f"folders and tar shards give RGB, the model takes {words} give .npy, .npz" in str(refused.value)
+    np.save(tmp_path / "images.npy", np.zeros((2, channels, 32, 32), np.float32))
+    assert images_for_model(model, tmp_path / "images.npy").count == 2
 
 
 def test_metadata_counts_blocks_and_macs() -> None:
