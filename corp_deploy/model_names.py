@@ -46,11 +46,14 @@ def look_alikes(name: str) -> str:
 
 
 def _refuse_hub(name: str, repository: str) -> None:
-    folder = repository.rpartition("/")[2].partition("@")[0]
+    owner, _, rest = repository.rpartition("/")
+    folder = rest.partition("@")[0]
+    how = f"where there is a network: hf download {repository} --local-dir {folder}; then give --model {folder}"
+    if owner != "timm":
+        how = "of a hub, snapshots of timm's own repositories are read: look for these weights under timm/ there"
     raise BadInput(
-        f"--model {name!r}: there is no such directory, and nothing is ever downloaded; where there is a network: "
-        f"hf download {repository} --local-dir {folder}; then give --model {folder} (a snapshot of one of timm's "
-        "repositories), or a timm name with --weights"
+        f"--model {name!r}: there is no such directory, and nothing is ever downloaded; {how}, or give a timm "
+        "name with --weights"
     )
 
 
@@ -59,12 +62,13 @@ def require_local_name(name: str) -> None:
     source, colon, rest = name.partition(":")
     if colon and source.lower() in ("hf-hub", "hf_hub"):
         _refuse_hub(name, rest)
-    if colon and source.lower() == "local-dir":
-        raise BadInput(
-            f"--model {name!r}: there is no such directory; give a directory that holds a config.json and weights"
-        )
     if re.fullmatch(r"[\w.-]+/[\w.@-]+", name) and not name.startswith(".") and not _twin(name):
         _refuse_hub(name, name)
+    if re.search(r"[/:\\]", name):
+        hint = (
+            look_alikes(name) if _twin(name) else "a model is a directory with config.json and weights, or a timm name"
+        )
+        raise BadInput(f"--model {name!r}: there is no such directory, and timm's names have no '/' or ':'; {hint}")
 
 
 def refuse_reserved(kwargs: Mapping[str, Any]) -> None:

@@ -68,13 +68,14 @@ def _misfit(state: State, expected: State) -> _Misfit:
     )
 
 
-def _adapted(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
+def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch.Tensor]:
     try:
         return vit.adapted_state(model, weights.state)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0][:150] or type(error).__name__
         raise BadInput(
-            f"{weights.path}: timm can't bring these weights to the model ({reason}); check --model and --model-kwargs"
+            f"{weights.path}: these weights don't fit the model; {misfit}; nor can timm resample them ({reason}); "
+            "check --model and --model-kwargs"
         ) from None
 
 
@@ -126,11 +127,12 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     Raises BadInput, with the arguments that would fit where they can be told, or naming another library's format.
     """
     expected = model.state_dict()
-    if not _misfit(weights.state, expected):
+    before = _misfit(weights.state, expected)
+    if not before:
         return weights.state, ()
     if foreign := foreign_format(weights.state):
         raise BadInput(f"{weights.path}: {foreign}")
-    state = _adapted(model, weights)
+    state = _adapted(model, weights, before.words(weights.state, expected))
     notes = _notes(weights.state, state)
     without = [name for name in state if name not in expected and name.startswith(vit.unused(model))]
     if without:

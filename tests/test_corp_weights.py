@@ -230,6 +230,12 @@ def test_weights_without_a_head_or_of_other_channels_print_the_arguments_to_give
         loaded(tmp_path / "grey.safetensors")
 
 
+def test_position_embeddings_of_no_square_grid_name_all_that_differs(tmp_path: Path) -> None:
+    save_file(STATE | {"pos_embed": torch.zeros(1, 14, 48)}, tmp_path / "w.safetensors")
+    with pytest.raises(BadInput, match=r"pos_embed \(1, 14, 48\) instead of \(1, 17, 48\); nor can timm resample"):
+        loaded(tmp_path / "w.safetensors")
+
+
 FOREIGN = {
     "encoder.layers.encoder_layer_0.self_attention.in_proj_weight": "torchvision",
     "vit.encoder.layer.0.attention.attention.query.weight": "Hugging Face transformers",
