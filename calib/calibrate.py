@@ -61,7 +61,7 @@ class _Share:
         saved = self.checkpoint.load(run) if self.checkpoint else None
         if saved:
             moments, reached = saved
-            self.collector.go_on_from(moments)
+            self.collector.go_on_from(moments, reached.kernel)
             self.position, self.bad, self.ids = reached.position, list(reached.bad), moments.image_ids
 
     def take(self, batch: Batch, run: Mapping[str, str]) -> None:
@@ -73,7 +73,9 @@ class _Share:
         self.ids = torch.cat([self.ids, batch.ids])
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
             moments = replace(self.collector.moments({}), image_ids=self.ids)
-            self.checkpoint.save(moments, Reached(position=self.position, bad=tuple(self.bad)), run)
+            assert self.collector.kernel is not None
+            reached = Reached(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
+            self.checkpoint.save(moments, reached, run)
 
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
         self.go_on(run)

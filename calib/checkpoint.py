@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .distributed import Ranks
 from .errors import BadInput
 from .moments import Moments
+from .products import Kernel
 from .store import load, save
 
 STATE = "calib.checkpoint"
@@ -16,10 +17,12 @@ STATE = "calib.checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """How far a calibration came: the next position of the images, and the images that could not be read."""
+    """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
+    whose rounding the rest is to have."""
 
     position: int
     bad: tuple[str, ...]
+    kernel: Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Checkpoint:
 
     def save(self, moments: Moments, reached: Reached, run: Mapping[str, str]) -> None:
         """Replaces the file in one step; `run` holds all that must be equal to go on."""
-        state = json.dumps({"position": reached.position, "bad": list(reached.bad), "run": dict(run)}, sort_keys=True)
+        state = json.dumps({**asdict(reached), "run": dict(run)}, sort_keys=True)
         beside = self.path.with_name(f".{self.path.name}.partial")
         save(replace(moments, lineage={STATE: state}), beside)
         with beside.open("rb") as file:
@@ -66,7 +69,8 @@ class Checkpoint:
                     f"{self.path}: checkpoint of another run: {key} was {state['run'].get(key)!r}, now "
                     f"{run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
                 )
-        return moments, Reached(position=state["position"], bad=tuple(state["bad"]))
+        reached = Reached(position=state["position"], bad=tuple(state["bad"]), kernel=state["kernel"])
+        return moments, reached
 
     def clear(self) -> None:
         """Removes the file, once its run's moments are safe."""

@@ -1,41 +1,88 @@
-"""Sums over tokens: float32 products of one image at a time, float64 sums over images.
+"""Sums over tokens: float32 products of a few images at a time, float64 sums of products.
 
-Each product spans the tokens of one image, at most CHUNK of them, so no float32 sum is longer than CHUNK terms and
-nothing depends on which images share a batch: batch size and order move the results by float64 rounding only.
+A Gram of wide activations is one product over all tokens of a forward pass, cut so that no float32 sum is longer than
+TERMS terms: that leaves it good to 2e-6 of its scale where all terms have one sign, and to 1e-7 elsewhere. What is kept
+per image (q and k) is a product of its own for each image, of at most CHUNK terms. So sums over parts add up exactly;
+which images shared a product, and which kernel made it, moves a wide Gram by float32 rounding, all else by float64's.
 
 Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, H heads, D dims.
 """
 
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+TERMS = 2048
 CHUNK = 512
 CPU_ROWS = 192
-CPU_IMAGES = 4
 GPU_ROWS = 1024
+TRIAL_SHAPE = (8, 128, 512)
+TRIALS = 5
+MARGIN = 0.9
+
+Kernel = Literal["blas", "onednn"]
 
 
-def _times(a_Rn: Tensor, b_Fn: Tensor) -> Tensor:
-    """a b^T of contiguous float32 matrices.
-
-    On a CPU by oneDNN, whose AVX-512 kernels take half the time of MKL's on AMD and about as long elsewhere; torch
-    sends float32 there only by this operator.
-    """
-    if a_Rn.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(a_Rn, b_Fn, None, "none", [], "")
-        return product_RF
-    return a_Rn @ b_Fn.T
+def _products_of_tokens(x_BNF: Tensor) -> tuple[Tensor, ...]:
+    """All tokens [n,F] float32, in the fewest equal parts of at most TERMS."""
+    x_nF = x_BNF.flatten(0, 1).float()
+    return x_nF.chunk(math.ceil(len(x_nF) / TERMS))
 
 
-def _add_gram_on_cpu(total_FF: Tensor, x_BNF: Tensor) -> None:
-    """A few images at a time, transposed once, so that a block row of the sums stays in cache for all of them."""
-    for x_GNF in torch.split(x_BNF, CPU_IMAGES):
-        parts = [x_nF.T.float().contiguous() for x_NF in x_GNF for x_nF in torch.split(x_NF, CHUNK)]
+def _add_gram_by_blas(total_FF: Tensor, x_BNF: Tensor) -> None:
+    for x_nF in _products_of_tokens(x_BNF):
         for start in range(0, len(total_FF), CPU_ROWS):
             stop = start + CPU_ROWS
-            block_RF = total_FF[start:stop, start:]
-            for x_Fn in parts:
-                block_RF.add_(_times(x_Fn[start:stop], x_Fn[start:]))
+            total_FF[start:stop, start:].add_(x_nF[:, start:stop].T @ x_nF[:, start:])
+
+
+def _add_gram_by_onednn(total_FF: Tensor, x_BNF: Tensor) -> None:
+    """Its kernels want both operands transposed; torch sends float32 there only by this operator."""
+    for x_nF in _products_of_tokens(x_BNF):
+        x_Fn = x_nF.T.contiguous()
+        for start in range(0, len(total_FF), CPU_ROWS):
+            left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
+            product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
+            total_FF[start : start + CPU_ROWS, start:].add_(product_RF)
+
+
+_ON_CPU: Mapping[Kernel, Callable[[Tensor, Tensor], None]] = MappingProxyType(
+    {"blas": _add_gram_by_blas, "onednn": _add_gram_by_onednn}
+)
+
+
+def faster_kernel(clock: Callable[[], float]) -> Kernel:
+    """The faster way to take wide Grams on this CPU, timed here and now: 35 ms.
+
+    MKL halves its speed on AMD, where oneDNN doesn't; on Intel MKL is a fifth faster. Noise is not to choose, so that
+    the bits stay the same from run to run: the least of several turns counts, and oneDNN has to need a tenth less.
+    """
+    x_BNF, total_FF = torch.ones(TRIAL_SHAPE), torch.zeros(TRIAL_SHAPE[-1], TRIAL_SHAPE[-1], dtype=torch.float64)
+    took: dict[Kernel, list[float]] = {"blas": [], "onednn": []}
+    for _ in range(TRIALS):
+        for kernel, samples in took.items():
+            begun = clock()
+            _ON_CPU[kernel](total_FF, x_BNF)
+            samples.append(clock() - begun)
+    return "onednn" if min(took["onednn"]) < MARGIN * min(took["blas"]) else "blas"
+
+
+@cache
+def _kernel_of_this_cpu() -> Kernel:
+    """Timed once a process, in CPU seconds: what else the machine does counts little."""
+    return faster_kernel(time.process_time)
+
+
+def kernel_for(width: int) -> Kernel:
+    """What takes Grams of this width on this CPU; narrow ones aren't worth timing."""
+    timed = width >= TRIAL_SHAPE[-1] and torch.backends.mkldnn.is_available()
+    return _kernel_of_this_cpu() if timed else "blas"
 
 
 def _add_gram_on_gpu(total_FF: Tensor, x_BNF: Tensor) -> None:
@@ -50,13 +97,14 @@ def _add_gram_on_gpu(total_FF: Tensor, x_BNF: Tensor) -> None:
                 total_FF[start:stop, start:].add_(product_GRF.sum(0, dtype=torch.float64))
 
 
-def add_gram(total_FF: Tensor, x_BNF: Tensor) -> None:
+def add_gram(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
     """Adds the sum of x x^T to the blocks of total_FF on and above its diagonal; `mirror` fills the rest.
 
     Block row i starts at its diagonal block, which saves almost half the multiplications of the whole product.
+    `kernel` is the CPU's, the faster one unless given; a GPU has one of its own.
     """
     if x_BNF.device.type == "cpu":
-        _add_gram_on_cpu(total_FF, x_BNF)
+        _ON_CPU[kernel or kernel_for(len(total_FF))](total_FF, x_BNF)
     else:
         _add_gram_on_gpu(total_FF, x_BNF)
 
@@ -82,13 +130,13 @@ def add_active(total_F: Tensor, x_BNF: Tensor, eps: float) -> None:
         total_F.add_(torch.gt(above_NF, eps, out=above_NF).sum(0))
 
 
-def gram_of_heads(x_HND: Tensor) -> Tensor:
-    """x^T x per head of one image, [H,D,D] float64."""
-    chunks = torch.split(x_HND.float(), CHUNK, dim=1)
-    gram_HDD = (chunks[0].mT @ chunks[0]).double()
-    for x_HnD in chunks[1:]:
-        gram_HDD.add_(x_HnD.mT @ x_HnD)
-    return gram_HDD
+def grams_of_heads(x_BHND: Tensor) -> Tensor:
+    """x^T x per image and head, [B,H,D,D] float64."""
+    first, *rest = torch.split(x_BHND.float().contiguous(), CHUNK, dim=2)
+    gram_BHDD = (first.mT @ first).double()
+    for x_BHnD in rest:
+        gram_BHDD.add_(x_BHnD.mT @ x_BHnD)
+    return gram_BHDD
 
 
 def half(x_DD: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from .errors import BadInput
+from .files import regular
 from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -69,7 +70,7 @@ def paths_from_pattern(pattern: str) -> list[Path]:
 
 def _members_of(shard: Path) -> list[Member]:
     try:
-        with tarfile.open(shard, "r:") as tar:
+        with tarfile.open(regular(shard), "r:") as tar:
             found = [info for info in tar if info.isfile() and info.name.lower().endswith(SUFFIXES)]
     except FileNotFoundError as error:
         raise BadInput(f"{shard}: no such shard") from error

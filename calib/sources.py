@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import BadInput
+from .files import regular
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 KEY = "images"
@@ -72,7 +73,7 @@ class Folder:
     def content(self, position: int) -> bytes:
         path = self.root / self.names[position]
         try:
-            return path.read_bytes()
+            return regular(path).read_bytes()
         except OSError as error:
             raise BadInput(f"{path}: can't be read ({error.strerror})") from error
 
@@ -134,6 +135,7 @@ def _array_from_npz(path: Path) -> NDArray[np.float32]:
 
 def array_from_path(path: Path, *, shape: ImageShape) -> Array:
     """[N,3,H,W] float32 from .npy (memory-mapped), or from key `images` of .npz or .safetensors."""
+    regular(path)
     try:
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import BadInput
+from .files import regular
 from .moments import AttentionMoments, MlpMoments, Moments, SiteMoments
 
 KIND = "calib.moments"
@@ -73,7 +74,7 @@ class _Header:
 
 def _opened(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(regular(path), framework="pt")
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file, expected moments written by calibrate") from error
     except (SafetensorError, OSError) as error:
@@ -85,7 +86,7 @@ def _opened(path: Path) -> Any:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

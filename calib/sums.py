@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .hooks import Role
 from .moments import AttentionMoments, MlpMoments, SiteMoments
-from .products import add_active, add_gram, add_sum, gram_of_heads, half, mirror
+from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, half, mirror
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:
@@ -42,6 +42,7 @@ class MlpSums:
 
     def __init__(self, *, eps: float) -> None:
         self.eps, self.tokens = eps, 0
+        self.kernel: Kernel = "blas"
         self.totals: dict[str, Tensor] = {}
 
     def add(self, role: Role, x_BNF: Tensor) -> None:
@@ -52,7 +53,7 @@ class MlpSums:
             self.totals["gram_FF"] = _zeros(width, width, device=device)
         add_sum(self.totals["sum_F"], x_BNF)
         add_active(self.totals["active_F"], x_BNF, self.eps)
-        add_gram(self.totals["gram_FF"], x_BNF)
+        add_gram(self.totals["gram_FF"], x_BNF, self.kernel)
         self.tokens += x_BNF.shape[0] * x_BNF.shape[1]
 
     def finite(self) -> Tensor:
@@ -86,6 +87,7 @@ class AttentionSums:
 
     def __init__(self, *, system: bool, kept_HK: Tensor | None = None) -> None:
         self.system, self.kept_HK = system, kept_HK
+        self.kernel: Kernel = "blas"
         self.images = self.tokens = 0
         self.totals: dict[str, Tensor] = {}
         self._qq_BHDD: Tensor | None = None
@@ -103,7 +105,7 @@ class AttentionSums:
 
     def _add_queries(self, q_BHND: Tensor) -> None:
         self._allocate_heads(q_BHND)
-        self._qq_BHDD = torch.stack([gram_of_heads(q_HND) for q_HND in q_BHND])
+        self._qq_BHDD = grams_of_heads(q_BHND)
         self.totals["q_sum_HD"].add_(q_BHND.float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
         self._join()
@@ -116,9 +118,9 @@ class AttentionSums:
         self._allocate_heads(k_BHND)
         count = k_BHND.shape[2]
         mean_BH1D = k_BHND.float().mean(2, keepdim=True)
-        centred = [k_HND - mean_H1D for k_HND, mean_H1D in zip(k_BHND, mean_BH1D, strict=True)]
-        grams_BHDD = torch.stack([gram_of_heads(c_HND) for c_HND in centred])
-        rest_BHD = torch.stack([c_HND.sum(1) for c_HND in centred]).double()
+        centred_BHND = torch.sub(k_BHND, mean_BH1D, out=torch.empty(k_BHND.shape, device=k_BHND.device))
+        grams_BHDD = grams_of_heads(centred_BHND)
+        rest_BHD = centred_BHND.sum(2).double()
         mean_BHD = mean_BH1D.squeeze(2).double()
         left_BHD2 = torch.stack([mean_BHD * count + rest_BHD, mean_BHD], dim=-1)
         right_BH2D = torch.stack([mean_BHD, rest_BHD], dim=-2)
@@ -135,7 +137,7 @@ class AttentionSums:
             self.totals["z_sum_C"] = _zeros(channels, device=device)
             self.totals["zz_CC"] = _zeros(channels, channels, device=device)
         add_sum(self.totals["z_sum_C"], z_BNC)
-        add_gram(self.totals["zz_CC"], z_BNC)
+        add_gram(self.totals["zz_CC"], z_BNC, self.kernel)
         self.images += z_BNC.shape[0]
         self.tokens += z_BNC.shape[0] * z_BNC.shape[1]
 

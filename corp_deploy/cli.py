@@ -35,6 +35,9 @@ MISSING = (calib.errors.RankLost, errors.Missing, export.errors.Missing, perf.er
 EXIT_BAD_INPUT, EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 2, 4, 5, 70, 130
 
 
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's own error of a CPU tensor is a RuntimeError
+
+
 class Failure(click.ClickException):
     """One message on stderr and an exit code of the contract."""
 
@@ -44,10 +47,17 @@ class Failure(click.ClickException):
 
 
 def _failure_from_os(error: OSError) -> Failure:
-    where = f"{error.filename}: " if error.filename else ""
+    where = f"{str(error.filename)[:500]}: " if error.filename else ""
     if error.errno == errno.ENOSPC:
         return Failure(f"{where}the disk is full; free some space and run the command again", EXIT_MISSING)
     return Failure(f"{where}{error.strerror or error}", EXIT_BAD_INPUT)
+
+
+def _out_of_memory(error: Exception) -> Failure:
+    reason = f" ({str(error)[:150]})" if str(error) else ""
+    return Failure(
+        f"this machine has too little memory for that{reason}; take a smaller batch or fewer images", EXIT_MISSING
+    )
 
 
 class Commands(click.Group):
@@ -70,7 +80,11 @@ class Commands(click.Group):
             ) from error
         except OSError as error:
             raise _failure_from_os(error) from error
+        except MemoryError as error:
+            raise _out_of_memory(error) from error
         except Exception as error:
+            if _NO_MEMORY in str(error):
+                raise _out_of_memory(error) from error
             traceback.print_exc()
             raise Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG) from error
 

@@ -1,6 +1,7 @@
 """Name the block where a link breaks, and the command that mends it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -25,13 +26,12 @@ def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels
     return images[np.argsort(-off_N, kind="stable")[:WORST_IMAGES]]
 
 
-def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: tuple[str, ...] = ()) -> onnx.ModelProto:
+def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     """The model's graph in memory."""
     return onnx_from_model(
         vit.exportable(checkpoint.model),
         image_shape=vit.input_spec(checkpoint.model).shape,
         precision=precision,
-        keep_fp32=keep_fp32,
         metadata={},
     )
 
@@ -41,12 +41,13 @@ def dense_noise(dense: Checkpoint, images: Pixels) -> Mapping[str, float]:
     return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), images)
 
 
-def mend_command(failing: Candidate) -> str:
-    """How to export again with the guilty site in float32, to a file beside the graph that fails."""
-    graph = failing.shown or failing.path
+def mend_command(graph: Path, shown: Path | None = None) -> str:
+    """How to export again with the guilty site in float32, to a file beside the graph that fails, `shown` in words."""
+    beside = (graph.parent / CONFIG).is_file()
+    graph = shown or graph
     stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
-    model = graph.parent if (failing.path.parent / CONFIG).is_file() else "DIR"
-    options = {"model": model, "precision": "mixed", "keep_fp32": ["{site}*"]}
+    model = graph.parent if beside else "DIR"
+    options = {"model": model, "precision": "mixed", "keep_fp32": ["{site}"]}
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.mixed.onnx")}))
 
 
@@ -59,7 +60,7 @@ def located(
     try:
         if failing.half and before.form == "graph":
             noise = dense_noise(dense, images)
-            mend = mend_command(failing)
+            mend = mend_command(failing.path, failing.shown)
             return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
             model = vit.exportable(before.checkpoint.model)

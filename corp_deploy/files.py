@@ -9,12 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import BadInput
+import perf.files
+from perf.files import regular
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed over it when the body ends well and removed when it doesn't."""
+    """A temporary path beside `path`, renamed over it when the body ends well and removed when it doesn't.
+
+    Raises BadInput where something else than a regular file stands: a device is never replaced.
+    """
+    regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     os.close(handle)
@@ -41,24 +46,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, *, kind: str) -> dict[str, Any]:
-    """Read a record of the given kind and version 1. Raises BadInput for a missing, broken or foreign file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file, expected a {kind} record") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadInput(f"{path}: can't be read as JSON ({error}); make it again") from None
-    if not isinstance(value, dict) or value.get("kind") != kind:
-        found = value.get("kind") if isinstance(value, dict) else type(value).__name__
-        raise BadInput(f"{path}: expected a {kind} record, got {found!r}")
-    if value.get("version") != 1:
-        raise BadInput(f"{path}: {kind} record of version {value.get('version')!r}, this release reads version 1")
-    return value
+    """A record of the given kind and version 1. Raises BadInput for a missing, broken or foreign file."""
+    return perf.files.read_json(path, kind=kind, version=1)
 
 
 def sha256_of_file(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from perf.compare import Comparison
 from perf.evidence import Evidence
+from perf.files import object_from_file
 from perf.gate import Gate, Judged, judge
 from perf.parity import parity_from_json
 from perf.rule import Rule
@@ -41,14 +42,9 @@ def evidence_of_files(bench: Path | None, parity: Path | None) -> Evidence:
 
 
 def _kind(path: Path) -> str:
-    try:
-        kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file, expected bench.json or parity.json") from None
-    except (OSError, UnicodeDecodeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{path}: can't be read as a record ({error})") from None
+    kind = object_from_file(path).get("kind")
     if kind not in ("bench", "parity"):
-        raise BadInput(f"{path}: a record of kind {kind!r}, expected bench or parity")
+        raise BadInput(f"{path}: a record of kind {str(kind)[:100]!r}, expected bench or parity")
     return str(kind)
 
 

@@ -1,10 +1,11 @@
 """A snapshot of one of timm's repositories on a model hub: config.json beside weights. Reads files alone."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from perf.files import object_from_file
 
 from .errors import BadInput
 from .preprocessing import Preprocessing, preprocessing_from_json
@@ -21,18 +22,12 @@ _WEIGHTS = tuple(
 def config_of_directory(directory: Path) -> dict[str, Any]:
     """The directory's config.json. Raises BadInput for a directory without one or with a damaged one."""
     path = directory / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise BadInput(
             f"{path}: no such file; expected a directory written by corp-deploy or a snapshot of one of timm's "
             f"repositories; for weights alone give a timm name: --model NAME --weights {directory}/FILE"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: can't be read as JSON ({error!s:.150}); make it again") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: expected an object, got {type(config).__name__}")
-    return config
+        )
+    return object_from_file(path)
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import ARRAYS, Images, open_images
+from perf.files import regular
 
 from . import vit
 from .checkpoint import Checkpoint
@@ -75,6 +76,7 @@ def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str
 
 def labels_from_path(path: Path, images: Images) -> NDArray[np.int64]:
     """Class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for anything else."""
+    regular(path)
     try:
         loaded = np.load(path, allow_pickle=False)
         labels = loaded if isinstance(loaded, np.ndarray) else loaded["labels"]

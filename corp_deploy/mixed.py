@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from perf import tolerance
@@ -14,9 +15,10 @@ from perf.measures import Measures, measures
 from perf.onnx_runner import OnnxRunner
 from perf.parity import judge
 
+from .attention import Geometry
 from .candidates import Candidate, logits_at
 from .checkpoint import Checkpoint
-from .diagnosing import dense_noise, graph_of, worst_images
+from .diagnosing import dense_noise, worst_images
 from .errors import BadInput
 from .graphs import export_checkpoint
 
@@ -25,10 +27,15 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """The sites kept in FP32, as patterns, and the relative logit error of the graph against its FP32 twin."""
+    """The sites to keep in FP32, and the relative logit error of such a graph against its FP32 twin."""
 
     kept: tuple[str, ...]
     relative_error: float
+
+    @property
+    def precision(self) -> str:
+        """What the graph is then: one with nothing to keep is no mixed one."""
+        return "mixed" if self.kept else "fp16"
 
 
 def _run(path: Path, half: bool, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -37,51 +44,43 @@ def _run(path: Path, half: bool, pixels: NDArray[np.float32]) -> NDArray[np.floa
         return logits_at(run, pixels, BATCH)
 
 
-def export_mixed_automatically(
+def sites_to_keep(
     checkpoint: Checkpoint,
     dense: Checkpoint,
-    path: Path,
     pixels: NDArray[np.float32],
     *,
     opset: int | None,
+    geometry: Geometry | None = None,
     factor: float = 4.0,
 ) -> Mixed:
-    """Write the graph with the fewest blocks in FP32 that passes the FP16 tolerance on these images.
+    """The fewest blocks that must stay in FP32 for the graph to pass the FP16 tolerance on these images.
 
-    The tolerance is `factor` times the dense model's own FP16 error, as `verify` judges it. Raises BadInput when no set
-    of blocks makes it pass.
+    The tolerance is `factor` times the dense model's own FP16 error, as `verify` judges it. `geometry` as for
+    export_checkpoint. Raises BadInput when no set of blocks makes it pass.
     """
     with tempfile.TemporaryDirectory() as scratch:
         single, half = Path(scratch) / "fp32.onnx", Path(scratch) / "fp16.onnx"
-        export_checkpoint(checkpoint, single, precision="fp32", opset=opset)
+        export_checkpoint(checkpoint, single, precision="fp32", opset=opset, geometry=geometry)
         with OnnxRunner(single) as runner:
             reference = logits_at(runner, pixels, BATCH)
         bounds = tolerance.half(_dense_half_error(dense, Path(scratch), pixels, opset), factor=factor)
         errors = [0.0]
 
         def attempt(kept: tuple[str, ...]) -> Located | None:
-            patterns = tuple(f"{site}*" for site in kept)
-            precision = "mixed" if kept else "fp16"
-            export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=patterns)
+            precision = Mixed(kept=kept, relative_error=0.0).precision
+            export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
             candidate = _run(half, True, pixels)
             found = measures(reference, candidate, margin_noise=bounds.margin_noise)
             errors.append(found.relative_error)
             if judge(found, bounds)[0] == "PASS":
                 return None
             worst = worst_images(pixels, reference, candidate)
-            graphs = graph_of(checkpoint, "fp32"), graph_of(checkpoint, precision, patterns)
+            graphs = onnx.load(str(single)), onnx.load(str(half))
             return locate_in_half("half", *graphs, worst, noise=dense_noise(dense, worst))
 
         kept, left = keep_until_found_nowhere(attempt)
         if left is not None:
-            raise BadInput(f"{path}: no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
-        export_checkpoint(
-            checkpoint,
-            path,
-            precision="mixed" if kept else "fp16",
-            opset=opset,
-            keep_fp32=tuple(f"{site}*" for site in kept),
-        )
+            raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
     return Mixed(kept=kept, relative_error=errors[-1])
 
 

@@ -7,6 +7,7 @@ from export.expected import Agreement, Expected, Latency
 from export.package import Package
 from export.record import record_from_json, record_path
 from export.triton_config import Serving
+from perf.files import regular
 from perf.runs import Bench, load_bench
 from perf.summary import finite, summarise
 
@@ -60,7 +61,7 @@ def _labels(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        return tuple(line.strip() for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: can't be read as a list of labels, one a line ({error})") from None
 

@@ -12,6 +12,7 @@ from typing import Any
 import export.errors
 import perf.errors
 from export.choices import BatchProfile, BuildChoices
+from perf.files import regular
 from perf.quantity import BATCH, Quantity
 from perf.rule import Rule, rule_from_text
 
@@ -262,6 +263,7 @@ def nearest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    regular(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -6,8 +6,7 @@ the dense head. With E = I - q_map' k_map the logits lose Q E K', and a recovery
 * `per-image`: sum over images of ||Q_b E K_b'||_F^2, exact, from the summed products of images (CORP, eq. 14-17);
 * `aggregated`: tr(S_q E S_k E'), from second moments over all tokens.
 
-Legend: H heads, D dimensions of a head, R reduced dimensions, T = D(D+1)/2 pairs (a <= b, row by row).
-`system_HTT[h]` is the sum over images of half(K'K) half(Q'Q)', the upper triangles as vectors, nothing scaled.
+Legend: H heads, D dimensions of a head, R reduced dimensions.
 """
 
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .image_system import ImageSystem, logit_system, lost_per_image
 from .ridge import solve_ridge
 from .select import kept_from_scores
 
@@ -62,33 +62,17 @@ def _lost(q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
     return _identity(q_map_HRD) - q_map_HRD.mT @ k_map_HRD
 
 
-def _pair_index(head_dim: int, device: torch.device) -> Tensor:
-    """[D, D] -> position of the pair {a, b} among the T pairs."""
-    rows, columns = torch.triu_indices(head_dim, head_dim, device=device)
-    index_DD = torch.empty(head_dim, head_dim, dtype=torch.int64, device=device)
-    index_DD[rows, columns] = index_DD[columns, rows] = torch.arange(rows.numel(), device=device)
-    return index_DD
-
-
 def residual_aggregated(q_second_HDD: Tensor, k_second_HDD: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
     """tr(S_q E S_k E') per head: any maps on the aggregated objective."""
     lost_HDD = _lost(q_map_HRD, k_map_HRD)
     return ((q_second_HDD @ lost_HDD @ k_second_HDD) * lost_HDD).sum(dim=(1, 2)).clamp_min(0.0)
 
 
-def residual_per_image(system_HTT: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """Sum over images of ||Q_b E K_b'||_F^2 per head: any maps on the per-image objective, O(T^2) per head."""
-    head_dim = q_map_HRD.shape[-1]
-    first, second = torch.triu_indices(head_dim, head_dim, device=system_HTT.device)
-    share_T = torch.where(first == second, 0.5, 1.0).to(torch.float64)
-    weight_TT = 2.0 * torch.outer(share_T, share_T)
-    out = []
-    for system_TT, lost_DD in zip(system_HTT, _lost(q_map_HRD, k_map_HRD), strict=True):
-        k_q_DD = lost_DD.T
-        one_TT = k_q_DD[first[:, None], first] * k_q_DD[second[:, None], second]
-        two_TT = k_q_DD[first[:, None], second] * k_q_DD[second[:, None], first]
-        out.append((system_TT * weight_TT * (one_TT + two_TT)).sum())
-    return torch.stack(out).clamp_min(0.0)
+def residual_per_image(system: ImageSystem, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """Sum over images of ||Q_b E K_b'||_F^2 per head: any maps that the system covers, on the per-image objective."""
+    assert system.covers(q_map_HRD), system.covered_HS
+    assert system.covers(k_map_HRD), system.covered_HS
+    return lost_per_image(system, _lost(q_map_HRD, k_map_HRD))
 
 
 def select(
@@ -96,18 +80,18 @@ def select(
     *,
     q_second_HDD: Tensor,
     k_second_HDD: Tensor,
-    system_HTT: Tensor | None = None,
+    system: ImageSystem | None = None,
 ) -> QkRecovery:
     """Keep those dimensions as they are. Judged per image where the system is given, else on the second moments."""
     map_HRD = _selection(kept_HR, q_second_HDD.shape[-1])
-    if system_HTT is None:
+    if system is None:
         residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
     else:
-        residual_H = residual_per_image(system_HTT, map_HRD, map_HRD)
+        residual_H = residual_per_image(system, map_HRD, map_HRD)
     return QkRecovery(
         q_map_HRD=map_HRD,
         k_map_HRD=map_HRD,
-        objective="aggregated" if system_HTT is None else "per-image",
+        objective="aggregated" if system is None else "per-image",
         residual_H=residual_H,
         residual_uncompensated_H=residual_H.clone(),
         r2=0.0,
@@ -124,53 +108,24 @@ def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tens
     return (root_HR1 * u_HRR.mT) @ rows_HRD, (root_HR1 * vt_HRR) @ rows_HRD
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitSystem:
-    """G and h of eq. 15 (vec(M) column by column) and sum_b ||T_b||_F^2 for one head and one kept set."""
-
-    gram: Tensor
-    cross: Tensor
-    missing: float
-
-
-def logit_system(system_TT: Tensor, kept_R: Tensor, head_dim: int) -> LogitSystem:
-    """Pick eq. 15's system for a kept set out of the full one: index arithmetic only."""
-    pair_DD = _pair_index(head_dim, system_TT.device)
-    mask_D = torch.ones(head_dim, dtype=torch.bool, device=kept_R.device)
-    mask_D[kept_R] = False
-    pruned_P = mask_D.nonzero().squeeze(1)
-    width = kept_R.numel()
-    inside = pair_DD[kept_R[:, None], kept_R].flatten()
-    # [j, j', i, i'] -> [(j, i), (j', i')]: key index outer, query index inner
-    gram = system_TT[inside[:, None], inside].view(width, width, width, width).permute(0, 2, 1, 3)
-    across_RP = pair_DD[kept_R[:, None], pruned_P]
-    cross_RR = system_TT[across_RP[:, None, :], across_RP[None, :, :]].sum(dim=-1)
-    outside = pair_DD[pruned_P[:, None], pruned_P].flatten()
-    return LogitSystem(
-        gram=gram.reshape(width * width, width * width),
-        cross=cross_RR.flatten(),
-        missing=float(system_TT[outside, outside].sum()),
-    )
-
-
-def logit(system_HTT: Tensor, kept_HR: Tensor, head_dim: int, *, ridge_rel: float) -> QkRecovery:
+def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
     """CORP, eq. 14-16: the missing logits of every image ~ Q_S M K_S', I + M folded by its SVD, not symmetrised.
 
     ridge = ridge_rel * mean diagonal of G. The residual is eq. 81, on the per-image objective.
     """
     ms, residuals, missing, conditions, ridges = [], [], [], [], []
-    for system_TT, kept_R in zip(system_HTT, kept_HR, strict=True):
-        system = logit_system(system_TT, kept_R, head_dim)
-        solved = solve_ridge(system.cross.unsqueeze(0), system.gram, ridge_rel=ridge_rel)
+    for head, kept_R in enumerate(kept_HR):
+        of_head = logit_system(system, head, kept_R)
+        solved = solve_ridge(of_head.cross.unsqueeze(0), of_head.gram, ridge_rel=ridge_rel)
         m = solved.solution_OK.squeeze(0)
-        residuals.append(max(system.missing - 2.0 * float(m @ system.cross) + float(m @ (system.gram @ m)), 0.0))
+        residuals.append(max(of_head.missing - 2.0 * float(m @ of_head.cross) + float(m @ (of_head.gram @ m)), 0.0))
         ms.append(m.view(kept_R.numel(), kept_R.numel()).T)
-        missing.append(system.missing)
+        missing.append(of_head.missing)
         conditions.append(solved.condition)
         ridges.append(solved.ridge)
-    residual_H = system_HTT.new_tensor(residuals)
-    uncompensated_H = system_HTT.new_tensor(missing)
-    q_map_HRD, k_map_HRD = _folded(torch.stack(ms), kept_HR, head_dim)
+    residual_H = system.energy_H.new_tensor(residuals)
+    uncompensated_H = system.energy_H.new_tensor(missing)
+    q_map_HRD, k_map_HRD = _folded(torch.stack(ms), kept_HR, system.head_dim)
     return QkRecovery(
         q_map_HRD=q_map_HRD,
         k_map_HRD=k_map_HRD,

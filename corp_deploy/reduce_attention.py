@@ -11,8 +11,9 @@ from torch import Tensor
 from calib.moments import AttentionMoments
 
 from . import recover_attention, recover_values, select
-from .choices import Choices
+from .choices import Choices, aligned_widths
 from .errors import BadInput
+from .image_system import ImageSystem, whole_system
 from .output_error import output_error, variance
 from .recover_attention import QkRecovery
 from .recover_values import ValueRecovery
@@ -26,15 +27,24 @@ class QkAtSite:
     energy_H: Tensor
 
 
-def _system(site: str, moments: AttentionMoments) -> Tensor:
+def _system(site: str, moments: AttentionMoments) -> ImageSystem:
     if moments.system_HTT is None:
         raise BadInput(
             f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "
             "calibrate again with --attention-system, or choose 'lowrank' (--preset best)"
         )
-    if moments.kept_HK is not None:
-        raise BadInput(f"{site}: these moments hold the system of one kept set only; calibrate again for all of them")
-    return moments.system_HTT.double()
+    head_dim = moments.energy_HD.shape[1]
+    if moments.kept_HK is None:
+        return whole_system(moments.system_HTT.double(), head_dim)
+    assert moments.target_HKK is not None, site
+    assert moments.target_energy_H is not None, site
+    return ImageSystem(
+        head_dim=head_dim,
+        covered_HS=moments.kept_HK,
+        system_HTT=moments.system_HTT.double(),
+        target_HSS=moments.target_HKK.double(),
+        energy_H=moments.target_energy_H.double(),
+    )
 
 
 def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
@@ -43,7 +53,13 @@ def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HR
     Raises BadInput when the moments lack what the objective needs.
     """
     if choices.qk_recovery == "logit":
-        return recover_attention.residual_per_image(_system(site, moments), q_map_HRD, k_map_HRD)
+        system = _system(site, moments)
+        if not (system.covers(q_map_HRD) and system.covers(k_map_HRD)):
+            raise BadInput(
+                f"{site}: the system in these moments leaves out dimensions that are kept here; "
+                "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
+            )
+        return recover_attention.residual_per_image(system, q_map_HRD, k_map_HRD)
     # The first version's equation as published takes both second moments as they are, nothing centred.
     k_HDD = moments.k_second_HDD if choices.qk_recovery == "logit-v1" else moments.k_centred_HDD
     return recover_attention.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
@@ -77,18 +93,36 @@ def kept_qk(moments: AttentionMoments) -> QkRecovery:
     return recover_attention.select(every_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
 
 
+def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, align: int) -> Tensor:
+    """The best dimensions among those that the system covers; all of them where it was taken for this very width."""
+    covered = system.covered_HS.shape[1]
+    if width > covered:
+        there = [each for each in aligned_widths(system.head_dim, align) if each <= covered]
+        raise BadInput(
+            f"{site}: a head width of {width} was asked for, but the system in these moments covers {covered} of "
+            f"{system.head_dim} dimensions; expected a width of {', '.join(map(str, there)) or covered}, or moments "
+            f"taken for a wider one: calibrate --attention-system --attn {1.0 - width / system.head_dim:g}"
+        )
+    best_HR = select.kept_from_scores(scores_HD.gather(1, system.covered_HS), width)
+    return system.covered_HS.gather(1, best_HR)
+
+
 def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if choices.qk_recovery == "lowrank":
         return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
-    kept_HR = select.kept_from_scores(qk_scores(moments, choices, qkv_XI), width)
+    scores_HD = qk_scores(moments, choices, qkv_XI)
+    if choices.qk_recovery == "logit":
+        system = _system(site, moments)
+        if system.covered_HS.shape[1] < width == system.head_dim:
+            return kept_qk(moments)  # nothing is missing at full width, whatever the system leaves out
+        kept_HR = _kept_inside(site, system, scores_HD, width, choices.align_head)
+        return recover_attention.logit(system, kept_HR, ridge_rel=choices.ridge_rel)
+    kept_HR = select.kept_from_scores(scores_HD, width)
     if choices.qk_recovery == "select":
         return recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
-    if choices.qk_recovery == "logit-v1":
-        return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=choices.ridge_rel)
-    assert choices.qk_recovery == "logit", choices.qk_recovery
-    head_dim = q_second_HDD.shape[-1]
-    return recover_attention.logit(_system(site, moments), kept_HR, head_dim, ridge_rel=choices.ridge_rel)
+    assert choices.qk_recovery == "logit-v1", choices.qk_recovery
+    return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=choices.ridge_rel)
 
 
 def leaves_values(choices: Choices, width: int, dense: int) -> bool:

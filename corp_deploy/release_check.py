@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from perf.files import regular
+
 from .errors import BadInput
 from .files import read_json, sha256_of_file
 from .release import MANIFEST, MANIFEST_KIND, SUMS
@@ -21,7 +23,7 @@ class Checked:
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = regular(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
     found = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}

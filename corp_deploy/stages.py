@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from perf.files import regular
+
 from .errors import BadInput
 from .files import sha256_of_file, sha256_of_text, write_json
 
@@ -290,7 +292,7 @@ def _move(stage: Stage, root: Path, into: Path) -> dict[str, str]:
     for name in outputs:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (into / name).chmod(0o644)
-        (into / name).replace(root / name)
+        (into / name).replace(regular(root / name))
     for folder in {(root / name).parent for name in outputs}:
         _sync(folder)
     return outputs

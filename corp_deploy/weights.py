@@ -4,7 +4,6 @@ What is read here is names and tensors; whether they fit a model is asked in wei
 """
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+
+from perf.files import object_from_file
 
 from .errors import BadInput
 
@@ -86,11 +87,11 @@ def _from_safetensors(path: Path) -> State:
 def _shards(index: Path) -> dict[str, list[str]]:
     """The files of an index with the names that each must hold. Raises BadInput for a path that leaves the folder."""
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = object_from_file(index)["weight_map"]
         files: dict[str, list[str]] = {}
         for name, file in names.items():
             files.setdefault(file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{index}: expected an index of shards with a weight_map ({error!r:.150})") from None
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or file.endswith(_INDEX):

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, TensorProto
 
 from .errors import BadInput
+from .files import regular
 from .weights import element_types, matmul_weights
 
 OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
@@ -23,7 +24,7 @@ SPELLED_OUT = "norms are spelled out in float16"
 def load_onnx(path: Path) -> ModelProto:
     """The graph in `path` with its weights inside; BadInput for what is missing, empty, cut short or no ONNX at all."""
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
     except OSError as error:
         raise BadInput(f"{path}: can't be read ({error.strerror})") from error
     if not content:

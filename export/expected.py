@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BadInput
+from .files import json_object, regular
 from .triton_config import Variant
 
 EXPECTED_NAME = "expected.json"
@@ -58,14 +59,15 @@ def read_expected(path: Path) -> dict[str, Any]:
     """The entries by model and version; empty when the file is not there yet."""
     if not path.exists():
         return {}
-    try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path}: not JSON ({error}); remove it and package again") from error
-    if not isinstance(content, dict) or (content.get("kind"), content.get("version")) != (KIND, VERSION):
-        raise BadInput(f"{path}: expected an object of kind {KIND!r} and version {VERSION}")
-    models: dict[str, Any] = content["models"]
-    return models
+    content = json_object(regular(path).read_text(encoding="utf-8"), where=str(path))
+    models: Any = content.get("models")
+    entries = isinstance(models, dict) and all(isinstance(versions, dict) for versions in models.values())
+    if (content.get("kind"), content.get("version")) != (KIND, VERSION) or not entries:
+        raise BadInput(
+            f"{path}: expected an object of kind {KIND!r} and version {VERSION} with its models; "
+            "remove it and package again"
+        )
+    return dict(models)
 
 
 def expected_text(models: Mapping[str, Any]) -> str:

@@ -110,7 +110,7 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[Finding]:
         if not file.is_file():
             yield finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
             continue
-        labels = [text for text in file.read_text().splitlines() if text.strip()]
+        labels = [text for text in file.read_text(errors="replace").splitlines() if text.strip()]
         classes = next((field.value for field in reversed(output.all("dims"))), None)
         if isinstance(classes, int) and classes > 0 and len(labels) != classes:
             told = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"

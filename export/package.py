@@ -1,6 +1,5 @@
 """What one version of one served model is made from."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +8,7 @@ from .choices import BatchProfile
 from .errors import BadInput
 from .expected import Expected
 from .triton_config import Serving
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+from .versions import require_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +33,7 @@ class Package:
     server: str | None = None
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise BadInput(
-                f"model name {self.name!r}: use letters, digits, '_', '.' and '-', starting with none of these"
-            )
+        require_name(self.name)
         if self.version < 1:
             raise BadInput(f"the model version must be at least 1, got {self.version}")
         if not self.plans and self.onnx is None and self.cpu_onnx is None:

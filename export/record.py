@@ -10,6 +10,7 @@ from typing import Any
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from .errors import BadInput
+from .files import json_object
 
 VERSION = 1
 KIND = "engine"
@@ -79,11 +80,8 @@ def record_path(plan_path: Path) -> Path:
 
 def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     """Reads `EngineRecord.to_json`; BadInput for anything else."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{where}: not JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("kind") != KIND or content.get("version") != VERSION:
+    content = json_object(text, where=where)
+    if content.get("kind") != KIND or content.get("version") != VERSION:
         raise BadInput(f"{where}: expected an object of kind {KIND!r} and version {VERSION}")
     names = {field.name for field in fields(EngineRecord)}
     absent = sorted(names - content.keys())

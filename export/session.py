@@ -1,6 +1,5 @@
 """One build on opened bindings: parse, configure, build, and ask what kernels came out."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +8,7 @@ from onnx import ModelProto
 
 from .choices import BatchProfile, BuildChoices
 from .errors import BadInput, Missing
+from .files import regular, replacing
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
@@ -93,7 +93,7 @@ class Session:
         if choices.sparse:
             config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
         if choices.timing_cache is not None:
-            stored = choices.timing_cache.read_bytes() if choices.timing_cache.exists() else b""
+            stored = regular(choices.timing_cache).read_bytes() if choices.timing_cache.exists() else b""
             self.cache_state = "reused" if stored else "new"
             cache = config.create_timing_cache(stored)
             if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
@@ -132,9 +132,5 @@ def _set_targets(trt: Any, config: Any, sms: tuple[str, ...]) -> None:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(path)
+    with replacing(path) as beside:
+        beside.write_bytes(content)

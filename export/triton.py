@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from .record import EngineRecord, sha256_of
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release
 from .triton_config import LABELS_NAME, Variant, config_text
 from .variants import Model, checked_record, models_of
-from .versions import config_path, install_text, model_names, versions_of
+from .versions import config_path, install_text, install_undoably, model_names, versions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class Written:
 def write_repository(package: Package, repository: Path) -> Written:
     """Adds one version of every variant to the repository, which is made if it is not there.
 
-    Older versions stay. Each model appears whole or not at all. Raises BadInput when artefacts contradict each other,
+    Older versions stay. All models appear whole or none does. Raises BadInput when artefacts contradict each other,
     their records or what is asked, and when the version is already there.
     """
     release = None if package.server is None else server_release(package.server)
@@ -35,14 +36,19 @@ def write_repository(package: Package, repository: Path) -> Written:
     models = models_of(package, records, release)
     for model in models:
         _refuse_contradictions(package, model.variant)
-    repository.mkdir(parents=True, exist_ok=True)
     entries = read_expected(repository / EXPECTED_NAME)
-    with tempfile.TemporaryDirectory(prefix=".package-", dir=repository.parent) as folder:
+    for model in models:
+        entry = expected_entry(model.variant, package.version, model.expected)
+        entries.setdefault(model.variant.name, {})[str(package.version)] = entry
+    repository.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".package-", dir=repository.parent) as folder, ExitStack() as undo:
+        if not repository.exists():
+            repository.mkdir()
+            undo.callback(shutil.rmtree, repository)
         for model in models:
-            _write_model(package, model, repository, Path(folder) / model.variant.name)
-            entry = expected_entry(model.variant, package.version, model.expected)
-            entries.setdefault(model.variant.name, {})[str(package.version)] = entry
-    install_text(expected_text(entries), repository / EXPECTED_NAME)
+            _write_model(package, model, repository, Path(folder) / model.variant.name, undo)
+        install_undoably(expected_text(entries), repository / EXPECTED_NAME, undo)
+        undo.pop_all()
     warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]
     return Written(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
 
@@ -73,7 +79,8 @@ def _refuse_contradictions(package: Package, variant: Variant) -> None:
         raise BadInput(f"{variant.name}: {len(package.labels)} labels for {classes} outputs; give one per class")
 
 
-def _write_model(package: Package, model: Model, repository: Path, staging: Path) -> None:
+def _write_model(package: Package, model: Model, repository: Path, staging: Path, undo: ExitStack) -> None:
+    """Installs one model; `undo` gets what takes it back."""
     version, name = str(package.version), model.variant.name
     folder = staging / version
     folder.mkdir(parents=True)
@@ -89,12 +96,14 @@ def _write_model(package: Package, model: Model, repository: Path, staging: Path
     pinned = config_text(model.variant, replace(package.serving, policy="specific"), package.version, labelled=labelled)
     if target.exists():
         folder.rename(target / version)
-        install_text(pinned, config_path(target, package.version))
-        install_text(text, target / "config.pbtxt")
+        undo.callback(shutil.rmtree, target / version)
+        install_undoably(pinned, config_path(target, package.version), undo)
+        install_undoably(text, target / "config.pbtxt", undo)
     else:
         install_text(pinned, config_path(staging, package.version))
         install_text(text, staging / "config.pbtxt")
         staging.rename(target)
+        undo.callback(shutil.rmtree, target)
 
 
 def _own_warnings(

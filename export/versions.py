@@ -1,14 +1,17 @@
 """Versions of a packaged model: which are there, which one is served, and the way back."""
 
-import os
+import re
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BadInput
 from .expected import EXPECTED_NAME, expected_text, read_expected
+from .files import regular, replacing
 
 SUFFIXES = ("", "_onnx", "_cpu")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,14 @@ class Changed:
     unchanged: tuple[str, ...]
 
 
+def require_name(name: str) -> None:
+    """Raise BadInput for a name that is none of a model: it is a directory of the repository, no path."""
+    if not _NAME.fullmatch(name):
+        raise BadInput(
+            f"model name {name[:100]!r}: use up to 100 letters, digits, '_', '.' and '-', a letter or digit first"
+        )
+
+
 def model_names(repository: Path, name: str) -> tuple[str, ...]:
     """The variants of `name` that the repository holds."""
     return tuple(name + suffix for suffix in SUFFIXES if (repository / (name + suffix)).is_dir())
@@ -28,7 +39,7 @@ def model_names(repository: Path, name: str) -> tuple[str, ...]:
 def versions_of(model: Path) -> tuple[int, ...]:
     """The version directories of one model, rising."""
     names = [entry.name for entry in model.iterdir() if entry.is_dir()]
-    return tuple(sorted(int(name) for name in names if name.isdecimal() and not name.startswith("0")))
+    return tuple(sorted(int(name) for name in names if re.fullmatch(r"[1-9][0-9]{0,18}", name)))
 
 
 def config_path(model: Path, version: int) -> Path:
@@ -43,8 +54,11 @@ def serve_version(repository: Path, name: str, version: int) -> Changed:
     if not able:
         have = sorted({number for each in names for number in versions_of(repository / each)})
         raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")
-    for each in able:
-        install_text(config_path(repository / each, version).read_text(), repository / each / "config.pbtxt")
+    with ExitStack() as undo:
+        for each in able:
+            kept = regular(config_path(repository / each, version)).read_text()
+            install_undoably(kept, repository / each / "config.pbtxt", undo)
+        undo.pop_all()
     return Changed(version=version, models=tuple(able), unchanged=tuple(each for each in names if each not in able))
 
 
@@ -73,15 +87,22 @@ def remove_newest(repository: Path, name: str) -> Changed:
 def install_text(text: str, path: Path) -> None:
     """Whole or not at all: a server may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    with beside.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(path)
+    with replacing(path) as beside:
+        beside.write_text(text)
+
+
+def install_undoably(text: str, path: Path, undo: ExitStack) -> None:
+    """`install_text`, and what takes it back put on `undo`."""
+    before = regular(path).read_text() if path.exists() else None
+    if before is None:
+        undo.callback(path.unlink, missing_ok=True)
+    else:
+        undo.callback(install_text, before, path)
+    install_text(text, path)
 
 
 def _known(repository: Path, name: str) -> tuple[str, ...]:
+    require_name(name)
     names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
     if not names:
         raise BadInput(f"{repository}: there is no model {name!r} with a version in it")

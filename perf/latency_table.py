@@ -14,9 +14,10 @@ import numpy as np
 
 from .environment import environment, fingerprint
 from .errors import BadInput
+from .files import read_json
 from .kept import is_disturbed, samples
 from .runners import Images, Runner
-from .runs import Flat, read_json
+from .runs import Flat
 from .stats import median
 from .timing import Clock, Plan, calls_per_block, measure_rounds, warm_up
 from .watch import Watch, unwatched

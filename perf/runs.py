@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .errors import BadInput, NotComparable
+from .files import object_from_file, require_kind
 
 VERSION = 1
 STATUSES = ("ok", "oom", "failed")
@@ -191,7 +192,7 @@ def save_bench(bench: Bench, path: Path) -> None:
 
 def load_bench(path: Path) -> Bench:
     """Read a record; raises BadInput when the file is none."""
-    return bench_from_json(_object_in(path), where=str(path))
+    return bench_from_json(object_from_file(path), where=str(path))
 
 
 def bench_from_json(data: Mapping[str, Any], *, where: str) -> Bench:
@@ -210,31 +211,6 @@ def bench_from_json(data: Mapping[str, Any], *, where: str) -> Bench:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadInput(f"{where}: not a whole bench record ({type(error).__name__}: {error}); measure again") from error
-
-
-def _object_in(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BadInput(f"{path}: not JSON ({error}); it may be cut short") from error
-    return data if isinstance(data, dict) else {"kind": type(data).__name__}
-
-
-def require_kind(data: Mapping[str, Any], *, kind: str, version: int, where: str) -> None:
-    """Raise BadInput unless a record is of this kind and version."""
-    if data.get("kind") != kind:
-        raise BadInput(f"{where}: expected a {kind} record, got {data.get('kind')!r}")
-    if data.get("version") != version:
-        raise BadInput(f"{where}: {kind} record of version {data.get('version')!r}; this tool reads version {version}")
-
-
-def read_json(path: Path, *, kind: str, version: int) -> dict[str, Any]:
-    """The JSON object in `path`, of this kind and version; raises BadInput otherwise."""
-    data = _object_in(path)
-    require_kind(data, kind=kind, version=version, where=str(path))
-    return data
 
 
 def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:

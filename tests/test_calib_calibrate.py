@@ -109,10 +109,12 @@ def assert_same_bits(a: Moments, b: Moments) -> None:
 
 
 def assert_close(a: Moments, b: Moments) -> None:
+    """What several images share a float32 product for to its rounding, all else to float64's."""
     assert (a.images, a.image_ids.tolist()) == (b.images, b.image_ids.tolist())
     for name, x, y in pairs(a, b):
         if isinstance(x, Tensor) and isinstance(y, Tensor):
-            assert float((x - y).norm()) <= 1e-9 * float(y.norm()), name
+            limit = 2e-7 if name in ("attn.zz_CC", "mlp.gram_FF") else 1e-9
+            assert float((x - y).norm()) <= limit * float(y.norm()), name
         else:
             assert x == y, name
 
@@ -140,6 +142,18 @@ def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_pa
     assert_same_bits(resumed, calibrated(path))
     checkpoint.clear()
     assert [entry.name for entry in tmp_path.iterdir()] == ["images.npy"]
+
+
+def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=8)
+    monkeypatch.setattr("calib.collect.kernel_for", lambda width: "onednn")
+    uninterrupted = calibrated(path)
+    with pytest.raises(Interrupted):
+        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(12))
+    monkeypatch.setattr("calib.collect.kernel_for", lambda width: "blas")
+    assert_same_bits(calibrated(path, checkpoint=checkpoint), uninterrupted)
 
 
 def test_a_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """calib.collect against float64 loops over images, written here independently of its kernels."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from calib import products
 from calib.collect import AttentionSite, MlpSite, Site, Tap, collect
 from calib.errors import BadInput
 from calib.moments import AttentionMoments, MlpMoments, Moments, merge
@@ -164,25 +167,94 @@ def test_derived_moments_are_per_token() -> None:
     assert relative(attention.k_centred_HDD * 8 * TOKENS, attention.kk_centred_HDD) < 1e-12
 
 
+PRODUCTS = ("gram_FF", "zz_CC")  # made of several images at once, in float32
+
+
+def assert_equal_to_rounding(got: Moments, expected: Moments) -> None:
+    """What is summed by image to float64 rounding, what images share a product for to float32 rounding."""
+    for name, value in tensors_of(expected).items():
+        assert relative(tensors_of(got)[name], value) < (2e-7 if name in PRODUCTS else 1e-9), name
+
+
 @settings(max_examples=15, deadline=None)
 @given(batch=st.integers(1, 13), order=st.permutations(range(13)))
 def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> None:
     images = images_of(13)
-    whole = tensors_of(collected(images, 13, attention_system=True))
-    other = tensors_of(collected(images[order], batch, attention_system=True))
-    for name, value in whole.items():
-        assert relative(other[name], value) < 1e-9, name
+    whole = collected(images, 13, attention_system=True)
+    assert_equal_to_rounding(collected(images[order], batch, attention_system=True), whole)
+
+
+@settings(max_examples=10, deadline=None)
+@given(order=st.permutations(range(4)), pieces=st.integers(1, 4))
+def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: list[int], pieces: int) -> None:
+    """A forward pass takes 8 images: whole ones may come in any order, in any batch."""
+    images = images_of(32)
+    moved = torch.cat([images.split(8)[index] for index in order])
+    whole, other = (collected(each, 8 * size, attention_system=True) for each, size in ((images, 4), (moved, pieces)))
+    for name, value in tensors_of(whole).items():
+        assert relative(tensors_of(other)[name], value) < 1e-12, name
 
 
 @settings(max_examples=10, deadline=None)
 @given(cut=st.integers(1, 12))
 def test_merging_two_parts_equals_the_whole(cut: int) -> None:
     images = images_of(13)
-    whole = collected(images, 4, attention_system=True)
-    merged = merge(collected(images[:cut], 4, attention_system=True), collected(images[cut:], 4, attention_system=True))
+    parts = [collected(part, 4, attention_system=True) for part in (images[:cut], images[cut:])]
+    merged = merge(*parts)
     assert merged.images == 13
-    for name, value in tensors_of(whole).items():
-        assert relative(tensors_of(merged)[name], value) < 1e-9, name
+    assert_equal_to_rounding(merged, collected(images, 4, attention_system=True))
+    for name, value in tensors_of(merged).items():
+        assert relative(value, tensors_of(parts[0])[name] + tensors_of(parts[1])[name]) < 1e-15, name
+
+
+def test_merging_at_a_whole_piece_equals_the_whole_to_float64_rounding() -> None:
+    images = images_of(29)
+    merged = merge(collected(images[:16], 16), collected(images[16:], 16))
+    for name, value in tensors_of(collected(images, 16)).items():
+        assert relative(tensors_of(merged)[name], value) < 1e-12, name
+
+
+def float64_gram(x_BNF: Tensor) -> Tensor:
+    x_nF = x_BNF.double().flatten(0, 1)
+    return x_nF.T @ x_nF
+
+
+@pytest.mark.parametrize("kernel", ["blas", "onednn"])
+@pytest.mark.parametrize("shape", [(8, 197, 400), (2, 4000, 32), (3, 5, 8), (1, 1, 1)])
+def test_either_kernel_makes_the_gram(kernel: products.Kernel, shape: tuple[int, int, int]) -> None:
+    """Several block rows, more tokens than a product may have, fewer channels than a block; activations with a mean."""
+    x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3.0  # all terms of one sign: the worst
+    total_FF = torch.zeros(shape[-1], shape[-1], dtype=torch.float64)
+    for _ in range(2):
+        products.add_gram(total_FF, x_BNF, kernel)
+    products.mirror(total_FF)
+    scale = float(total_FF.diagonal().mean())
+    assert float((total_FF - 2.0 * float64_gram(x_BNF)).abs().max()) < 2e-6 * scale
+
+
+def clock_of(*spans: float) -> Callable[[], float]:
+    """A clock by which consecutive trials take these times."""
+    now = [moment for span in spans for moment in (0.0, span)]
+    return iter(now).__next__
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ((2.0, 1.0) * 5, "onednn"),
+        ((1.0, 2.0) * 5, "blas"),
+        ((1.0, 0.95) * 5, "blas"),  # too close to choose by
+        ((9.0, 1.0) * 4 + (1.0, 1.0), "blas"),  # the least of each counts: the rest is noise
+    ],
+)
+def test_the_faster_kernel_is_taken(spans: tuple[float, ...], expected: str) -> None:
+    assert products.faster_kernel(clock_of(*spans)) == expected
+
+
+def test_narrow_grams_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_kernel_of_this_cpu", lambda: "onednn")
+    assert products.kernel_for(384) == "blas"
+    assert products.kernel_for(1536) == ("onednn" if torch.backends.mkldnn.is_available() else "blas")
 
 
 def test_second_pass_restricted_to_kept_dims() -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import corp_deploy
+import perf.errors
 from corp_deploy import vit
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, load_dense, save
 from corp_deploy.errors import BadInput
@@ -120,7 +121,7 @@ def test_names_and_directories_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def test_damaged_directories(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such file"):
+    with pytest.raises(perf.errors.BadInput, match="no such file"):
         load_checkpoint(tmp_path)
     save(tiny.checkpoint(), tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -134,8 +135,8 @@ def test_damaged_directories(tmp_path: Path) -> None:
     record = json.loads(config.read_text())
     for change, said in (({"kind": "other"}, "expected a corp-deploy/model record"), ({"version": 2}, "version 2")):
         config.write_text(json.dumps(record | change))
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(perf.errors.BadInput, match=said):
             load_checkpoint(tmp_path)
     config.write_text("{")
-    with pytest.raises(BadInput, match="can't be read as JSON"):
+    with pytest.raises(perf.errors.BadInput, match="not JSON"):
         load_checkpoint(tmp_path)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from corp_deploy import recover_attention as qk
+from corp_deploy.image_system import ImageSystem, logit_system, whole_system
 
 Array = NDArray[np.floating[Any]]
 IMAGES, HEADS, TOKENS, DIM = 7, 2, 9, 6
@@ -33,6 +34,30 @@ def system_of(q: Tensor, k: Tensor) -> Tensor:
     first, second = torch.triu_indices(DIM, DIM)
     k_half, q_half = (k.mT @ k)[..., first, second], (q.mT @ q)[..., first, second]
     return torch.einsum("bhp,bhr->hpr", k_half, q_half)
+
+
+def whole(q: Tensor, k: Tensor) -> ImageSystem:
+    return whole_system(system_of(q, k), DIM)
+
+
+def part_of(q: Tensor, k: Tensor, covered_HS: Tensor) -> ImageSystem:
+    """What a pass restricted to these dimensions sums, image by image."""
+    first, second = torch.triu_indices(covered_HS.shape[1], covered_HS.shape[1])
+    systems, targets, energies = [], [], []
+    for head, covered in enumerate(covered_HS.tolist()):
+        left = [j for j in range(DIM) if j not in covered]
+        q_s, q_p, k_s, k_p = (x[:, head][..., dims] for x in (q, k) for dims in (covered, left))
+        k_half, q_half = (k_s.mT @ k_s)[:, first, second], (q_s.mT @ q_s)[:, first, second]
+        systems.append(torch.einsum("bp,br->pr", k_half, q_half))
+        targets.append(((q_s.mT @ q_p) @ (k_p.mT @ k_s)).sum(0))
+        energies.append((q_p @ k_p.mT).square().sum())
+    return ImageSystem(
+        head_dim=DIM,
+        covered_HS=covered_HS,
+        system_HTT=torch.stack(systems),
+        target_HSS=torch.stack(targets),
+        energy_H=torch.stack(energies),
+    )
 
 
 def second_of(x: Tensor, *, centred: bool = False) -> Tensor:
@@ -69,7 +94,7 @@ def product(result: qk.QkRecovery, head: int) -> Array:
 def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
     q, k = heads(0)
     kept_HR = torch.tensor([[0, 2, 5], [1, 2, 3]])
-    result = qk.logit(system_of(q, k), kept_HR, DIM, ridge_rel=ridge_rel)
+    result = qk.logit(whole(q, k), kept_HR, ridge_rel=ridge_rel)
     for head, kept in enumerate(kept_HR.tolist()):
         m, g, h = papers_m(q[:, head].numpy(), k[:, head].numpy(), kept, ridge_rel)
         expected = np.zeros((DIM, DIM))
@@ -78,11 +103,11 @@ def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
         u, s, vt = np.linalg.svd(np.eye(3) + m)
         np.testing.assert_allclose(result.q_map_HRD[head][:, kept].abs(), np.abs((u * np.sqrt(s)).T), atol=1e-8)
         np.testing.assert_allclose(result.k_map_HRD[head][:, kept].abs(), np.abs(np.sqrt(s)[:, None] * vt), atol=1e-8)
-        picked = qk.logit_system(system_of(q, k)[head], kept_HR[head], DIM)
+        picked = logit_system(whole(q, k), head, kept_HR[head])
         np.testing.assert_allclose(picked.gram, g, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(picked.cross, h, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(result.residual_H, logits_lost(q, k, result))
-    dropped = qk.select(kept_HR, q_second_HDD=second_of(q), k_second_HDD=second_of(k), system_HTT=system_of(q, k))
+    dropped = qk.select(kept_HR, q_second_HDD=second_of(q), k_second_HDD=second_of(k), system=whole(q, k))
     torch.testing.assert_close(result.residual_uncompensated_H, logits_lost(q, k, dropped))
     assert result.objective == dropped.objective == "per-image"
     assert 0.0 < result.r2 < 1.0
@@ -91,7 +116,7 @@ def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
 def test_logit_condition_and_ridge_are_those_of_g() -> None:
     q, k = heads(1)
     kept_HR = torch.tensor([[0, 2], [1, 4]])
-    result = qk.logit(system_of(q, k), kept_HR, DIM, ridge_rel=1e-3)
+    result = qk.logit(whole(q, k), kept_HR, ridge_rel=1e-3)
     grams = [papers_m(q[:, h].numpy(), k[:, h].numpy(), kept, 0.0)[1] for h, kept in enumerate(kept_HR.tolist())]
     ridges = [1e-3 * np.trace(g) / 4 for g in grams]
     conditions = [np.linalg.cond(g + r * np.eye(4), 1) for g, r in zip(grams, ridges, strict=True)]
@@ -167,7 +192,7 @@ def test_planted_m_is_found() -> None:
     q[..., 3:], k[..., 3:] = q[..., :3] @ a, k[..., :3] @ b
     kept_HR = torch.arange(3).expand(HEADS, 3)
     for result in (
-        qk.logit(system_of(q, k), kept_HR, DIM, ridge_rel=1e-12),
+        qk.logit(whole(q, k), kept_HR, ridge_rel=1e-12),
         qk.logit_v1(second_of(q), second_of(k), kept_HR, ridge_rel=1e-12),
     ):
         expected = torch.eye(3, dtype=torch.float64) + a @ b.mT
@@ -193,7 +218,7 @@ def test_select_is_judged_on_what_it_is_given() -> None:
 def test_any_maps_are_judged_per_image() -> None:
     q, k = heads(8)
     result = qk.lowrank(second_of(q), second_of(k), 4)
-    judged = qk.residual_per_image(system_of(q, k), result.q_map_HRD, result.k_map_HRD)
+    judged = qk.residual_per_image(whole(q, k), result.q_map_HRD, result.k_map_HRD)
     torch.testing.assert_close(judged, logits_lost(q, k, result))
 
 
@@ -210,9 +235,9 @@ def test_no_form_is_worse_than_dropping(seed: int, rank: int, tokens: int, width
     q, k = heads(seed, rank=rank, tokens=tokens, shift=float(seed % 2))
     generator = torch.Generator().manual_seed(seed)
     kept_HR = torch.stack([torch.randperm(DIM, generator=generator)[:width].sort().values for _ in range(HEADS)])
-    system, q_second, k_second = system_of(q, k), second_of(q), second_of(k)
+    system, q_second, k_second = whole(q, k), second_of(q), second_of(k)
     results = [
-        qk.logit(system, kept_HR, DIM, ridge_rel=ridge_rel),
+        qk.logit(system, kept_HR, ridge_rel=ridge_rel),
         qk.logit_v1(q_second, k_second, kept_HR, ridge_rel=ridge_rel),
         qk.lowrank(q_second, k_second, width),
         qk.lowrank(q_second, second_of(k, centred=True), width),
@@ -222,8 +247,8 @@ def test_no_form_is_worse_than_dropping(seed: int, rank: int, tokens: int, width
         scale = float(result.residual_uncompensated_H.max())
         assert bool((result.residual_H <= result.residual_uncompensated_H * (1 + 1e-8) + 1e-9 * scale).all())
         assert result.condition >= 1.0
-    whole = (q @ k.mT).square().sum(dim=(0, 2, 3))
-    assert bool(((results[0].residual_H - logits_lost(q, k, results[0])).abs() <= 1e-7 * whole).all())
+    energy = (q @ k.mT).square().sum(dim=(0, 2, 3))
+    assert bool(((results[0].residual_H - logits_lost(q, k, results[0])).abs() <= 1e-7 * energy).all())
     dropped = qk.select(kept_HR, q_second_HDD=q_second, k_second_HDD=k_second).residual_H
     aggregated = qk.residual_aggregated(q_second, k_second, results[2].q_map_HRD, results[2].k_map_HRD)
     level = qk.lowrank_spectrum(q_second, k_second)[:, 0]
@@ -235,7 +260,7 @@ def test_full_width_is_the_dense_head() -> None:
     everything = torch.arange(DIM).expand(HEADS, DIM)
     for result in (
         qk.select(everything, q_second_HDD=second_of(q), k_second_HDD=second_of(k)),
-        qk.logit(system_of(q, k), everything, DIM, ridge_rel=1e-4),
+        qk.logit(whole(q, k), everything, ridge_rel=1e-4),
         qk.logit_v1(second_of(q), second_of(k), everything, ridge_rel=1e-4),
         qk.lowrank(second_of(q), second_of(k), DIM),
     ):
@@ -243,3 +268,34 @@ def test_full_width_is_the_dense_head() -> None:
             result.q_map_HRD.mT @ result.k_map_HRD, torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM)
         )
         assert float(result.residual_H.max()) < 1e-12
+
+
+@pytest.mark.parametrize("rank", [DIM, 2])
+@pytest.mark.parametrize("kept", [[[0, 2, 5, 1], [1, 2, 3, 5]], [[0, 5], [2, 3]], [[5], [1]]])
+def test_a_restricted_system_gives_what_the_whole_one_gives(kept: list[list[int]], rank: int) -> None:
+    """For its own kept set and every narrower one; full-rank and singular queries and keys."""
+    q, k = heads(11, rank=rank)
+    kept_HR = torch.tensor(kept).sort().values
+    part = part_of(q, k, torch.tensor([[0, 1, 2, 5], [1, 2, 3, 5]]))
+    for head in range(HEADS):
+        expected, got = (logit_system(system, head, kept_HR[head]) for system in (whole(q, k), part))
+        torch.testing.assert_close(got.gram, expected.gram, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got.cross, expected.cross, rtol=1e-11, atol=1e-11 * float(expected.gram.max()))
+        assert got.missing == pytest.approx(expected.missing, rel=1e-11)
+    exact, found = (qk.logit(system, kept_HR, ridge_rel=1e-4) for system in (whole(q, k), part))
+    scale = float(exact.residual_uncompensated_H.max())
+    product = exact.q_map_HRD.mT @ exact.k_map_HRD
+    torch.testing.assert_close(found.q_map_HRD.mT @ found.k_map_HRD, product, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.residual_H, exact.residual_H, rtol=1e-9, atol=1e-9 * scale)
+    maps = found.q_map_HRD, 0.5 * found.k_map_HRD  # any maps, not only the fitted ones
+    judged, by_whole = (qk.residual_per_image(system, *maps) for system in (part, whole(q, k)))
+    torch.testing.assert_close(judged, by_whole, rtol=1e-9, atol=1e-9 * scale)
+
+
+def test_a_restricted_system_knows_which_maps_it_can_judge() -> None:
+    q, k = heads(12)
+    part = part_of(q, k, torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    inside = qk.select(torch.tensor([[0, 2], [3, 4]]), q_second_HDD=second_of(q), k_second_HDD=second_of(k))
+    outside = qk.select(torch.tensor([[0, 3], [3, 4]]), q_second_HDD=second_of(q), k_second_HDD=second_of(k))
+    assert part.covers(inside.q_map_HRD)
+    assert not part.covers(outside.q_map_HRD)

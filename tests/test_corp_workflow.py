@@ -19,9 +19,11 @@ from corp_deploy.budget import dense_cost, eliminations, offers, spend, uniform_
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import aligned_width, aligned_widths, choices_from_preset
 from corp_deploy.cli import main
+from corp_deploy.diagnosing import mend_command
 from corp_deploy.errors import BadInput
 from corp_deploy.graphs import facts_of_onnx
 from corp_deploy.head_choice import choose_heads
+from corp_deploy.mixed import Mixed
 from corp_deploy.model_cost import macs
 from corp_deploy.probe import Probe
 from corp_deploy.reduce import reduce
@@ -382,9 +384,16 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     save(Checkpoint(model=hot, architecture=dense.architecture, lineage={}), tmp_path / "hot")
     result = done(
         "export", "--model", tmp_path / "hot", "--dense", home / "dense", "--precision", "mixed", "--auto",
-        "--images", home / "images.npy", "-o", tmp_path / "hot.mixed.onnx", "--json",
+        "--images", home / "images.npy", "--batch", 4, "-o", tmp_path / "hot.mixed.onnx", "--json",
     )  # fmt: skip
     assert json.loads(result.stdout)["kept_fp32"] == ["blocks.1.mlp"]
+    facts = facts_of_onnx(tmp_path / "hot.mixed.onnx")
+    assert (facts.precision, facts.batch) == ("mixed", 4)
+    carried = {entry.key: entry.value for entry in onnx.load(tmp_path / "hot.mixed.onnx").metadata_props}
+    assert carried["export.keep_fp32"] == "blocks.1.mlp"
+    assert "--keep-fp32 '{site}' --output" in mend_command(Path("reduced/model.fp16.onnx")), (
+        "and not 'blocks.1*', nor 10, 11"
+    )
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4", "--half-factor", 8]
     done("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
     done("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
@@ -392,6 +401,29 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
         "needs either"
         in run("export", "--model", home / "dense", "--precision", "mixed", "-o", tmp_path / "x.onnx").stderr
     )
+
+
+def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name, its metadata and what is printed say so, and --batch and --heads are in it."""
+    sought: list[str] = []
+
+    def nothing(*_: object, geometry: str, **__: object) -> Mixed:
+        sought.append(geometry)
+        return Mixed(kept=(), relative_error=0.0)
+
+    monkeypatch.setattr("corp_deploy.mixed.sites_to_keep", nothing)
+    narrow = reduced(home, tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
+    words = ["export", "--model", narrow, "--images", home / "images.npy", "--auto", "--batch", 2, "--heads", "ragged"]
+    result = done(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")
+    assert "so the graph is fp16, not mixed" in " ".join(result.stdout.split())
+    assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.fp16.onnx", "m.onnx"]
+    half = onnx.load(tmp_path / "m.fp16.onnx")
+    carried = {entry.key: entry.value for entry in half.metadata_props}
+    assert (carried["export.precision"], carried.get("export.keep_fp32", ""), sought) == ("fp16", "", ["ragged"])
+    assert half.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 2
+    assert not any(node.op_type == "Pad" for node in half.graph.node)
 
 
 # Gate

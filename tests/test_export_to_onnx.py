@@ -123,6 +123,13 @@ def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:
     assert added["blocks.0/Add_1"] == TensorProto.FLOAT16
 
 
+def test_a_site_keeps_itself_and_what_is_below_it_and_no_other_whose_name_begins_alike() -> None:
+    kept = kept_modules(Vit(depth=12), ["blocks.1"])
+    assert {"blocks.1", "blocks.1.attn.qkv", "blocks.1.mlp.fc2"} <= kept
+    assert {name for name in kept if not (name == "blocks.1" or name.startswith("blocks.1."))} == set()
+    assert "blocks.10.mlp" in kept_modules(Vit(depth=12), ["blocks.1*"])
+
+
 def test_names_are_unique_carry_the_site_and_leak_nothing(fp16: onnx.ModelProto) -> None:
     names = [node.name for node in fp16.graph.node]
     assert len(set(names)) == len(names)

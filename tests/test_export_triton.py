@@ -1,5 +1,6 @@
 """A written Triton repository: what each config says, versions and the way back, the build script, the refusals."""
 
+import itertools
 import json
 import os
 import shutil
@@ -311,8 +312,67 @@ def test_a_copy_that_fails_leaves_no_half_model(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(shutil, "copyfile", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_repository(full(tmp_path), tmp_path / "repo")
-    assert [*(tmp_path / "repo").iterdir()] == []
+    assert not (tmp_path / "repo").exists()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".package")]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    found = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+@pytest.mark.parametrize("place", ["vit_cpu/configs/2.pbtxt", "vit_onnx/config.pbtxt", "vit_cpu/2", "expected.json"])
+def test_a_version_with_something_in_its_way_leaves_the_repository_as_it_was(tmp_path: Path, place: str) -> None:
+    repository = tmp_path / "repo"
+    write_repository(full(tmp_path), repository)
+    (repository / place).unlink(missing_ok=True)
+    if place == "vit_cpu/2":
+        (repository / place).write_text("in the way")
+    else:
+        (repository / place).mkdir()
+    before = tree(tmp_path)
+    with pytest.raises((BadInput, OSError)):
+        write_repository(full(tmp_path, version=2), repository)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_interrupted_package_leaves_the_repository_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, version: int
+) -> None:
+    if version == 2:
+        write_repository(full(tmp_path), tmp_path / "repo")
+    package = full(tmp_path, version=version)
+    before, syncs = tree(tmp_path), itertools.count()
+
+    def interrupted(_: int) -> None:
+        if next(syncs) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_repository(package, tmp_path / "repo")
+    assert tree(tmp_path) == before
+
+
+def test_serving_another_version_switches_every_variant_or_none(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    for version in (1, 2):
+        write_repository(full(tmp_path, version=version), repository)
+    (repository / "vit_cpu/config.pbtxt").unlink()
+    (repository / "vit_cpu/config.pbtxt").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(BadInput, match="a directory, expected a regular file"):
+        serve_version(repository, "vit", 1)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["../r/vit", "", "a/b", ".vit", "vit" * 10_000])
+def test_a_model_name_is_no_path(tmp_path: Path, name: str) -> None:
+    write_repository(full(tmp_path), tmp_path / "r")
+    with pytest.raises(BadInput, match="model name"):
+        serve_version(tmp_path / "r", name, 1)
 
 
 def test_a_named_server_with_other_versions_is_warned_about(tmp_path: Path) -> None:

@@ -218,7 +218,9 @@ def test_the_record_survives_the_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "expected a bench record"),
+        ("[]", "expected a JSON object, got list"),
+        ("[" * 10_000, "nested too deep"),
+        ('{"a": ' * 60 + "1" + "}" * 60, "nested too deep"),
         ('{"kind": "parity", "version": 1}', "got 'parity'"),
         ('{"kind": "bench", "version": 2}', "version 2"),
         ('{"kind": "bench", "version": 1}', "not a whole bench record"),

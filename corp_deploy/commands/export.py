@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="One or several, with commas.",
 )
-@click.option("--keep-fp32", multiple=True, help="Modules that mixed keeps in FP32, such as 'blocks.7.*'.")
+@click.option(
+    "--keep-fp32", multiple=True, help="Modules that mixed keeps in FP32, with all below them, such as blocks.7."
+)
 @click.option("--auto", is_flag=True, help="Let mixed find the blocks that break in FP16, on --images.")
 @click.option("--images", type=ANY_PATH, default=None, help="Images for --auto.")
 @samples_option
@@ -83,16 +85,17 @@ def export_command(
     EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], given_options())
     written: list[dict[str, Any]] = []
     kept: tuple[str, ...] = keep_fp32
+    paths = paths_by_precision(output, precision)
     with out.progress("exporting", len(precision), unit="graphs") as done:
-        for index, (name, path) in enumerate(paths_by_precision(output, precision).items(), start=1):
-            patterns = keep_fp32 if name == "mixed" else ()
-            if name == "mixed" and auto:
-                assert images is not None
-                kept = _mixed(checkpoint, dense, path, images, samples, seed, opset)
-            else:
-                export_checkpoint(
-                    checkpoint, path, precision=name, opset=opset, batch=batch, keep_fp32=patterns, geometry=heads
-                )
+        if auto:
+            assert images is not None
+            kept = _kept(checkpoint, dense, images, samples, seed, opset, heads)
+            paths = paths if kept else _without_mixed(paths, output)
+        for index, (name, path) in enumerate(paths.items(), start=1):
+            patterns = kept if name == "mixed" else ()
+            export_checkpoint(
+                checkpoint, path, precision=name, opset=opset, batch=batch, keep_fp32=patterns, geometry=heads
+            )
             size = path.stat().st_size
             made = {"path": str(path), "precision": name, "opset": facts_of_onnx(path).opset}
             written.append({**made, "sha256": sha256_of_file(path), "size_bytes": size})
@@ -102,8 +105,12 @@ def export_command(
     shown = [
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in written
     ]
-    if auto:
-        shown.append(f"kept in FP32: {', '.join(kept) or 'nothing, FP16 is safe on these images'}")
+    if auto and kept:
+        shown.append(f"kept in FP32: {', '.join(kept)}")
+    elif auto:
+        shown.append("nothing had to be kept in FP32 on these images, so the graph is fp16, not mixed")
+        if ".mixed" in output.suffixes:
+            out.warn(f"{output}: an fp16 graph, although its name says mixed")
     out.result({"written": written, "kept_fp32": list(kept)}, *shown)
 
 
@@ -118,21 +125,30 @@ def _refuse_mixed_options(
         raise click.UsageError("--auto looks for the blocks on real images; give --auto and --images together")
 
 
-def _mixed(
+def _without_mixed(paths: "dict[str, Path]", output: Path) -> "dict[str, Path]":
+    """The same with an fp16 graph in place of the mixed one, which has nothing to keep."""
+    from ..graphs import paths_by_precision
+
+    if len(paths) == 1:
+        return {"fp16": output}
+    return {name: path for name, path in paths_by_precision(output, (*paths, "fp16")).items() if name != "mixed"}
+
+
+def _kept(
     checkpoint: "Checkpoint",
     dense: str | None,
-    path: Path,
     images: Path,
     samples: int | None,
     seed: int,
     opset: int | None,
+    heads: "Geometry | None",
 ) -> tuple[str, ...]:
     from ..chain import given_from_images
     from ..checkpoint import load_checkpoint
     from ..inputs import images_for_model
-    from ..mixed import export_mixed_automatically
+    from ..mixed import sites_to_keep
 
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
     yardstick = checkpoint if dense is None else load_checkpoint(Path(dense))
     pixels = given_from_images(source).pixels
-    return export_mixed_automatically(checkpoint, yardstick, path, pixels, opset=opset).kept
+    return sites_to_keep(checkpoint, yardstick, pixels, opset=opset, geometry=heads).kept

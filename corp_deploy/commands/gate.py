@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ..console import Output, output_options
-from .options import FILE
+from .options import DIRECTORY, FILE
 
 RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
 
@@ -18,9 +18,7 @@ RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given se
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
-@click.option(
-    "--track", type=click.Path(file_okay=False, path_type=Path), help="Write files for benchmark tracking here."
-)
+@click.option("--track", type=DIRECTORY, help="Write files for benchmark tracking here.")
 @output_options
 @click.pass_context
 def gate(

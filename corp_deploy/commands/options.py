@@ -23,9 +23,20 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-DIRECTORY = click.Path(file_okay=False, path_type=Path)
-ANY_PATH = click.Path(path_type=Path)
+
+class RegularPath(click.Path):
+    """A file or directory where there is anything: a pipe would be waited on for ever, a device be replaced."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            self.fail(f"{path} is a pipe, socket or device, expected a regular file or a directory", param, ctx)
+        return path
+
+
+FILE = RegularPath(dir_okay=False, path_type=Path)
+DIRECTORY = RegularPath(file_okay=False, path_type=Path)
+ANY_PATH = RegularPath(path_type=Path)
 BATCHES = Numbers(BATCH, example="1,8,32")
 
 
