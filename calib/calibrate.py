@@ -91,7 +91,8 @@ class _Share:
 
 def _refuse_memory(model: nn.Module, sites: Sequence[Site], images: Images, options: Options, device: str) -> None:
     shapes = shapes_of_sites(model, sites, image_shape=images.shape, device=device)
-    needed = bytes_needed(shapes, attention_system=options.attention_system, kept=options.kept)
+    kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
+    needed = bytes_needed(shapes, attention_system=options.attention_system, kept=kept)
     refuse_too_large(needed, bytes_available(device))
 
 

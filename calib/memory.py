@@ -76,14 +76,14 @@ def bytes_of_system(shape: AttentionShape, *, kept: int | None = None) -> int:
 
 
 def bytes_needed(
-    shapes: Mapping[str, Shape], *, attention_system: bool = False, kept: Mapping[str, Tensor] | None = None
+    shapes: Mapping[str, Shape], *, attention_system: bool = False, kept: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Bytes each site's sums take during and after a calibration with these options."""
+    """Bytes each site's sums take during and after a calibration with these options; `kept`: dims kept per head."""
     kept = kept or {}
     needed = {name: bytes_of_moments(shape) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if isinstance(shape, AttentionShape) and (attention_system or name in kept):
-            needed[name] += bytes_of_system(shape, kept=kept[name].shape[1] if name in kept else None)
+            needed[name] += bytes_of_system(shape, kept=kept.get(name))
     return needed
 
 
@@ -110,5 +110,5 @@ def refuse_too_large(needed: Mapping[str, int], available: int) -> None:
         raise BadInput(
             f"moments: {len(needed)} sites need {total / 1e9:.2f} GB, {available / 1e9:.2f} GB are available; the "
             f"largest is {largest} with {needed[largest] / 1e9:.2f} GB; (a) leave out the attention system, or take it "
-            "in a second pass restricted to kept dims, (b) calibrate fewer sites at a time, (c) use a larger machine"
+            "for kept dims only, (b) calibrate fewer sites at a time, (c) use a larger machine"
         )

@@ -207,6 +207,12 @@ def _merge_ids(a: Moments, b: Moments) -> Tensor:
     return torch.cat([a.image_ids, b.image_ids]).sort().values
 
 
+def _differing(left: object, right: object) -> str:
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return "the dims that their attention systems cover; rank both by the moments of one first pass"
+    return f"got {left} and {right}"
+
+
 def _merge_site(name: str, a: SiteMoments, b: SiteMoments) -> SiteMoments:
     """Adds every sum; what is not a sum (eps, the kept dims) must agree."""
     if type(a) is not type(b):
@@ -217,7 +223,7 @@ def _merge_site(name: str, a: SiteMoments, b: SiteMoments) -> SiteMoments:
         if f.name in ("eps", "kept_HK"):
             same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
             if not same:
-                raise BadInput(f"{name}: moments to merge differ in {f.name}, got {left} and {right}")
+                raise BadInput(f"{name}: moments to merge differ in {f.name}, {_differing(left, right)}")
             merged[f.name] = left
         elif (left is None) != (right is None):
             raise BadInput(f"{name}: only one of the moments to merge has {f.name}; calibrate both with or without it")

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from calib import calibrate as passes
 from calib.checkpoint import Checkpoint as Saved
@@ -16,7 +15,7 @@ from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.images import Images
 from calib.memory import bytes_needed, shapes_of_sites
-from calib.moments import MlpMoments, Moments
+from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
 from calib.sites import MlpSite, Site
 
 from . import vit
@@ -24,6 +23,7 @@ from .checkpoint import Checkpoint, on_device
 from .errors import BadInput
 from .files import sha256_of_file
 from .inputs import lineage_for_moments
+from .kept_dims import narrower
 
 PIXEL_RANGE = "pixel_range"
 
@@ -33,7 +33,7 @@ def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
     """The least and largest input value of every forward pass while the context is open."""
     seen: list[tuple[float, float]] = []
 
-    def look(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
         low, high = given[0].aminmax()
         seen.append((float(low), float(high)))
 
@@ -46,11 +46,15 @@ def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system."""
+    """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
+
+    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`.
+    """
 
     patterns: tuple[str, ...] = ()
     attention: bool = True
     attention_system: bool = False
+    kept: Mapping[str, Tensor] | None = None
     precision: Precision = "float32"
 
 
@@ -67,12 +71,24 @@ def chosen_sites(checkpoint: Checkpoint, wanted: Wanted) -> list[Site]:
     return [site for site in sites if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
 
 
-def memory_needed(checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted) -> int:
-    """Bytes that the sums of these sites will take, known before the run."""
+def memory_needed(
+    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted, widths: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
     shapes = shapes_of_sites(
         checkpoint.model, sites, image_shape=vit.input_spec(checkpoint.model).shape, device=vit.device(checkpoint.model)
     )
-    return sum(bytes_needed(shapes, attention_system=wanted.attention_system).values())
+    return bytes_needed(shapes, attention_system=wanted.attention_system and not widths, kept=widths)
+
+
+def sparsity_that_fits(
+    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted, align_head: int, available: int
+) -> float | None:
+    """The least sparsity for which the system, restricted to what it keeps, fits into so many bytes."""
+    for sparsity, widths in narrower(checkpoint.model, sites, align_head):
+        if sum(memory_needed(checkpoint, sites, wanted, widths).values()) <= available:
+            return sparsity
+    return None
 
 
 def calibrate(
@@ -94,6 +110,9 @@ def calibrate(
     wanted = wanted or Wanted()
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, wanted)
+    options = passes.Options(
+        attention_system=wanted.attention_system and wanted.kept is None, kept=wanted.kept, precision=wanted.precision
+    )
 
     def take() -> Moments:
         return passes.calibrate(
@@ -102,7 +121,7 @@ def calibrate(
             images,
             batch_size=batch_size,
             device=device,
-            options=passes.Options(attention_system=wanted.attention_system, precision=wanted.precision),
+            options=options,
             lineage=lineage_for_moments(checkpoint, images),
             checkpoint=saved,
             ranks=ranks,
@@ -124,6 +143,12 @@ def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
     return joined_ranks(device) if under_torchrun() else nullcontext(passes.ALONE)
 
 
+def _system_width(site: SiteMoments) -> Iterator[int]:
+    """Dims per head that a site's per-image system covers, if it has one."""
+    if isinstance(site, AttentionMoments) and site.system_HTT is not None:
+        yield site.energy_HD.shape[1] if site.kept_HK is None else site.kept_HK.shape[1]
+
+
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     """What a moments file holds, for people and machines."""
     mlps = sum(isinstance(moments.sites[name], MlpMoments) for name in moments.sites)
@@ -134,6 +159,7 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
         "images": moments.images,
         "mlp_sites": mlps,
         "attention_sites": len(moments.sites) - mlps,
+        "system_widths": sorted({width for site in moments.sites.values() for width in _system_width(site)}),
         "lineage": dict(moments.lineage),
     }
 
@@ -153,4 +179,6 @@ def line_of_moments(summary: Mapping[str, Any]) -> str:
     """A summary in one line."""
     sites = summary["mlp_sites"] + summary["attention_sites"]
     size = f"{sites} sites, {summary['images']} images, {summary['size_bytes'] / 1e6:.1f} MB"
-    return f"{summary['moments']}: {size}"
+    widths = ", ".join(map(str, summary["system_widths"]))
+    covered = f"; per-image systems for head widths up to {widths}" if widths else ""
+    return f"{summary['moments']}: {size}{covered}"

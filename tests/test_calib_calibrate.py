@@ -221,7 +221,7 @@ def test_forward_precisions_do_not_merge(path: Path) -> None:
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 30_000)
     heard: list[int] = []
-    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*second pass restricted to kept dims"):
+    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*take it for kept dims only"):
         calibrated(path, progress=heard.append)
     assert not heard
     calibrated(path, options=Options())
@@ -235,7 +235,8 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
         "mlp": MlpShape(tokens=4, hidden=HIDDEN),
     }
     for options in (Options(), SYSTEM, Options(kept={"attn": torch.tensor([[0, 3, 4], [1, 2, 7]])})):
-        needed = memory.bytes_needed(shapes, attention_system=options.attention_system, kept=options.kept)
+        kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
+        needed = memory.bytes_needed(shapes, attention_system=options.attention_system, kept=kept)
         moments = calibrated(path, options=options)
         for name, site in moments.sites.items():
             sums = (getattr(site, field.name) for field in fields(site))

@@ -1,0 +1,34 @@
+"""The command at work as a line to type again, with something added."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ..invocation import Invocation, Pairs
+from .numbers import Alignment
+from .options import given_options
+
+
+def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
+    """What was given, under the names that options are typed by."""
+    given = given_options()
+    for parameter in context.command.params:
+        if not isinstance(parameter, click.Option) or parameter.name not in given:
+            continue
+        value, names = given[parameter.name], parameter.opts
+        if value is False:
+            value, names = True, parameter.secondary_opts
+        elif isinstance(parameter.type, Alignment):
+            value = Pairs(value)
+        elif isinstance(value, dict):
+            value = json.dumps(value)
+        yield max(names, key=len).lstrip("-"), value
+
+
+def command_again(**added: Any) -> str:
+    """What was given to this command, and what is added to it."""
+    context = click.get_current_context()
+    options = dict(_as_printed(context)) | added
+    return str(Invocation(command=str(context.info_name), options=options))

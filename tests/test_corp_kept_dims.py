@@ -1,0 +1,219 @@
+"""CORP's system restricted to kept dimensions gives what the whole one gives, and says what it can't give."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from calib.checkpoint import Checkpoint as Saved
+from calib.memory import AttentionShape, bytes_of_system
+from calib.moments import AttentionMoments, Moments
+from calib.store import load
+from corp_deploy import vit
+from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.choices import choices_from_preset
+from corp_deploy.cli import main
+from corp_deploy.reduce import reduce
+from corp_deploy.reduce_attention import qk_at_site
+from tests import tiny
+
+ALIGN = "head=8"
+RESTRICTED = ("--attention-system", "--attn", "0.5,0.75", "--align", ALIGN)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def dense() -> Checkpoint:
+    """Two heads of 32, so that there are several widths."""
+    return tiny.checkpoint(embed_dim=64, num_heads=2)
+
+
+def calibrated(home: Path, name: str, *extra: object, images: str = "images.npy") -> Path:
+    path = home / name
+    done = run("calibrate", "--model", home / "dense", "--images", home / images, "-o", path, *extra)
+    assert done.exit_code == 0, done.output
+    return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(dense(), root / "dense")
+    images = tiny.images(20)
+    np.save(root / "images.npy", images)
+    np.save(root / "a.npy", images[:8])
+    np.save(root / "b.npy", images[8:])
+    calibrated(root, "whole.safetensors", "--attention-system")
+    calibrated(root, "kept.safetensors", *RESTRICTED)
+    return root
+
+
+def reduced(home: Path, output: Path, moments: str, share: float, *extra: object) -> Result:
+    named = ("--model", home / "dense", "--moments", home / moments, "-o", output, "--json")
+    return run("reduce", *named, "--preset", "corp", "--attn", share, "--align", ALIGN, *extra)
+
+
+def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moments, width: int) -> None:
+    choices = choices_from_preset("corp", attention_sparsity=1 - width / 32, align_head=8)
+    for part in vit.parts(checkpoint.model).attentions:
+        results = []
+        for moments in (exact, found):
+            site = moments.sites[part.name]
+            assert isinstance(site, AttentionMoments)
+            results.append(qk_at_site(part.name, site, choices, part.qkv.weight.detach().double(), width))
+        one, other = (each.recovery for each in results)
+        maps = one.q_map_HRD.mT @ one.k_map_HRD
+        assert float((other.q_map_HRD.mT @ other.k_map_HRD - maps).norm() / maps.norm()) < 1e-9
+        torch.testing.assert_close(other.residual_H, one.residual_H, rtol=1e-9, atol=0.0)
+        torch.testing.assert_close(results[1].energy_H, results[0].energy_H, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_both_passes_in_one_call_give_what_the_whole_system_gives(home: Path, width: int) -> None:
+    """For every sparsity asked for, out of one file that holds a sixteenth of the numbers."""
+    found = load(home / "kept.safetensors")
+    assert_same_recoveries(load_checkpoint(home / "dense"), load(home / "whole.safetensors"), found, width)
+    site = found.sites["blocks.0.attn"]
+    assert isinstance(site, AttentionMoments)
+    assert site.system_HTT is not None
+    assert site.system_HTT.shape == (2, 136, 136)
+
+
+def test_a_first_pass_without_the_system_ranks_for_the_second(home: Path, tmp_path: Path) -> None:
+    first = calibrated(home, "first.safetensors")
+    second = calibrated(home, "second.safetensors", *RESTRICTED, "--moments", first)
+    assert second.read_bytes() == (home / "kept.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_reduce_takes_such_moments(home: Path, tmp_path: Path, share: float) -> None:
+    errors = []
+    for moments in ("whole.safetensors", "kept.safetensors"):
+        done = reduced(home, tmp_path / moments, moments, share)
+        assert done.exit_code == 0, done.output
+        errors.append([site["error"] for site in json.loads(done.stdout)["sites"]])
+    assert errors[1] == pytest.approx(errors[0], rel=1e-9)
+    one, other = (
+        load_checkpoint(tmp_path / name).model.state_dict() for name in ("whole.safetensors", "kept.safetensors")
+    )
+    assert all(torch.allclose(one[name], other[name], rtol=1e-5, atol=1e-6) for name in one)
+
+
+def test_a_wider_head_than_covered_is_refused_with_the_widths_there_are(home: Path, tmp_path: Path) -> None:
+    refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.25)
+    assert refused.exit_code == 2
+    assert "blocks.0.attn: a head width of 24 was asked for" in refused.stderr
+    assert "covers 16 of 32 dimensions; expected a width of 8, 16" in refused.stderr
+    assert "calibrate --attention-system --attn 0.25" in refused.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_full_width_needs_nothing_of_the_system(home: Path) -> None:
+    checkpoint = load_checkpoint(home / "dense")
+    choices = choices_from_preset("corp", attention_sparsity=0.0)
+    result = reduce(checkpoint.model, load(home / "kept.safetensors"), choices)
+    assert all(site.error == 0.0 for site in result.sites)
+
+
+def test_held_out_images_are_judged_on_the_same_kept_dims(home: Path, tmp_path: Path) -> None:
+    errors = []
+    for name, words in (("h-whole.safetensors", ("--attention-system",)), ("h-kept.safetensors", RESTRICTED)):
+        path = calibrated(home, name, *words, "--hold-out", 6)
+        held_out = path.with_name(f"{path.stem}.held-out.safetensors")
+        done = reduced(home, tmp_path / name, name, 0.5, "--held-out", held_out)
+        assert done.exit_code == 0, done.output
+        errors.append([site["held_out"]["error"] for site in json.loads(done.stdout)["sites"]])
+    assert errors[1] == pytest.approx(errors[0], rel=1e-9)
+    others = calibrated(home, "others.safetensors", *RESTRICTED, images="a.npy")
+    parts = calibrated(home, "part.safetensors", *RESTRICTED, images="b.npy")
+    refused = reduced(home, tmp_path / "o", parts.name, 0.5, "--held-out", others)
+    assert refused.exit_code == 2
+    assert "leaves out dimensions that are kept here" in refused.stderr
+
+
+def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> None:
+    first = calibrated(home, "rank.safetensors")
+    ranked = (*RESTRICTED, "--moments", first)
+    parts = [calibrated(home, f"{name}.safetensors", *ranked, images=f"{name}.npy") for name in "ab"]
+    merged = run("merge-moments", *parts, "-o", home / "merged.safetensors")
+    assert merged.exit_code == 0, merged.output
+    exact, found = load(home / "whole.safetensors"), load(home / "merged.safetensors")
+    assert_same_recoveries(load_checkpoint(home / "dense"), exact, found, 16)
+    alone = [calibrated(home, f"{name}-alone.safetensors", *RESTRICTED, images=f"{name}.npy") for name in "ab"]
+    refused = run("merge-moments", *alone, "-o", tmp_path / "m.safetensors")
+    assert refused.exit_code == 2
+    assert "rank both by the moments of one first pass" in refused.stderr
+
+
+def test_both_passes_go_on_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = ("--batch-size", 8, "--checkpoint-every", 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(Saved, "clear", lambda self: None)  # as if the machine had gone before the last step
+        calibrated(home, "saved.safetensors", *RESTRICTED, *every)
+    states = sorted(path.name for path in home.glob("saved*partial*"))
+    assert states == ["saved.first.partial.safetensors", "saved.partial.safetensors"]
+    before = (home / "saved.safetensors").read_bytes()
+    assert calibrated(home, "saved.safetensors", *RESTRICTED, *every).read_bytes() == before
+    assert not list(home.glob("saved*partial*"))
+
+
+def test_the_command_that_an_out_of_memory_message_prints_works(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("calib.memory", "calib.calibrate"):
+        monkeypatch.setattr(f"{name}.bytes_available", lambda device: 3_000_000)
+    output = tmp_path / "with space.safetensors"
+    kwargs = json.dumps({**tiny.ARCHITECTURE.kwargs, "embed_dim": 64, "num_heads": 2})
+    weights = home / "dense" / "model.safetensors"
+    named = ("--model", tiny.ARCHITECTURE.name, "--model-kwargs", kwargs, "--no-ema", "--weights", weights)
+    words = (*named, "--images", home / "images.npy", "--samples", 12, "-o", output)
+    refused = run("calibrate", *words, "--attention-system")
+    assert refused.exit_code == 2
+    printed = re.search(r"corp-deploy (calibrate .*)", refused.stderr)
+    assert printed, refused.stderr
+    done = run(*shlex.split(printed[1]))
+    assert done.exit_code == 0, done.output
+    assert load(output).images == 12
+    share = float(shlex.split(printed[1])[-1])
+    from_them = (*named, "--moments", output, "--preset", "corp")
+    assert run("reduce", *from_them, "--attn", share, "-o", tmp_path / "r").exit_code == 0
+
+
+def test_no_command_is_printed_where_none_fits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calib.memory.bytes_available", lambda device: 1000)
+    words = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
+    refused = run("calibrate", *words, "--attention-system")
+    assert refused.exit_code == 2
+    assert "what fits" not in refused.stderr
+    assert "use a larger machine" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--attn", "0.5"), "give --attention-system with it"),
+        (("--attention-system", "--align", "head=8"), "belong to --attention-system --attn S"),
+        (("--attention-system", "--moments", "m.safetensors"), "belong to --attention-system --attn S"),
+        (("--attention-system", "--no-attention"), "exclude each other"),
+        (("--attention-system", "--attn", "0.5", "--sites", "*.mlp"), "none of the sites"),
+    ],
+)
+def test_half_asked_for(home: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    named = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
+    refused = run("calibrate", *named, *words)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_deit_huge_fits_an_ordinary_machine_at_half_the_width() -> None:
+    shape = AttentionShape(tokens=257, heads=16, dim=80, channels=1280)
+    assert 32 * bytes_of_system(shape) / 2**30 == pytest.approx(40.0, abs=0.1)
+    assert 32 * bytes_of_system(shape, kept=40) / 1e9 == pytest.approx(2.76, abs=0.02)
