@@ -1,7 +1,8 @@
 """What widths cost in time on this machine: one block of each kind measured alone over a grid of widths.
 
 A block is timed as its MLP or its attention, fed with tokens, through the same backend that the model will run on. The
-tables are cached under the machine's fingerprint, so a second budget measures nothing.
+tables are cached under the machine's fingerprint, so a second budget measures nothing: those of blocks by shape and
+structure, that of the whole model by its digest.
 """
 
 import tempfile
@@ -9,22 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from export.to_onnx import onnx_from_model, save
+from perf.environment import environment
 from perf.latency_table import Grid, LatencyTable, cached_table
 from perf.module_runner import ModuleRunner
 from perf.onnx_runner import OnnxRunner
 from perf.timing import Plan
+from perf.watch import watching
 
 from . import vit
 from .budget import Offer
 from .checkpoint import Checkpoint
 from .choices import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from .errors import BadInput
+from .inputs import model_digest
 from .probe import Width
 
 Backend = Literal["onnxruntime", "torch"]
@@ -45,9 +49,10 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """The measured tables by site kind and shape, and the dense model's own latency under width 1."""
+    """The tables by kind and shape, which of them each site's is, and the model's own latency under width 1."""
 
     by_name: dict[str, LatencyTable]
+    names: dict[str, str]
     dense: LatencyTable
     measured: int
 
@@ -61,8 +66,8 @@ class Tables:
                 "delete the tables' directory and measure again when it is quiet"
             )
 
-    def of(self, part: vit.MlpPart | vit.AttentionPart, choices: Choices) -> LatencyTable:
-        return self.by_name[_name(part, choices)]
+    def of(self, site: str) -> LatencyTable:
+        return self.by_name[self.names[site]]
 
 
 class TokensAlone(nn.Module):
@@ -78,12 +83,20 @@ class TokensAlone(nn.Module):
         return out
 
 
-def _name(part: vit.MlpPart | vit.AttentionPart, choices: Choices) -> str:
+def _own(module: nn.Module) -> str:
+    """The kinds of layers in a block beside the linear ones, which its widths tell of."""
+    plain = (nn.Linear, nn.Identity, nn.Dropout)
+    kinds = [type(leaf).__name__ for leaf in module.modules() if not list(leaf.children())]
+    return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
+
+
+def _name(part: vit.MlpPart | vit.AttentionPart, choices: Choices, block: nn.Module) -> str:
+    own = _own(block)
     if isinstance(part, vit.MlpPart):
-        return f"mlp of {part.fc1.in_features} and {part.hidden}"
+        return f"mlp of {part.fc1.in_features} and {part.hidden}{own}"
     kept = ", Q/K kept" if part.keeps_qk else ""
     widths = f"{part.heads} heads of {part.qk} and {part.v}{kept}"
-    return f"attention of {part.qkv.in_features}, {widths}, {choices.geometry}"
+    return f"attention of {part.qkv.in_features}, {widths}, {choices.geometry}{own}"
 
 
 def _layer(part: vit.MlpPart | vit.AttentionPart, choices: Choices, model: nn.Module, width: int) -> nn.Module:
@@ -114,18 +127,27 @@ def _runner(module: nn.Module, shape: tuple[int, int, int], where: Where, scratc
     return OnnxRunner(path, threads=where.threads)
 
 
+def _identity(checkpoint: Checkpoint) -> str:
+    """Which whole model was measured: its weights, its layers, and the head geometry that neither of them tells."""
+    geometries = [part.geometry for part in vit.parts(checkpoint.model).attentions]
+    return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}"
+
+
 def measure_tables(
     checkpoint: Checkpoint, choices: Choices, where: Where, *, progress: Callable[[float, str], None] | None = None
 ) -> Tables:
     """One table per distinct block shape, and the dense model's latency, from the cache where it holds them."""
     model, found = checkpoint.model, vit.parts(checkpoint.model)
+    blocks = {part.name: model.get_submodule(part.name) for part in found.every}
+    names = {part.name: _name(part, choices, blocks[part.name]) for part in found.every}
     every: dict[str, vit.MlpPart | vit.AttentionPart] = {}
     for part in found.every:
-        every.setdefault(_name(part, choices), part)
+        every.setdefault(names[part.name], part)
     tokens = vit.tokens(model)
     measured = 0
     by_name: dict[str, LatencyTable] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
+        how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
         for name, part in every.items():
             mlp = isinstance(part, vit.MlpPart)
@@ -139,21 +161,27 @@ def measure_tables(
                 return _runner(TokensAlone(_layer(part, choices, model, width)), (1, tokens, dim), where, at)
 
             grid = Grid(
-                name=name, open_width=open_width, input_shape=(1, tokens, dim), widths=widths, batches=where.batches
+                name=name,
+                identity=repr(blocks[part.name]),
+                open_width=open_width,
+                input_shape=(1, tokens, dim),
+                widths=widths,
+                batches=where.batches,
             )
-            by_name[name], cached = cached_table(grid, where.plan, where.cache, progress=progress)
+            by_name[name], cached = cached_table(grid, where.plan, where.cache, **how)
             measured += not cached
         shape = vit.input_spec(model).shape
         open_dense = partial(_runner, vit.exportable(model), shape, where, at)
         grid = Grid(
-            name=f"dense {checkpoint.architecture.name} {dict(checkpoint.architecture.kwargs)}",
+            name=f"dense {checkpoint.architecture.name}",
+            identity=_identity(checkpoint),
             open_width=lambda _: open_dense(),
             input_shape=shape,
             widths=(1,),
             batches=where.batches,
         )
-        dense, cached = cached_table(grid, where.plan, where.cache, progress=progress)
-    return Tables(by_name=by_name, dense=dense, measured=measured + (not cached))
+        dense, cached = cached_table(grid, where.plan, where.cache, **how)
+    return Tables(by_name=by_name, names=names, dense=dense, measured=measured + (not cached))
 
 
 def _size(part: vit.MlpPart | vit.AttentionPart, width: Width) -> int:
@@ -176,7 +204,7 @@ def offers_in_time(
     priced = []
     for offer in sites:
         part = parts[offer.site]
-        table = tables.of(part, choices)
+        table = tables.of(part.name)
         costs = tuple(round(1e6 * table.latency_ms(_size(part, width), batch)) for width in offer.widths)
         priced.append(replace(offer, costs=costs, cost_now=costs[-1]))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))

@@ -18,7 +18,7 @@ from . import vit
 from .checkpoint import Checkpoint, save
 from .closed_loop import Loop, reduce_closed_loop
 from .coverage import coverage, require_as_asked
-from .errors import BadInput
+from .errors import BadInput, Missing
 from .files import sha256_of_file
 from .inputs import model_digest
 from .planning import Asked, Planned, plan
@@ -131,5 +131,6 @@ def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
         save(dense, Path(scratch))
         bench = measure(Path(scratch), directory, batches=(batch,), plan=Plan(time_limit_s=5.0, noise_rounds=0))
     (row,) = summarise(bench).rows
-    assert row.speedup is not None, row
+    if row.speedup is None:
+        raise Missing(f"{directory}: written, but its speed-up can't be measured here: {'; '.join(bench.warnings)}")
     return row.speedup.value

@@ -95,7 +95,7 @@ def bench(
 
     Raises:
         BadInput: the subjects, images, batch sizes or streams make no measurement.
-        Missing: a runner lacks its device, provider or package.
+        Missing: a runner lacks its device, provider or package, or nothing could be measured at any batch size.
     """
     _require_sweep(subjects, batches, streams)
     reference, candidate = subjects
@@ -107,7 +107,8 @@ def bench(
             stations[again] = _opened(reference, again, streams, stack)
         for index, batch in enumerate(batches):
             say = _within(progress, index, len(batches), f"batch {batch}")
-            rows.append(_row(stations, batch_of(images, batch), plan, clock, watch, say))
+            rows.append(_row(stations, images, batch, plan, clock, watch, say))
+        _require_measured(rows)
         descriptions = [stations[subject.name].runners[0].describe() for subject in subjects]
     settings: dict[str, Scalar] = {
         **asdict(plan),
@@ -136,6 +137,19 @@ def _require_sweep(subjects: tuple[Subject, Subject], batches: Sequence[int], st
         raise BadInput(f"streams: at least 1, got {streams}")
 
 
+def _require_measured(rows: Sequence[Row]) -> None:
+    """Raise Missing when no batch size has a time, or when one of the two failed at every one; a batch size that one of
+    them has no memory for is a finding.
+    """
+    for name in rows[0].trials:
+        trials = {row.batch: row.trials[name] for row in rows}
+        fared = "; ".join(f"batch {batch}: {trial.message}" for batch, trial in trials.items())
+        if all(trial.status == "failed" for trial in trials.values()):
+            raise Missing(f"{name} failed at every batch size, so there is nothing to compare: {fared}")
+        if not any(row.blocks for row in rows) and all(trial.status != "ok" for trial in trials.values()):
+            raise Missing(f"nothing could be measured, {name} at no batch size: {fared}; ask for smaller --batch")
+
+
 def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Station:
     runners = tuple(subject.open() for _ in range(streams))
     gauge = runners[0].gauge()
@@ -153,11 +167,13 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Stat
     return Station(name, runners, ledger, pool)
 
 
-def _row(stations: dict[str, Station], images: Images, plan: Plan, clock: Clock, watch: Watch, say: Progress) -> Row:
+def _row(
+    stations: dict[str, Station], images: Images, batch: int, plan: Plan, clock: Clock, watch: Watch, say: Progress
+) -> Row:
     reference, candidate = tuple(stations)[:2]
     again = reference + AGAIN
     say(0.0, "warm-up")
-    ready = {name: _prepared(station, images, plan, clock) for name, station in stations.items()}
+    ready = {name: _prepared(station, images, batch, plan, clock) for name, station in stations.items()}
     bounds = {name: one.bound for name, one in ready.items() if one.bound is not None}
     call_ms = min((one.call_ms for one in ready.values() if one.bound is not None), default=plan.block_ms)
     calls = calls_per_block(call_ms, plan.block_ms)
@@ -177,7 +193,7 @@ def _row(stations: dict[str, Station], images: Images, plan: Plan, clock: Clock,
         blocks = measure_rounds(alive, plan.min_rounds, calls=calls, clock=clock, watch=watch)
         stop = "one subject only"
     return Row(
-        batch=len(images),
+        batch=batch,
         trials={name: ready[name].trial for name in (reference, candidate)},
         calls_per_block=calls,
         settle_calls=settle_calls(calls),
@@ -194,11 +210,11 @@ class _Prepared:
     call_ms: float = math.inf
 
 
-def _prepared(station: Station, images: Images, plan: Plan, clock: Clock) -> _Prepared:
-    """Bind and warm up; to run out of memory or fail is a finding about this batch size, not the sweep's end."""
+def _prepared(station: Station, images: Images, batch: int, plan: Plan, clock: Clock) -> _Prepared:
+    """Gather the batch, bind, warm up; to run out of memory or fail is a finding about it, not the sweep's end."""
 
     def work() -> tuple[Bound, WarmUp]:
-        bound = station.bind(images)
+        bound = station.bind(batch_of(images, batch))
         return bound, warm_up(bound, plan, clock)
 
     ledger = station.ledger

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from .environment import environment, fingerprint
-from .errors import BadInput
+from .errors import BadInput, Missing
 from .files import read_json
 from .kept import is_disturbed, samples
+from .memory import is_out_of_memory
 from .runners import Images, Runner
 from .runs import Flat
 from .stats import median
@@ -89,10 +90,12 @@ class LatencyTable:
 class Grid:
     """What to measure: `open_width(width)` makes a runner, not yet entered, of the block at that width.
 
-    The runner takes [B, *input_shape] float32, three dimensions an image as every runner here.
+    The runner takes [B, *input_shape] float32, three dimensions an image as every runner here. `identity` is whatever
+    else of the block its latency depends on: tables of other identities are never taken for this one's.
     """
 
     name: str
+    identity: str = ""
     open_width: Callable[[int], Runner]
     input_shape: tuple[int, int, int]
     widths: tuple[int, ...]
@@ -113,7 +116,10 @@ def measure_table(
     watch: Watch = unwatched,
     progress: Progress | None = None,
 ) -> LatencyTable:
-    """Measure every cell: the widths of one batch size forth and back, `plan.min_rounds` times."""
+    """Measure every cell: the widths of one batch size forth and back, `plan.min_rounds` times.
+
+    Raises Missing when a batch size can't be measured: a table with holes predicts nothing.
+    """
     machine = environment() if described is None else described
     cells: list[Cell] = []
     with ExitStack() as stack:
@@ -122,8 +128,7 @@ def measure_table(
         for index, batch in enumerate(grid.batches):
             if progress is not None:
                 progress(index / len(grid.batches), f"{grid.name}: batch {batch}")
-            inputs = np.random.default_rng(0).standard_normal((batch, *grid.input_shape)).astype(np.float32)
-            cells += _batch_cells(runners, inputs, plan, clock, watch)
+            cells += _cells_or_missing(grid, runners, batch, plan, clock, watch)
     return LatencyTable(
         name=grid.name,
         fingerprint=fingerprint(machine),
@@ -147,6 +152,7 @@ def cached_table(
     key = {
         "machine": fingerprint(machine),
         "name": grid.name,
+        "identity": grid.identity,
         "describe": json.dumps(dict(describe), sort_keys=True),
         "shape": repr(grid.input_shape),
         "widths": repr(grid.widths),
@@ -194,6 +200,22 @@ def load_table(path: Path) -> LatencyTable:
         )
     except (KeyError, TypeError) as error:
         raise BadInput(f"{path}: not a whole latency table ({type(error).__name__}: {error}); delete it") from error
+
+
+def _cells_or_missing(
+    grid: Grid, runners: Mapping[int, Runner], batch: int, plan: Plan, clock: Clock, watch: Watch
+) -> list[Cell]:
+    try:
+        inputs = np.random.default_rng(0).standard_normal((batch, *grid.input_shape), dtype=np.float32)
+        return _batch_cells(runners, inputs, plan, clock, watch)
+    except (BadInput, Missing):
+        raise
+    except Exception as error:
+        what = "ran out of memory" if is_out_of_memory(error) else "failed"
+        raise Missing(
+            f"latency table {grid.name!r} {what} at batch {batch} ({type(error).__name__}: {error}); nothing was kept; "
+            "ask for smaller batches"
+        ) from error
 
 
 def _batch_cells(runners: Mapping[int, Runner], inputs: Images, plan: Plan, clock: Clock, watch: Watch) -> list[Cell]:

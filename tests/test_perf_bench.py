@@ -161,10 +161,36 @@ def test_a_failing_batch_stays_with_its_message() -> None:
     def broken(batch: int) -> float:
         raise ValueError("invalid shape")
 
-    record = measured(broken, broken, (1,))
-    assert record.rows[0].trials["reduced"].message == "ValueError: invalid shape"
-    assert record.rows[0].stop == "nothing to measure"
-    assert summarise(record).rows[0].sides["dense"].p50_ms is None
+    def broken_at_8(batch: int) -> float:
+        return broken(batch) if batch == 8 else 1.0
+
+    record = measured(broken_at_8, broken_at_8)
+    assert record.rows[1].trials["reduced"].message == "ValueError: invalid shape"
+    assert record.rows[1].stop == "nothing to measure"
+    assert summarise(record).rows[1].sides["dense"].p50_ms is None
+    with pytest.raises(Missing, match=r"dense failed at every batch size.*batch 1: ValueError: invalid shape; batch 8"):
+        measured(broken, broken)
+    with pytest.raises(Missing, match="reduced failed at every batch size"):
+        measured(lambda batch: 1.0, broken)
+
+
+def test_a_measurement_without_a_time_is_none() -> None:
+    """Out of memory at every batch size; of one that has no memory for the dense model alone, the other is known."""
+    with pytest.raises(Missing, match=r"nothing could be measured.*ask for smaller --batch"):
+        measured(out_of_memory_from(1, 1.0), out_of_memory_from(1, 1.0))
+    record = measured(out_of_memory_from(1, 1.0), lambda batch: 1.0)
+    assert {row.stop for row in record.rows} == {"one subject only"}
+
+
+def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(images: Images, batch: int) -> Images:
+        if batch == 8:
+            raise MemoryError("Unable to allocate 38.6 GiB")
+        return images[:batch]
+
+    monkeypatch.setattr("perf.bench.batch_of", gathered)
+    record = measured(lambda batch: 2.0, lambda batch: 1.0)
+    assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 
 
 def test_a_lack_of_the_machine_ends_the_sweep() -> None:

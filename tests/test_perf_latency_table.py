@@ -8,7 +8,7 @@ from typing import Self
 
 import pytest
 
-from perf.errors import BadInput
+from perf.errors import BadInput, Missing
 from perf.latency_table import Grid, LatencyTable, cached_table, load_table, measure_table, predicted_ms, save_table
 from perf.memory import Gauge
 from perf.runners import Images, Logits
@@ -114,11 +114,26 @@ def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
         (grid(clock), {"cpu": "another cpu"}),
         (grid(clock, threads=2), MACHINE),
         (grid(clock, name="mlp of 8"), MACHINE),
+        (replace(grid(clock), identity="with a norm"), MACHINE),
         (replace(grid(clock), widths=(64, 128)), MACHINE),
     ]
     for other, machine in others:
         assert not cached_table(other, PLAN, tmp_path / "c", described=machine, clock=clock)[1]
-    assert len(list((tmp_path / "c").iterdir())) == 5
+    assert len(list((tmp_path / "c").iterdir())) == 6
+
+
+def test_a_batch_that_cannot_be_measured_leaves_no_table(tmp_path: Path) -> None:
+    class Full(FakeBlock):
+        def bind(self, images: Images) -> Bound:
+            if len(images) == 8:
+                raise RuntimeError("Failed to allocate memory for requested buffer")
+            return super().bind(images)
+
+    clock = FakeClock()
+    full = replace(grid(clock), open_width=lambda width: Full(clock, width))
+    with pytest.raises(Missing, match=r"'mlp of 4' ran out of memory at batch 8.*nothing was kept"):
+        cached_table(full, PLAN, tmp_path / "c", described=MACHINE, clock=clock)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_damaged_table_is_refused(tmp_path: Path) -> None:

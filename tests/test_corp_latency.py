@@ -1,0 +1,133 @@
+"""What a budget of latency rests on: tables of a model's own blocks and its own latency, on runners of a fake clock."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+from torch import nn
+
+from corp_deploy import latency_grid, vit
+from corp_deploy.budget import Offer, spend
+from corp_deploy.checkpoint import Checkpoint
+from corp_deploy.choices import aligned_widths, choices_from_preset
+from corp_deploy.latency_grid import Tables, Where, measure_tables, offers_in_time
+from perf import latency_table
+from perf.memory import Gauge
+from perf.runners import Images, Logits
+from perf.runs import Flat
+from perf.timing import Bound, Clock, Laps, Plan
+from tests import tiny
+
+CHOICES = choices_from_preset("best", align_hidden=16, align_head=8)
+PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
+
+
+@dataclass
+class FakeClock:
+    now_ns: int = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def cost_ms(module: nn.Module) -> float:
+    """A millisecond for a thousand parameters."""
+    return sum(parameter.numel() for parameter in module.parameters()) / 1e3
+
+
+@dataclass
+class FakeRunner:
+    clock: FakeClock
+    ms: float
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def __call__(self, images: Images) -> Logits:
+        return images.reshape(len(images), -1)
+
+    def bind(self, images: Images) -> Bound:
+        return replace(self)
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        self.clock.now_ns += round(calls * self.ms * 1e6)
+        return Laps(calls=calls, wall_ms=calls * self.ms, compute_ms=(self.ms,) * calls)
+
+    def gauge(self) -> Gauge | None:
+        return None
+
+    def describe(self) -> Flat:
+        return {"backend": "fake"}
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint], Tables]:
+    """measure_tables with one cache, on runners whose latency is their module's parameters."""
+    clock = FakeClock()
+
+    def runner(module: nn.Module, *_: Any) -> FakeRunner:
+        return FakeRunner(clock, cost_ms(module))
+
+    monkeypatch.setattr(latency_grid, "_runner", runner)
+    monkeypatch.setattr(latency_grid, "cached_table", partial(latency_table.cached_table, clock=clock))
+    where = Where(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
+    return lambda checkpoint: measure_tables(checkpoint, CHOICES, where)
+
+
+def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
+    """The same architecture by name and arguments, as a reduced directory has it, with narrower MLPs."""
+    model = dense.model
+    for part in vit.parts(model).mlps:
+        model = vit.replaced(model, dict(vit.empty_mlp(part, hidden=hidden, output_bias=True)))
+    return replace(dense, model=model)
+
+
+def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callable[[Checkpoint], Tables]) -> None:
+    dense = tiny.checkpoint()
+    reduced = narrowed(dense, 96)
+    assert reduced.architecture == dense.architecture
+    first = measured(dense)
+    assert first.dense.latency_ms(1, 1) == pytest.approx(cost_ms(dense.model), rel=1e-3)
+    own = measured(reduced)
+    assert own.dense.latency_ms(1, 1) == pytest.approx(cost_ms(reduced.model), rel=1e-3)
+    assert own.measured == 2, "its MLP's table and its own latency; its attention is that of the dense model"
+    assert measured(dense).measured == measured(reduced).measured == 0
+    assert measured(tiny.checkpoint(seed=1)).measured == 1, "other weights in the same shapes"
+
+
+def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Callable[[Checkpoint], Tables]) -> None:
+    dense = tiny.checkpoint()
+    measured(dense)
+    reduced = narrowed(dense, 96)
+    sites = []
+    for part in vit.parts(reduced.model).mlps:
+        widths = aligned_widths(part.hidden, CHOICES.align_hidden)
+        errors = tuple(float(part.hidden - width) for width in widths)
+        sites.append(Offer(site=part.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
+    priced, total = offers_in_time(sites, measured(reduced), reduced, CHOICES, 1)
+    assert total == pytest.approx(1e6 * cost_ms(reduced.model), rel=1e-3)
+    found = spend(priced, total, 0.8)
+    smaller = reduced.model
+    for part in vit.parts(reduced.model).mlps:
+        width = found.widths[part.name]
+        assert isinstance(width, int)
+        smaller = vit.replaced(smaller, dict(vit.empty_mlp(part, hidden=width, output_bias=True)))
+    share = cost_ms(smaller) / cost_ms(reduced.model)
+    assert 0.7 < share <= 0.8
+    assert found.share == pytest.approx(share, abs=0.01)
+
+
+def test_a_block_of_other_layers_has_a_table_of_its_own(measured: Callable[[Checkpoint], Tables]) -> None:
+    plain = measured(tiny.checkpoint())
+    other = measured(tiny.checkpoint(act_layer="relu"))
+    assert other.measured == 2, "the MLP's and the whole model's"
+    assert [name for name in plain.by_name if name.startswith("mlp")] == ["mlp of 48 and 192, GELU"]
+    assert [name for name in other.by_name if name.startswith("mlp")] == ["mlp of 48 and 192, ReLU"]
