@@ -32,6 +32,9 @@ def engine_table(record: EngineRecord) -> Table:
         "fused attention": f"{fused} of {len(record.attention_sites)}",
         "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
     }
+    share = record.options.get("sparse_share")
+    if isinstance(share, float):
+        rows["sparse"] = f"{share:.0%} of the matrices are 2:4"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -18,7 +18,7 @@ from .libraries import Library, open_library
 from .messages import Progress
 from .record import EngineRecord, ports, precision_of, record_path, sha256_of
 from .session import Session
-from .weights import half_weight_share, nodes_not_2_4
+from .weights import half_weight_share, matmuls_2_4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,7 @@ def build_engine(
     when the bindings or the GPU are not there. Ctrl-C stops the builder at its next step.
     """
     proto = require_onnx(onnx_path, precision=choices.precision, backend=choices.backend)
-    if choices.sparse:
-        _refuse_dense(proto, onnx_path)
+    sparse_share = _sparse_share(proto, onnx_path) if choices.sparse else None
     profiles = _settled_profiles(proto, choices.profiles, onnx_path)
     library = library or open_library(choices.backend, command=choices.command)
     session = Session(onnx_path, proto, choices, library)
@@ -54,7 +53,7 @@ def build_engine(
     plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
     seconds = time.perf_counter() - started
     fusion = fusion_of(session.kernels(plan), proto, len(profiles))
-    return Engine(plan=plan, fusion=fusion, record=_record(session, plan, profiles, fusion, seconds))
+    return Engine(plan=plan, fusion=fusion, record=_record(session, plan, profiles, fusion, seconds, sparse_share))
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
@@ -79,25 +78,33 @@ def _settled_profiles(proto: ModelProto, asked: tuple[BatchProfile, ...], onnx_p
     return ()
 
 
-def _refuse_dense(proto: ModelProto, onnx_path: Path) -> None:
-    dense = nodes_not_2_4(proto)
-    if dense:
-        shown = ", ".join(dense[:4]) + (", ..." if len(dense) > 4 else "")
+def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
+    """The share of matrices that sparse kernels can take; BadInput when there is none."""
+    found = matmuls_2_4(proto)
+    if not any(found.values()):
         raise BadInput(
-            f"{onnx_path}: sparse kernels need weights of which every four hold two zeros, "
-            f"{len(dense)} matrices don't ({shown}); leave --sparse out"
+            f"{onnx_path}: sparse kernels need matrices of which every four weights hold two zeros, and none of its "
+            f"{len(found)} does; leave --sparse out"
         )
+    return sum(found.values()) / len(found)
 
 
 def _record(
-    session: Session, plan: bytes, profiles: tuple[BatchProfile, ...], fusion: Fusion | None, seconds: float
+    session: Session,
+    plan: bytes,
+    profiles: tuple[BatchProfile, ...],
+    fusion: Fusion | None,
+    seconds: float,
+    sparse_share: float | None,
 ) -> EngineRecord:
     choices, content = session.choices, session.onnx_path.read_bytes()
     inputs, outputs = ports(session.proto)
     share = half_weight_share(session.proto)
     gpu, own_target = (None, None) if session.library.is_rtx else _gpu()
     targets = (choices.sms or ("portable",)) if session.library.is_rtx else (own_target or "unknown",)
-    options: dict[str, str | int | bool] = {"timing_cache": session.cache_state, "sparse": choices.sparse}
+    options: dict[str, str | int | float | bool] = {"timing_cache": session.cache_state, "sparse": choices.sparse}
+    if sparse_share is not None:
+        options["sparse_share"] = sparse_share
     options["version_compatible"] = choices.version_compatible
     if choices.optimization_level is not None:
         options["optimization_level"] = choices.optimization_level

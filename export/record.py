@@ -53,7 +53,7 @@ class EngineRecord:
     attention_sites: tuple[str, ...]
     fused_attention_sites: tuple[str, ...] | None
     build_seconds: float
-    options: Mapping[str, str | int | bool]
+    options: Mapping[str, str | int | float | bool]
 
     def __post_init__(self) -> None:
         for name in ("onnx_sha256", "plan_sha256"):

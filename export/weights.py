@@ -43,18 +43,17 @@ def half_weight_share(proto: ModelProto) -> float:
     return sum(weight.elements for weight in weights if weight.half) / total if total else 0.0
 
 
-def nodes_not_2_4(proto: ModelProto) -> list[str]:
-    """MatMul nodes whose matrix is not 2:4 sparse: a group of four along the summed axis has three non-zeros or more.
+def matmuls_2_4(proto: ModelProto) -> dict[str, bool]:
+    """By MatMul node whether its matrix is 2:4 sparse: no group of four along the summed axis has three non-zeros.
 
     Only MatMul is looked at: those are the linear layers of the blocks. A patch embedding over three colours and the
     classifier have no such groups, and the builder leaves them dense.
     """
-    return [
-        node.name or node.output[0]
+    return {
+        node.name or node.output[0]: _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), -1 if index == 0 else -2, -1))
         for node, index, tensor in _read_matrices(proto)
         if node.op_type == "MatMul"
-        and not _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), -1 if index == 0 else -2, -1))
-    ]
+    }
 
 
 def element_types(graph: GraphProto) -> dict[str, int]:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from numpy.typing import NDArray
 
 from corp_deploy import release as releases
 from corp_deploy import release_steps, steps
@@ -24,7 +26,11 @@ from corp_deploy.recipe import Recipe, Target
 from corp_deploy.records import MANIFEST_KIND
 from corp_deploy.release_commands import MOMENTS
 from corp_deploy.stages import Place, locked
+from perf.onnx_runner import OnnxRunner
+from perf.runners import HostBound
+from perf.timing import Bound
 from tests import tiny
+from tests.nvml import FakeNvml
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
@@ -417,3 +423,71 @@ def test_version_names_what_matters() -> None:
     result = run("--version")
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines()][:3] == ["corp-deploy", "python", "torch"]
+
+
+# What a release measures
+
+
+def record_of_bench(home: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((home / "out" / "bench.json").read_text())
+    return found
+
+
+def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = {name: FakeNvml(name=name, clock=1410, throttle=0x04) for name in (b"A Card", b"Another")}
+    edit(home, "block_ms = 1", "block_ms = 1.5")
+    monkeypatch.setattr("perf.watch._nvml", lambda: cards[b"A Card"])
+    release(home)
+    record = record_of_bench(home)
+    told = {key: record["environment"][key] for key in ("gpu", "sm", "driver", "cuda", "power_limit_w", "clocks")}
+    assert told == {
+        "gpu": "A Card", "sm": "8.6", "driver": "590.1", "cuda": "13.2", "power_limit_w": 300.0, "clocks": 1410,
+    }  # fmt: skip
+    states = [block["gpu"] for row in record["rows"] for block in row["blocks"]]
+    assert {(state["sm_clock_mhz"], *state["throttle"]) for state in states} == {(1410, "sw_power_cap")}
+    assert any("the power limit lowered the clocks" in warning for warning in record["warnings"])
+    assert cards[b"A Card"].shut
+
+    monkeypatch.setattr("perf.watch._nvml", lambda: cards[b"Another"])
+    edit(home, "block_ms = 1.5", "block_ms = 1")
+    edit(home, '"params >= dense"', '"p50@b2 > baseline * 100"')
+    shutil.copy(home / "out" / "bench.json", home / "baseline.json")
+    release(home, "--baseline", home / "baseline.json", expect=5)
+    (row,) = [row for row in json.loads((home / "out" / "gate.json").read_text())["rules"] if "p50" in row["rule"]]
+    assert row["verdict"] == "NOT-COMPARABLE"
+    assert "gpu: 'A Card' then, 'Another' now" in row["message"]
+
+
+def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stale(OnnxRunner):
+        """Answers the timed calls with zeros, as a graph captured with other weights would."""
+
+        def bind(self, images: NDArray[np.float32]) -> Bound:
+            zeros = np.zeros((len(images), 7), np.float32)
+            return HostBound(lambda: [zeros])
+
+    monkeypatch.setattr("corp_deploy.side_by_side.OnnxRunner", Stale)
+    edit(home, "block_ms = 1", "block_ms = 1.5")
+    release(home)
+    warnings = record_of_bench(home)["warnings"]
+    for name in ("dense", "reduced"):
+        assert any(text.startswith(f"{name} at batch 2: 2 answers taken inside the timed run") for text in warnings)
+
+
+def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: OnnxRunner, images: NDArray[np.float32]) -> Bound:
+        raise MemoryError("Failed to allocate memory")
+
+    before = sha256_of_file(home / "out" / "bench.json")
+    monkeypatch.setattr(OnnxRunner, "bind", full)
+    edit(home, "block_ms = 1", "block_ms = 1.5")
+    assert "nothing could be measured" in " ".join(release(home, expect=4).stderr.split())
+    assert sha256_of_file(home / "out" / "bench.json") == before
+    rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
+    assert {row["stage"]: row["state"] for row in rows}["bench.onnxruntime-cpu"] == "runs"
+    graphs = [home / "out" / name / "model.onnx" for name in ("dense", "reduced")]
+    alone = run("bench", *graphs, "--batch", 2, "-o", home / "alone.json")
+    assert alone.exit_code == 4, alone.output
+    assert not (home / "alone.json").exists()

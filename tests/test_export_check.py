@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from export.check_onnx import check_onnx, load_onnx, require_onnx
 from export.errors import BadInput
 from export.to_onnx import onnx_bytes, onnx_from_model
-from export.weights import half_weight_share, matmul_weights, nodes_not_2_4
+from export.weights import half_weight_share, matmul_weights, matmuls_2_4
 from tests.export_vit import Vit
 
 
@@ -254,9 +254,9 @@ def test_half_share_counts_elements(fp32: ModelProto, fp16: ModelProto) -> None:
 
 def test_two_of_four_is_counted_along_the_summed_axis(fp32: ModelProto) -> None:
     linear = [weight.node for weight in matmul_weights(fp32) if weight.node.endswith("MatMul")]
-    assert nodes_not_2_4(fp32) == linear
+    assert matmuls_2_4(fp32) == dict.fromkeys(linear, False)
     assert len(linear) == 4
-    for along, left in ((0, []), (1, linear)):  # MatMul reads [in, out] and sums over in
+    for along, sparse in ((0, True), (1, False)):  # MatMul reads [in, out] and sums over in
         proto = copied(fp32)
         for tensor in proto.graph.initializer:
             if tensor.name.endswith("MatMul.1"):
@@ -265,4 +265,4 @@ def test_two_of_four_is_counted_along_the_summed_axis(fp32: ModelProto) -> None:
                 groups[:, 0::4] = 0
                 groups[:, 3::4] = 0
                 tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-        assert nodes_not_2_4(proto) == left
+        assert matmuls_2_4(proto) == dict.fromkeys(linear, sparse)

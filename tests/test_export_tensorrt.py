@@ -14,10 +14,12 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from corp_deploy.engines import engine_table
 from export.choices import BatchProfile, BuildChoices
 from export.engine import Engine, build_engine
 from export.errors import BadInput, Missing
 from export.libraries import Library, open_library
+from export.record import record_from_json
 from export.to_onnx import onnx_from_model, save
 from tests.export_vit import Vit
 
@@ -312,19 +314,25 @@ def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["timing.cache"]
 
 
-def test_sparse_is_set_for_weights_that_are_two_of_four_only(graph: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"4 matrices don't \(blocks.0.attn.qkv/MatMul, "):
+@pytest.mark.parametrize(("sites", "share"), [(("blocks.0.mlp.fc1",), 0.25), (("blocks.",), 1.0)])
+def test_sparse_is_set_where_some_weights_are_two_of_four(
+    graph: Path, tmp_path: Path, sites: tuple[str, ...], share: float
+) -> None:
+    with pytest.raises(BadInput, match="and none of its 4 does; leave --sparse out"):
         build(graph, Tensorrt(), sparse=True)
     proto = onnx.load(graph)
     for tensor in proto.graph.initializer:
-        if tensor.name.endswith("MatMul.1"):
+        if tensor.name.endswith("MatMul.1") and tensor.name.startswith(sites):
             values = numpy_helper.to_array(tensor).copy()
             values[0::4] = 0
             values[1::4] = 0
             tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), tensor.name))
     onnx.save(proto, tmp_path / "sparse.onnx")
     world = Tensorrt()
-    assert build(tmp_path / "sparse.onnx", world, sparse=True).record.options["sparse"] is True
+    record = build(tmp_path / "sparse.onnx", world, sparse=True).record
+    assert (record.options["sparse"], record.options["sparse_share"]) == (True, share)
+    assert record_from_json(record.to_json()) == record
+    assert f"{share:.0%} of the matrices are 2:4" in [*engine_table(record).columns[1].cells]
     assert world.asked["flags"] == ["SPARSE_WEIGHTS"]
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -20,6 +20,7 @@ from perf.runs import Bench, Flat, differing_keys, load_bench, require_comparabl
 from perf.summary import summarise
 from perf.timing import Bound, Clock, Laps, Plan
 from perf.watch import Gpu
+from tests.nvml import FakeNvml
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
 IMAGES = np.zeros((4, 3, 2, 2), np.float32)
@@ -333,58 +334,6 @@ def test_the_resident_set_sees_an_allocation() -> None:
 )
 def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
-
-
-class NvmlError(Exception):
-    pass
-
-
-@dataclass
-class FakeNvml:
-    """NVML of one card that refuses to tell its power."""
-
-    throttle: int = 0x04 | 0x40
-    shut: bool = False
-    NVMLError: type[Exception] = NvmlError
-    NVML_CLOCK_SM: int = 1
-    NVML_CLOCK_MEM: int = 2
-    NVML_TEMPERATURE_GPU: int = 0
-
-    def nvmlDeviceGetPowerUsage(self, handle: object) -> int:
-        raise NvmlError("not supported")
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:
-        return self.throttle
-
-    def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int:
-        return {1: 1410, 2: 1593}[kind]
-
-    def nvmlDeviceGetTemperature(self, handle: object, kind: int) -> int:
-        return 61
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
-
-    def nvmlDeviceGetPowerManagementLimit(self, handle: object) -> int:
-        return 300_000
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: object) -> tuple[int, int]:
-        return (8, 6)
-
-    def nvmlSystemGetCudaDriverVersion(self) -> int:
-        return 13020
-
-    def nvmlDeviceGetName(self, handle: object) -> bytes:
-        return b"A Card"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 1
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "590.1"
-
-    def nvmlDeviceGetApplicationsClock(self, handle: object, kind: int) -> int:
-        raise NvmlError("not supported")
 
 
 def test_the_state_of_a_gpu_names_its_throttling_and_counts_others() -> None:

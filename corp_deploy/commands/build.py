@@ -69,7 +69,11 @@ def _command_line() -> str:
     is_flag=True,
     help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}",
 )
-@click.option("--sparse", is_flag=True, help="Sparse kernels; refused unless the weights really are 2:4.")
+@click.option(
+    "--sparse",
+    is_flag=True,
+    help=f"Sparse kernels where weights are 2:4; refused where none are. {BUILD.help('sparse')}",
+)
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help=BUILD.help("device")
 )
