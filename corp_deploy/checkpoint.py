@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from perf.quantity import shown
+
 from . import vit
 from .errors import BadInput
 from .files import read_json, replacing, sha256_of_file, write_json
@@ -25,12 +27,15 @@ from .hub_snapshot import (
     refuse_beside_directory,
     weights_of_snapshot,
 )
+from .model_arguments import MOST_PARAMETERS, refuse_unbounded
+from .model_config import model_config_from_json
 from .model_names import look_alikes, refuse_reserved, require_local_name
 from .preprocessing import Preprocessing, preprocessing_from_json
 from .weight_fit import fitted, require_fit
 from .weights import KINDS, State, first_names, read_weights
 
 KIND = "corp-deploy/model"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"
 
 
@@ -63,6 +68,21 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
     return replace(checkpoint, model=vit.replaced(checkpoint.model, {}).to(device))
 
 
+def _built(architecture: Architecture) -> nn.Module:
+    """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
+    try:
+        model: nn.Module = timm.create_model(architecture.name, pretrained=False, **architecture.kwargs)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"--model {shown(architecture.name)} with arguments {shown(str(dict(architecture.kwargs)))}: timm can't "
+            f"build it ({type(error).__name__}: {str(error)[:300]}); {look_alikes(architecture.name)}; "
+            "a directory written by corp-deploy works too"
+        ) from None
+    return model
+
+
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
     """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments.
 
@@ -70,26 +90,41 @@ def dense_from_architecture(architecture: Architecture) -> nn.Module:
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
-    try:
-        model: nn.Module = timm.create_model(architecture.name, pretrained=False, **architecture.kwargs)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    refuse_unbounded(architecture.kwargs)
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in _built(architecture).parameters())
+    if parameters > MOST_PARAMETERS:
         raise BadInput(
-            f"--model {architecture.name!r} with arguments {dict(architecture.kwargs)}: timm can't build it ({error}); "
-            f"{look_alikes(architecture.name)}; a directory written by corp-deploy works too"
-        ) from None
+            f"--model {shown(architecture.name)} with these arguments has {parameters:,} parameters, "
+            f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
+        )
+    model = _built(architecture)
     vit.parts(model)
     vit.set_preprocessing_(model, architecture.preprocessing)
     return model.eval()
 
 
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
-    """Set every weight of a model from a state dict of the same names and shapes. Raises BadInput for NaN and Inf."""
-    broken = [name for name in state if not torch.isfinite(state[name]).all()]
+    """Set every weight of a model from a state dict of the same names and shapes.
+
+    Raises BadInput for weights that are no real floating numbers, and for what is not finite as float32.
+    """
+    expected = model.state_dict()
+    foreign = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in state.items()
+        if expected[name].is_floating_point() != (tensor.dtype in FLOATS) or tensor.is_complex()
+    ]
+    if foreign:
+        raise BadInput(f"{where}: {first_names(foreign)}: expected {', '.join(map(str, FLOATS))}; save them as such")
+    cast = {name: tensor.float() if tensor.dtype in FLOATS else tensor for name, tensor in state.items()}
+    broken = [name for name, tensor in cast.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise BadInput(
-            f"{where}: NaN or Inf in {first_names(broken)}; the checkpoint is damaged, or its training diverged"
+            f"{where}: NaN or Inf in {first_names(broken)}, as float32; the checkpoint is damaged, its training "
+            "diverged, or its numbers are beyond float32"
         )
-    model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    model.load_state_dict(cast, assign=True)
     model.requires_grad_(False)
 
 
@@ -160,30 +195,27 @@ def _resized(model: nn.Module, sites: Mapping[str, Mapping[str, Any]]) -> nn.Mod
 
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
-    config = read_json(directory / CONFIG, kind=KIND)
+    where = str(directory / CONFIG)
+    config = model_config_from_json(read_json(directory / CONFIG, kind=KIND), where=where)
     weights = directory / WEIGHTS
     if not weights.is_file():
         raise BadInput(f"{weights}: no such file, but {CONFIG} stands beside it; write the model again")
-    if (found := sha256_of_file(weights)) != config["weights_sha256"]:
+    if (found := sha256_of_file(weights)) != config.weights_sha256:
         raise BadInput(
-            f"{weights}: sha256 {found[:16]}..., {CONFIG} says {config['weights_sha256'][:16]}...; "
+            f"{weights}: sha256 {found[:16]}..., {CONFIG} says {config.weights_sha256[:16]}...; "
             "the weights were changed or cut off after they were written: write the model again"
         )
     try:
-        recorded = preprocessing_from_json(config["input"]["preprocessing"], where=str(directory / CONFIG))
-        architecture = Architecture(
-            name=config["timm"]["name"], kwargs=config["timm"]["kwargs"], preprocessing=recorded
-        )
+        recorded = preprocessing_from_json(config.preprocessing, where=where)
+        architecture = Architecture(name=config.name, kwargs=config.kwargs, preprocessing=recorded)
         with torch.device("meta"):
-            model = _resized(dense_from_architecture(architecture), config["sites"])
+            model = _resized(dense_from_architecture(architecture), config.sites)
     except KeyError as error:
-        raise BadInput(
-            f"{directory / CONFIG}: no entry {error}; the file was edited or cut off, write the model again"
-        ) from None
+        raise BadInput(f"{where}: no entry {error}; the file was edited or cut off, write the model again") from None
     read = read_weights(weights)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
-    return Checkpoint(model=model.eval(), architecture=architecture, lineage=config["lineage"])
+    return Checkpoint(model=model.eval(), architecture=architecture, lineage=config.lineage)
 
 
 def _from_snapshot(

@@ -18,8 +18,11 @@ WIDTH_WITHOUT_TERMINAL = 110
 
 
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+    """Text is shown as it is: brackets and colons in names and remedies are no markup."""
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    return console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,12 @@ class Output:
     @contextmanager
     def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Callable[[int], None]]:
         """A bar on stderr; yields a function that is told how many units are done."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit, markup=False),
+        )
         with Progress(
             *columns,
             TimeElapsedColumn(),

@@ -4,6 +4,7 @@ What is read here is names and tensors; whether they fit a model is asked in wei
 """
 
 import argparse
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ State = Mapping[str, torch.Tensor]
 KINDS = ".safetensors, .pth, .pt, .pth.tar, .bin, .ckpt, or the .index.json of shards"
 _PICKLES = (".pth", ".pt", ".tar", ".bin", ".ckpt")
 _INDEX = ".index.json"
+_LONGEST = 150
 # timm's trainer keeps its arguments beside the weights: a Namespace holds values and runs nothing.
 _HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [argparse.Namespace]
 # timm's order: its own trainer's names, then DeiT's.
@@ -46,7 +48,8 @@ class Weights:
 
 def first_names(names: list[str]) -> str:
     """A few names for a message, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    cut = [name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:3]]
+    return ", ".join(cut) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _refused_pickle(path: Path, error: Exception) -> BadInput:
@@ -69,7 +72,8 @@ def _refused_pickle(path: Path, error: Exception) -> BadInput:
 
 def _from_pickle(path: Path) -> Any:
     try:
-        with torch.serialization.safe_globals(_HARMLESS):
+        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own, about how odd tensors are kept; those are refused here
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise _refused_pickle(path, error) from None
@@ -78,9 +82,9 @@ def _from_pickle(path: Path) -> Any:
 def _from_safetensors(path: Path) -> State:
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise BadInput(
-            f"{path}: can't be read as safetensors ({error}); the file is truncated or of another kind"
+            f"{path}: can't be read as safetensors ({error!s:.300}); the file is truncated or of another kind"
         ) from None
 
 
@@ -174,6 +178,15 @@ def _unwrapped(state: State, path: Path) -> tuple[State, list[str]]:
             state = inside | outside
 
 
+def _fault(tensor: torch.Tensor) -> str:
+    """Why a tensor's values can't be taken as they are, or nothing."""
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.is_meta:
+        return "without values"
+    return "" if tensor.layout == torch.strided else str(tensor.layout)
+
+
 def _tensors(content: Any, path: Path) -> State:
     if not isinstance(content, Mapping):
         raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
@@ -183,6 +196,9 @@ def _tensors(content: Any, path: Path) -> State:
             f"{path}: expected a state_dict (names to tensors), got {type(content).__name__} with other content "
             f"({keys}); weights are looked for under {', '.join((*_AVERAGES, *_RAW))}"
         )
+    odd = [f"{name[:_LONGEST]} ({fault})" for name, value in content.items() if (fault := _fault(value))]
+    if odd:
+        raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")
     return content
 
 

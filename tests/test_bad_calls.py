@@ -1,28 +1,43 @@
 """Calls that can't go well: each ends with exit code 2 and one message, at once, and leaves every file as it was."""
 
+import json
+import math
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from PIL import Image
+from rich.table import Table
+from safetensors.torch import save_file
 
 from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
+from corp_deploy.console import Output
 from tests import tiny
 
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
     """What waits for a pipe or reads a device without end is interrupted."""
+
+    def too_long(*_: object) -> None:
+        raise RuntimeError("this was to be refused at once")
+
+    before = signal.signal(signal.SIGALRM, too_long)
     signal.alarm(60)
     yield
     signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +134,189 @@ def test_what_is_written_below_a_directory_replaces_regular_files_alone(home: Pa
     refused(run("reduce", *words), "model.safetensors: a pipe, socket or device")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert not (tmp_path / "model.safetensors").is_file()
+
+
+# Words that a terminal shows as they are
+
+ODD = "[/red] [gpu] :x:"
+
+
+def test_brackets_in_names_are_shown_as_they_are(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ODD.replace("/", "")
+    calibrated = folder / "[bold]m.safetensors"
+    words = ["--model", home / "dense", "--images", home / "images.npy", "-o", calibrated]
+    assert "[bold]m.safetensors" in run("calibrate", *words).stdout
+    words = ["--model", home / "dense", "--moments", calibrated, "--mlp", 0.5, "-o", folder / "[red]"]
+    assert "[red]: reduced model written" in run("reduce", *words).stdout
+    done = run("redundancy", "--moments", calibrated)
+    assert done.exit_code == 0, done.output
+
+
+def test_every_renderable_shows_its_text_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(ODD)
+    table.add_row(ODD)
+    out = Output(json=False, quiet=False)
+    with out.progress(ODD, 1, unit=ODD) as done:
+        done(1)
+    out.result({}, ODD, table)
+    shown = capsys.readouterr()
+    assert shown.out.count(ODD) == 3
+    assert ODD in shown.err
+
+
+def test_remedies_can_be_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corp_deploy.machine._version", lambda name: "")
+    findings = json.loads(run("doctor", "--json").stdout)["findings"]
+    shown = run("doctor").stdout
+    remedies = [row["remedy"] for row in findings if row["remedy"].startswith("pip install")]
+    assert "pip install 'corp-deploy[gpu]'" in remedies
+    assert all(remedy in shown for remedy in remedies)
+
+
+# Weights
+
+
+def weights() -> dict[str, Any]:
+    return dict(tiny.checkpoint().model.state_dict())
+
+
+NAME = "blocks.0.mlp.fc1.weight"
+KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
+
+
+def inspect(path: Path, name: str = tiny.ARCHITECTURE.name, kwargs: str = KWARGS) -> Result:
+    return run("inspect", "--model", name, "--weights", path, "--model-kwargs", kwargs)
+
+
+def quantised(value: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda value: value.to_sparse(), "torch.sparse_coo"),
+        (lambda value: value.to_sparse_csr(), "torch.sparse_csr"),
+        (quantised, "quantised"),
+        (lambda value: value.to("meta"), "without values"),
+        (lambda value: value > 0, "torch.bool"),
+        (lambda value: value.to(torch.int64), "torch.int64"),
+        (lambda value: value.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+        (lambda value: value.to(torch.complex64) * (1 + 1j), "torch.complex64"),
+        (lambda value: value.double() * 1e300, "as float32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_weights_are_dense_real_and_finite_as_float32(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    state = weights()
+    torch.save(state | {NAME: change(state[NAME])}, tmp_path / "w.pth")
+    refused(inspect(tmp_path / "w.pth"), NAME, said)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_other_floating_types_are_taken(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({name: value.to(dtype) for name, value in weights().items()}, tmp_path / "w.safetensors")
+    assert inspect(tmp_path / "w.safetensors").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({3: torch.zeros(2)}, "names to tensors"),
+        ({f"module.{NAME}": torch.zeros(192, 48)}, "with and without a wrapper's prefix"),
+        ({"x" * 10_000_000: torch.zeros(2)}, "unexpected: xxx"),
+    ],
+)
+def test_names_of_weights_are_texts_and_stand_once(tmp_path: Path, extra: dict[Any, Any], said: str) -> None:
+    torch.save(weights() | extra, tmp_path / "w.pth")
+    refused(inspect(tmp_path / "w.pth"), said)
+
+
+# What a model is built with
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"embed_dim": 0}, "embed_dim is 0"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_heads": -2}, "num_heads is -2"),
+        ({"patch_size": 0}, "patch_size is 0"),
+        ({"patch_size": [8, 0]}, "patch_size is a list"),
+        ({"act_layer": "none of them"}, "can't build it"),
+        ({"depth": 10_000_000}, "depth is 10000000"),
+        ({"depth": 1.5}, "depth is 1.5"),
+        ({"embed_dim": 65_536, "depth": 12, "num_heads": 1}, "parameters, "),
+        ({"block_fn": {"a": [10**400]}}, "finite numbers"),
+        ({"drop_rate": math.nan}, "finite numbers"),
+        ({"checkpoint_path": "none.pth"}, "checkpoint_path is not taken"),
+        ({"x" * 100_000: "y" * 100_000}, "can't build it"),
+    ],
+)
+def test_arguments_are_bounded_before_anything_is_built(
+    home: Path, tmp_path: Path, kwargs: dict[str, Any], said: str
+) -> None:
+    save_file(weights(), tmp_path / "w.safetensors")
+    refused(inspect(tmp_path / "w.safetensors", kwargs=json.dumps({**tiny.ARCHITECTURE.kwargs, **kwargs})), said)
+    config = json.loads((home / "dense" / "config.json").read_text())
+    config["timm"]["kwargs"] |= kwargs
+    shutil.copytree(home / "dense", tmp_path / "changed")
+    (tmp_path / "changed" / "config.json").write_text(json.dumps(config))
+    refused(run("inspect", "--model", tmp_path / "changed"), said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 20_000 + "]" * 20_000, "nested too deep"),
+        ('{"a": ' * 60 + "1" + "}" * 60, "nested too deep"),
+        ("x" * 100_000, "not JSON"),
+        ("[1]", "expected a JSON object"),
+        ("9" * 5000, "not JSON"),
+    ],
+)
+def test_arguments_that_are_no_object_are_not_echoed_whole(text: str, said: str) -> None:
+    refused(run("inspect", "--model", "vit_tiny_patch16_224", "--model-kwargs", text), "--model-kwargs", said)
+
+
+def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    *above, last = path.split("/")
+    at = config
+    for key in above:
+        at = at[key]
+    if value is None:
+        del at[last]
+    else:
+        at[last] = value
+    return config
+
+
+CHANGES: dict[str, tuple[object, ...]] = {
+    "sites/blocks.0.mlp/hidden": (None, 1.5, True, "384", 0, -1, 10**30, []),
+    "sites/blocks.0.attn/qk": (None, -1, "32", 16.0),
+    "sites/blocks.0.attn/geometry": ("x", 3, [], {}),
+    "sites/blocks.0.attn/proj_bias": ("yes", 1),
+    "sites": ([], "x", None, {}),
+    "sites/blocks.1.mlp": ([], None, 3),
+    "weights_sha256": (None, 3, "abc"),
+    "timm": (None, [], "x"),
+    "timm/name": (None, [], 3, "x" * 100_000),
+    "timm/kwargs": (None, [], {"depth": "two"}),
+    "input": (None, []),
+    "input/preprocessing": (None, [], {"mean": "x"}, {"crop_pct": {}}),
+    "lineage": (None, "x"),
+    "lineage/deep": (json.loads("[" * 500 + "]" * 500),),
+}
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_a_config_is_typed_where_it_is_read(home: Path, tmp_path: Path, path: str) -> None:
+    text = (home / "dense" / "config.json").read_text()
+    (tmp_path / "model.safetensors").symlink_to(home / "dense" / "model.safetensors")
+    for value in CHANGES[path]:
+        (tmp_path / "config.json").write_text(json.dumps(changed(json.loads(text), path, value)))
+        refused(run("inspect", "--model", tmp_path))

@@ -13,11 +13,13 @@ def doctor(out: Output) -> None:
     Example: corp-deploy doctor --json
     """
     from rich.table import Table
+    from rich.text import Text
 
     from ..machine import record
 
     found = record()
-    table = Table("what", "found", "its lack disables", "remedy")
+    table = Table("what", "found", "its lack disables")
+    table.add_column("remedy", no_wrap=True, overflow="fold")  # a command is one line, to be copied
     for row in found["findings"]:
-        table.add_row(row["what"], row["found"] or "[red]absent[/red]", row["disables"], row["remedy"])
+        table.add_row(row["what"], row["found"] or Text("absent", style="red"), row["disables"], row["remedy"])
     out.result(found, table)

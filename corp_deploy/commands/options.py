@@ -1,6 +1,5 @@
 """Options that several commands share."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 from click.core import ParameterSource
 
-from perf.quantity import BATCH
+import perf.errors
+from perf.files import object_from_text
+from perf.quantity import BATCH, shown
 
 from ..console import Output
 from ..preprocessing import INTERPOLATIONS, Preprocessing
@@ -28,6 +29,8 @@ class RegularPath(click.Path):
     """A file or directory where there is anything: a pipe would be waited on for ever, a device be replaced."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == "":
+            self.fail("an empty path names nothing", param, ctx)
         path: Any = super().convert(value, param, ctx)
         if path.exists() and not path.is_file() and not path.is_dir():
             self.fail(f"{path} is a pipe, socket or device, expected a regular file or a directory", param, ctx)
@@ -49,13 +52,9 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         if isinstance(value, dict):
             return value
         try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            self.fail(
-                f"{value!r} is not JSON ({error}); expected an object such as '{{\"img_size\": 384}}'", param, ctx
-            )
-        if not isinstance(parsed, dict):
-            self.fail(f"{value!r} is a JSON {type(parsed).__name__}, expected an object", param, ctx)
+            parsed = object_from_text(str(value), where=shown(str(value)))
+        except perf.errors.BadInput as error:
+            self.fail(f"{error}; expected an object such as '{{\"img_size\": 384}}'", param, ctx)
         return parsed
 
 
