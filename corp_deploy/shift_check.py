@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from calib.collect import collect
 from calib.moments import MlpMoments, Moments
 from perf import structure
-from perf.shift import Shift, Stats, shift
+from perf.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.structure import Finding
 
 from . import vit
@@ -40,13 +40,14 @@ def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.floa
         return None
     sites = [site for site in vit.calibration_sites(dense.model) if site.name in moments.sites]
     each = len(pixels) // PARTS
-    parts = [
-        collect(dense.model, sites, torch.from_numpy(pixels[at * each : (at + 1) * each]).split(16), device="cpu")
-        for at in range(PARTS)
-    ]
-    names = [site.name for site in sites]
-    calibrated = {name: _stats(moments, name) for name in names}
-    return shift(calibrated, {name: [_stats(part, name) for part in parts] for name in names})
+    scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
+    for start in range(0, PARTS * each, each):
+        batches = torch.from_numpy(pixels[start : start + each]).split(16)
+        part = collect(dense.model, sites, batches, device="cpu")
+        for name, parts in scatter.items():
+            parts.add(_stats(part, name))
+    found = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]
+    return shift_of_sites(found, images=PARTS * each)
 
 
 def pixel_range(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from perf.errors import BadInput
-from perf.shift import Shift, Stats, shift, site_shift
+from perf.shift import Shift, Stats, scattered, shift, site_shift
 
 F = 6
 Floats = NDArray[np.float64]
@@ -28,12 +28,14 @@ CALIBRATED = stats(400, 7)
 
 
 def test_other_images_of_the_same_kind_pass_over_many_repetitions() -> None:
-    found = [site_shift("s", CALIBRATED, parts(seed)) for seed in range(1, 60)]
+    found = [site_shift("s", CALIBRATED, scattered(parts(seed), CALIBRATED.mean_F)) for seed in range(1, 60)]
     assert [s.status for s in found] == ["PASS"] * 59
 
 
 def test_the_noise_is_what_repetition_shows() -> None:
-    found = [site_shift("s", stats(400, 5000 + seed), parts(seed)) for seed in range(1, 60)]
+    found = [
+        site_shift("s", stats(400, 5000 + seed), scattered(parts(seed), CALIBRATED.mean_F)) for seed in range(1, 60)
+    ]
     for distance, noise in (("mean_distance", "mean_noise"), ("covariance_distance", "covariance_noise")):
         seen = np.sqrt(np.mean([getattr(s, distance) ** 2 for s in found]))
         said = np.sqrt(np.mean([getattr(s, noise) ** 2 for s in found]))
@@ -52,13 +54,16 @@ def test_shifted_images_are_noted_and_the_site_named(offset: float, scale: float
 
 
 def test_few_images_are_not_called_shifted() -> None:
-    assert {site_shift("s", CALIBRATED, parts(seed, each=2)).status for seed in range(1, 40)} == {"PASS"}
+    assert {
+        site_shift("s", CALIBRATED, scattered(parts(seed, each=2), CALIBRATED.mean_F)).status for seed in range(1, 40)
+    } == {"PASS"}
 
 
 def test_equal_statistics_have_no_distance() -> None:
-    found = site_shift("s", CALIBRATED, [CALIBRATED, CALIBRATED])
+    found = site_shift("s", CALIBRATED, scattered([CALIBRATED, CALIBRATED], CALIBRATED.mean_F))
     assert found.mean_distance == pytest.approx(0, abs=1e-12)
     assert found.mean_noise == 0
+    assert found.covariance_noise == pytest.approx(0, abs=1e-6)
     assert found.covariance_distance == pytest.approx(0, abs=1e-12)
 
 
@@ -77,3 +82,17 @@ def test_what_does_not_fit_is_refused() -> None:
     narrow = Stats(images=3, mean_F=np.zeros(2), covariance_FF=np.eye(2))
     with pytest.raises(BadInput, match="got width 2, expected the calibrated 6"):
         shift({"a": CALIBRATED}, {"a": [narrow, narrow]})
+
+
+def test_parts_added_one_by_one_are_what_all_of_them_are_together() -> None:
+    every = parts(11)
+    centre = CALIBRATED.mean_F
+    found = scattered(every, centre)
+    means = np.stack([part.mean_F for part in every])
+    second = np.mean([part.covariance_FF + np.outer(part.mean_F, part.mean_F) for part in every], axis=0)
+    np.testing.assert_allclose(found.mean_F, means.mean(axis=0))
+    np.testing.assert_allclose(found.covariance_FF(), second - np.outer(found.mean_F, found.mean_F))
+    assert found.mean_scatter() == pytest.approx(np.square(means - means.mean(axis=0)).sum())
+    covariances = np.stack([p.covariance_FF + np.outer(p.mean_F - centre, p.mean_F - centre) for p in every])
+    direct = np.square(covariances - covariances.mean(axis=0)).sum()
+    assert found.covariance_scatter() == pytest.approx(direct, rel=1e-9)
