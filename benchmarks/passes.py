@@ -25,7 +25,7 @@ from calib.images import Images
 from corp_deploy import vit
 from corp_deploy.calibration import calibrate
 from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
-from corp_deploy.choices import choices_from_preset
+from corp_deploy.choices import choices_from_preset, loop_from
 from corp_deploy.files import write_json
 from corp_deploy.inputs import images_for_model
 from corp_deploy.machine import versions
@@ -45,7 +45,7 @@ def asked(row: str, share: float) -> Asked:
     budget = Budget(currency="macs", share=share) if "macs" in row else None
     sparsity = SPARSITY if budget is None else 0.0
     choices = choices_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity)
-    return Asked(preset="best", choices=choices, budget=budget, closed_loop="loop" in row)
+    return Asked(preset="best", choices=choices, budget=budget, closed_loop=loop_from("loop" in row))
 
 
 ROWS = ("calibrate", "macs", "loop", "macs and loop")

@@ -16,10 +16,18 @@ MlpRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
 ValueRecoveryName = Literal["keep", "lowrank"]
+LoopName = Literal["asymmetric", "symmetric"]
 HeadGeometry = Literal["square", "padded", "ragged"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
+LOOPS: tuple[LoopName, ...] = get_args(LoopName)
+NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
+    {
+        "asymmetric": "the closed loop holds out some of its own images",
+        "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
+    }
+)
 MIN_WIDTH = 8
 DEFAULT_RIDGE_REL = 1e-4
 
@@ -108,6 +116,11 @@ PRESETS: Mapping[str, Choices] = MappingProxyType(
         "none": Choices(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
     }
 )
+
+
+def loop_from(value: "bool | LoopName | None") -> LoopName | None:
+    """Which closed loop: true is the one that is fitted to the dense stream, false and None are none."""
+    return ("asymmetric" if value else None) if value is None or isinstance(value, bool) else value
 
 
 def choices_from_preset(preset: str, **changes: Any) -> Choices:

@@ -21,17 +21,14 @@ from calib.hooks import evaluating
 from calib.images import Images
 
 from . import vit
-from .attention import HeadAttention
 from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
 from .choices import Choices, HeadWidths, Widths
 from .correct import STRENGTHS, correct, correct_through
 from .coverage import coverage
 from .errors import BadInput
-from .folded_mlp import See, folded_mlp, judged_mlps
 from .read_tokens import Reads, named, tokens_to_fit
+from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
 from .reduce import Reduction, notes_on, uniform_widths
-from .reduce_mlp import mlp_at_site, output_energy
-from .reduce_site import built_mlp, layers_of, mlp_report, reduced_attention
 from .regression_sums import RegressionSums
 from .site_report import LoopFit, SiteReport, as_allocated
 from .streams import HELD_OUT_EVERY, Streams
@@ -53,14 +50,11 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reduced:
-    """A branch's new layer, its last linear layer, the modules to put into the model, what to report, and what the
-    reduced stream lacks of the dense one behind the branch, on what enters that last layer.
+    """A branch's new layer, and what the reduced stream lacks of the dense one behind it, on what enters its last
+    linear layer.
     """
 
-    layer: nn.Module
-    last: nn.Linear
-    modules: dict[str, nn.Module]
-    reports: list[SiteReport]
+    new: Rebuilt
     lacking: Halves[RegressionSums]
     energy: float
 
@@ -70,47 +64,22 @@ def _reduced_attention(
 ) -> _Reduced:
     """Other queries and keys make another z, so the reduced layer is run once more."""
     moments = attention_moments(branch, part, streams, system=choices.needs_attention_system)
-    modules, reports = reduced_attention(part, moments, choices, width)
-    module = modules[part.name]
-    assert isinstance(module, HeadAttention), (part.name, module)
+    new = rebuilt_attention(part, moments, choices, width)
     energy = dense_advanced(step, streams)
-    lacking = inputs_sums(branch, module, module.proj, streams)
-    return _Reduced(layer=module, last=module.proj, modules=modules, reports=reports, lacking=lacking, energy=energy)
+    return _Reduced(new=new, lacking=inputs_sums(branch, new.layer, new.last, streams), energy=energy)
 
 
 def _reduced_mlp(
     branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, choices: Choices, width: int
 ) -> _Reduced:
-    """The channels that stay are some of those summed."""
+    """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
     energy = dense_advanced(step, streams)
     moments, on_all = mlp_sums(branch, part, streams)
-    new = mlp_at_site(moments, layers_of(part), choices, width)
-    linears, report = built_mlp(part, new, moments, choices)
-    fc2 = [*linears.values()][-1]
-    layer = vit.replaced(branch.layer, {name.removeprefix(f"{part.name}."): each for name, each in linears.items()})
-    lacking = on_all.each(lambda sums: sums.of(new.kept_K))
-    return _Reduced(layer=layer, last=fc2, modules={**linears}, reports=[report], lacking=lacking, energy=energy)
-
-
-def _merged_mlp(
-    branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, choices: Choices, width: int
-) -> _Reduced:
-    """Merged channels are none of those summed: they are fitted, judged and summed in runs of their own."""
-    energy = dense_advanced(step, streams)
-    moments, _ = mlp_sums(branch, part, streams)
-    folded = folded_mlp(part, branch.layer, moments, choices, width)
-
-    def show(sees: Mapping[str, See]) -> None:
-        for pair in streams:
-            entering_BNC = branch.norm(pair.reduced)
-            sees[part.name](entering_BNC, branch.layer(entering_BNC), False)
-
-    judged = judged_mlps({part.name: folded}, choices, show)[part.name]
-    report = mlp_report(part, choices, judged.recovery, output_energy(moments, folded.layers), None)
-    fc2 = [*judged.modules.values()][-1]
-    layer = folded.layer(judged.modules)
-    lacking = inputs_sums(branch, layer, fc2, streams)
-    return _Reduced(layer=layer, last=fc2, modules={**judged.modules}, reports=[report], lacking=lacking, energy=energy)
+    new = rebuilt_mlp(branch, part, moments, streams, choices, width)
+    if new.kept_K is None:
+        return _Reduced(new=new, lacking=inputs_sums(branch, new.layer, new.last, streams), energy=energy)
+    kept_K = new.kept_K
+    return _Reduced(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
 
 
 def _aligned(branch: vit.Branch, part: Part, streams: Streams, loop: Loop) -> tuple[vit.Branch, Part, LoopFit]:
@@ -135,31 +104,29 @@ def _given(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _fitted(branch: vit.Branch, new: _Reduced, loop: Loop) -> LoopFit:
     """The new layer's last linear layer is made to give what the reduced stream lacks still."""
-    weight_CK, bias_C = _given(new.last, branch.scale_C)
+    last = new.new.last
+    weight_CK, bias_C = _given(last, branch.scale_C)
     left = new.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
-    return correct(
-        new.last, left.fit, left.held_out, scale_C=branch.scale_C, energy=new.energy, strengths=loop.strengths
-    )
+    return correct(last, left.fit, left.held_out, scale_C=branch.scale_C, energy=new.energy, strengths=loop.strengths)
 
 
 def _site(
     step: vit.Branch, part: Part, streams: Streams, choices: Choices, width: int | HeadWidths, loop: Loop
-) -> tuple[_Reduced, list[SiteReport]]:
+) -> tuple[Rebuilt, list[SiteReport]]:
     """Align, reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
     branch, alignment = step, None
     if loop.align_inputs:
         branch, part, alignment = _aligned(step, part, streams, loop)
     if isinstance(part, vit.AttentionPart):
         assert isinstance(width, HeadWidths), (part.name, width)
-        new = _reduced_attention(branch, part, step, streams, choices, width)
+        reduced = _reduced_attention(branch, part, step, streams, choices, width)
     else:
         assert isinstance(width, int), (part.name, width)
-        reduced_mlp = _merged_mlp if choices.merges else _reduced_mlp
-        new = reduced_mlp(branch, part, step, streams, choices, width)
-    fit = _fitted(branch, new, loop)
-    first, *rest = new.reports
+        reduced = _reduced_mlp(branch, part, step, streams, choices, width)
+    fit = _fitted(branch, reduced, loop)
+    first, *rest = reduced.new.reports
     told = [replace(first, alignment=alignment), *rest]
-    return new, [*told[:-1], replace(told[-1], loop=fit)]
+    return reduced.new, [*told[:-1], replace(told[-1], loop=fit)]
 
 
 @torch.no_grad()

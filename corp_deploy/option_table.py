@@ -251,7 +251,13 @@ LOOP = Axis(
     command="reduce",
     ways={
         "open": Way(words="the open loop", ask="no --closed-loop", honours={}),
-        "closed": Way(words="the closed loop", ask="--closed-loop", honours={"reads": ("all", "pooled")}),
+        "asymmetric": Way(words="the closed loop", ask="--closed-loop", honours={"reads": ("all", "pooled")}),
+        "symmetric": Way(
+            words="the symmetric closed loop",
+            ask="--closed-loop symmetric",
+            honours={},
+            instead={"reads": "it is fitted to nothing that is read behind the last block"},
+        ),
     },
 )
 

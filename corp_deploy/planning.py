@@ -10,7 +10,7 @@ from calib.moments import Moments
 from . import budget as budgets
 from . import vit
 from .checkpoint import Checkpoint
-from .choices import Choices, Widths
+from .choices import Choices, LoopName, Widths
 from .errors import BadInput
 from .head_choice import choose_heads
 from .latency_grid import Where, measure_tables, offers_in_time
@@ -42,13 +42,13 @@ class Asked:
     choices: Choices
     budget: Budget | None = None
     auto_heads: bool = False
-    closed_loop: bool = False
+    closed_loop: LoopName | None = None
     allow_partial: bool = False
     reads: Reads | None = None
 
     @property
     def needs_images(self) -> bool:
-        return self.budget is not None or self.auto_heads or self.closed_loop or self.choices.merges
+        return self.budget is not None or self.auto_heads or self.closed_loop is not None or self.choices.merges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,16 @@ from perf.files import regular
 from perf.quantity import BATCH, Quantity
 from perf.rule import Rule, rule_from_text
 
-from .choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS, Choices, choices_from_preset
+from .choices import (
+    DEFAULT_RIDGE_REL,
+    MLP_RANKINGS,
+    NOT_HELD_OUT,
+    PRESETS,
+    QK_RANKINGS,
+    Choices,
+    choices_from_preset,
+    loop_from,
+)
 from .errors import BadInput
 from .honours import Axis
 from .option_table import ATTENTION, BENCH, LOOP, PRESET
@@ -71,6 +80,11 @@ def _model_name(value: object) -> str | None:
 
 def _flag(value: object) -> str | None:
     return None if isinstance(value, bool) else "true or false"
+
+
+def _loop(value: object) -> str | None:
+    good = isinstance(value, bool) or value == "symmetric"
+    return None if good else "true, false or 'symmetric'"
 
 
 def _table(value: object) -> str | None:
@@ -149,7 +163,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "align_mlp": Key(check=_of(ALIGNMENT), default=64),
             "align_head": Key(check=_of(ALIGNMENT), default=16),
             "ridge": Key(check=_of(RIDGE), default=DEFAULT_RIDGE_REL),
-            "closed_loop": Key(check=_flag, default=False),
+            "closed_loop": Key(check=_loop, default=False),
             "allow_partial": Key(check=_flag, default=False),
             "reads": Key(check=_word("all", "pooled"), default=None),
         },
@@ -400,10 +414,11 @@ def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) 
         )
     if budgets and wanted["preset"] != "best":
         raise BadInput(f"{path}: reduce.{budgets[0]} needs preset best, got {wanted['preset']!r}")
-    if tables["calibration"]["hold_out"] is not None and wanted["closed_loop"]:
+    loop = loop_from(wanted["closed_loop"])
+    if tables["calibration"]["hold_out"] is not None and loop is not None:
         raise BadInput(
-            f"{path}: calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop holds out some "
-            "of its own images, so give one of the two"
+            f"{path}: calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
+            f"{NOT_HELD_OUT[loop]}; give one of the two"
         )
     if tables["export"]["keep_fp32"] and "mixed" not in tables["export"]["precisions"]:
         raise BadInput(f"{path}: export.keep_fp32 is for precision mixed, which export.precisions does not have")
@@ -419,7 +434,7 @@ def _refuse_ignored(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None
     asked: list[tuple[str, Axis, list[str], dict[str, Any]]] = [
         ("[reduce]", PRESET, [wanted["preset"]], given),
         ("[reduce]", ATTENTION, ["reduced" if asks or wanted["heads"] == "auto" else "kept"], given),
-        ("[reduce]", LOOP, ["closed" if wanted["closed_loop"] else "open"], given),
+        ("[reduce]", LOOP, [loop_from(wanted["closed_loop"]) or "open"], given),
     ]
     # Threads are of the targets that have them; a recipe's other targets don't ask for any.
     deaf = [name for name in tables["targets"] if not BENCH.ways[name].takes("threads", 1)]

@@ -16,6 +16,7 @@ from perf.timing import Plan
 
 from . import vit
 from .checkpoint import Checkpoint, save
+from .choices import NOT_HELD_OUT
 from .closed_loop import Loop, reduce_closed_loop
 from .coverage import coverage, require_as_asked
 from .errors import BadInput, Missing
@@ -24,6 +25,7 @@ from .inputs import model_digest
 from .planning import Asked, Planned, plan
 from .reduce import Reduction, reduce, require_apart, require_same_model, uniform_widths
 from .side_by_side import measure
+from .symmetric_loop import reduce_symmetric_loop
 
 
 def record_of_reduction(reduction: Reduction, planned: Planned) -> dict[str, Any]:
@@ -79,15 +81,19 @@ def reduce_as_asked(
     for a model of which less would be removed than was asked for, unless that is allowed.
     """
     require_same_model(dense.model, moments)
-    if asked.closed_loop and held_out is not None:
-        raise BadInput("held-out moments: the closed loop holds out its own images; reduce without one of the two")
+    if asked.closed_loop is not None and held_out is not None:
+        raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
     _refuse_partial(dense, asked)
     with torch.inference_mode():
         planned = plan(dense, moments, asked, images)
-    if asked.closed_loop:
+    if asked.closed_loop == "symmetric":
+        assert images is not None
+        widths = planned.widths
+        return reduce_symmetric_loop(dense.model, images, planned.choices, widths=widths, done=done), planned
+    if asked.closed_loop == "asymmetric":
         assert images is not None
         loop = Loop(reads=asked.reads)
         return reduce_closed_loop(

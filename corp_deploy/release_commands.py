@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .baseline import Baseline
+from .choices import loop_from
 from .honours import Axis
 from .invocation import Invocation, Pairs, path_from
 from .option_table import ATTENTION, IMAGES, LOOP, PRESET
@@ -108,7 +109,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
     ways = (
         (PRESET, wanted["preset"]),
         (ATTENTION, "reduced" if touched else "kept"),
-        (LOOP, "closed" if wanted["closed_loop"] else "open"),
+        (LOOP, loop_from(wanted["closed_loop"]) or "open"),
         (IMAGES, "images" if recipe.reduces_on_images else "none"),
     )
     return Invocation(command="reduce", options=_honoured(options, *ways))

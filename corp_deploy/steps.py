@@ -17,7 +17,7 @@ from .calibration import Wanted, calibrate, held_out_path, reference_of_moments
 from .candidates import candidate_from_path
 from .chain import Limits, given_from_images, prove
 from .checkpoint import Checkpoint, load_checkpoint
-from .choices import choices_from_preset
+from .choices import choices_from_preset, loop_from
 from .files import replacing, write_json, write_text
 from .graphs import export_checkpoint, paths_by_precision
 from .inputs import images_for_model, labels_from_path, require_device
@@ -86,7 +86,7 @@ def _asked(run: Invocation) -> Asked:
         choices=choices,
         budget=budgets[0] if budgets else None,
         auto_heads=heads == "auto",
-        closed_loop=given["closed_loop"],
+        closed_loop=loop_from(given["closed_loop"]),
         allow_partial=given["allow_partial"],
         reads=given.get("reads"),
     )

@@ -373,7 +373,15 @@ def test_reduce_refuses_images_that_nothing_looks_at(
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("reads", ["all", "pooled"])
-@pytest.mark.parametrize(("way", "asked"), [("open", {}), ("closed", {"closed_loop": True})])
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    [
+        ("open", {}),
+        ("asymmetric", {"closed_loop": True}),
+        ("asymmetric", {"closed_loop": "asymmetric"}),
+        ("symmetric", {"closed_loop": "symmetric"}),
+    ],
+)
 def test_reduce_refuses_tokens_for_a_loop_that_is_open(way: str, asked: dict[str, Any], reads: str) -> None:
     checked(run(*REDUCE, *words_of({"mlp": 0.5, "reads": reads} | asked)), LOOP, way, "reads", reads)
 

@@ -112,7 +112,7 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
         ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction of the MLPs alone"),
         ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
         ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
-        ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true or false"),
+        ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or 'symmetric'"),
         ("mlp = 0.5\nreads = 'all'", "[reduce]: --reads all is not honoured by the open loop"),
         ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
     ],

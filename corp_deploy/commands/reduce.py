@@ -9,7 +9,7 @@ import click
 
 from perf.quantity import BATCH
 
-from ..choices import DEFAULT_RIDGE_REL, MLP_RANKINGS, PRESETS, QK_RANKINGS
+from ..choices import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
 from ..console import Output, output_options
 from ..option_table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
 from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
@@ -28,7 +28,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..choices import Choices
+    from ..choices import Choices, LoopName
     from ..planning import Budget
     from ..read_tokens import Reads
 
@@ -152,7 +152,15 @@ def choices_from_options(
 @click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
 @click.option("--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1.")
 @click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced.")
-@click.option("--closed-loop", is_flag=True, help="Block by block, fitted to what the dense model's stream has.")
+@click.option(
+    "--closed-loop",
+    type=click.Choice(LOOPS),
+    is_flag=False,
+    flag_value="asymmetric",
+    default=None,
+    help="Block by block on the model as reduced so far: alone or asymmetric, fitted to what the dense model's stream "
+    "has; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
+)
 @click.option(
     "--reads",
     type=click.Choice(["all", "pooled"]),
@@ -206,7 +214,7 @@ def reduce_command(
     latency_tables: Path | None,
     batch: int | None,
     allow_partial: bool,
-    closed_loop: bool,
+    closed_loop: "LoopName | None",
     reads: "Reads | None",
     held_out: Path | None,
     device: str,
@@ -245,10 +253,10 @@ def reduce_command(
     )
     touched = attn is not None or budget is not None or asked.auto_heads
     ATTENTION.refuse([("", "reduced" if touched else "kept")], given_options())
-    LOOP.refuse([("", "closed" if closed_loop else "open")], given_options())
+    LOOP.refuse([("", closed_loop or "open")], given_options())
     IMAGES.refuse([("", "images" if asked.needs_images else "none")], given_options())
-    if held_out is not None and closed_loop:
-        raise click.UsageError("--closed-loop holds out some of its own images; leave --held-out away")
+    if held_out is not None and closed_loop is not None:
+        raise click.UsageError(f"--closed-loop: {NOT_HELD_OUT[closed_loop]}; leave --held-out away")
     require_device(device)
     dense = on_device(model.load(out), device)
     source = None

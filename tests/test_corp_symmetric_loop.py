@@ -1,0 +1,117 @@
+"""The symmetric closed loop against a recollection by hand, site by site, on float64 activations of the models."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+from calib.images import Images, open_images
+from calib.store import save as save_moments
+from corp_deploy import vit
+from corp_deploy.calibration import calibrate
+from corp_deploy.checkpoint import save
+from corp_deploy.choices import HeadWidths, choices_from_preset
+from corp_deploy.cli import main
+from corp_deploy.reduce import reduce
+from corp_deploy.symmetric_loop import reduce_symmetric_loop
+from tests import tiny
+
+RIDGE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    path = tmp_path_factory.mktemp("symmetric") / "images.npy"
+    np.save(path, tiny.images(24, seed=4))
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+def hidden(model: nn.Module, name: str) -> Any:
+    """What enters a layer of this model, tokens of all images below each other, in float64."""
+    caught: list[Tensor] = []
+    model.get_submodule(name).register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+    with torch.inference_mode():
+        model(torch.from_numpy(tiny.images(24, seed=4)).double())
+    return caught[0].flatten(0, 1).numpy()
+
+
+def test_it_is_grails_loop(images: Images) -> None:
+    """For each MLP in turn: the Gram on the model so far, structured Wanda, W G_:S (G_SS + ridge I)^-1, and on."""
+    by_hand: Any = copy.deepcopy(tiny.checkpoint().model).double().eval()
+    for index, block in enumerate(by_hand.blocks):
+        x = hidden(copy.deepcopy(by_hand), f"blocks.{index}.mlp.fc2")
+        second = block.mlp.fc2.weight.detach().numpy()
+        gram: Any = sum(np.outer(row, row) for row in x) / len(x)
+        score = np.abs(second).sum(0) * np.sqrt(np.diag(gram))
+        kept = sorted(np.argsort(-score, kind="stable")[:96].tolist())
+        inside = gram[np.ix_(kept, kept)]
+        new = second @ gram[:, kept] @ np.linalg.inv(inside + RIDGE * np.diag(inside).mean() * np.eye(96))
+        block.mlp.fc1.weight = nn.Parameter(block.mlp.fc1.weight[kept])
+        block.mlp.fc1.bias = nn.Parameter(block.mlp.fc1.bias[kept])
+        block.mlp.fc2.weight = nn.Parameter(torch.from_numpy(new))
+    choices = choices_from_preset("grail", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
+    reduction = reduce_symmetric_loop(tiny.checkpoint().model, images, choices)
+    others = torch.from_numpy(tiny.images(6, seed=9))
+    with torch.inference_mode():
+        expected, found = by_hand(others.double()), reduction.model(others)
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    assert [site.loop for site in reduction.sites] == [None, None]
+    assert "symmetric closed loop" in reduction.said[0]
+    # It can tell: the open loop's second MLP is another one.
+    moments = calibrate(tiny.checkpoint(), images, batch_size=8)
+    with torch.inference_mode():
+        alone = reduce(tiny.checkpoint().model, moments, choices).model(others)
+    assert float((alone - expected).norm() / expected.norm()) > 1e-3
+
+
+@pytest.mark.parametrize("preset", ["best", "corp", "corp-v1", "grail-fold", "fold", "none"])
+def test_every_method_walks_in_it(images: Images, preset: str) -> None:
+    choices = choices_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+    parts = vit.parts(reduce_symmetric_loop(tiny.checkpoint().model, images, choices).model)
+    assert {part.hidden for part in parts.mlps} == {96}
+    assert {part.qk for part in parts.attentions} == {16 if "fold" in preset else 8}
+
+
+def test_the_first_site_is_the_open_loops_and_full_width_is_the_dense_model(images: Images) -> None:
+    model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
+    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+    widths: dict[str, int | HeadWidths] = {"blocks.0.attn": HeadWidths(qk=8, v=16), "blocks.0.mlp": 96}
+    looped = reduce_symmetric_loop(model, images, choices, widths=widths).sites
+    alone = {site.site: site for site in reduce(model, moments, choices, widths=widths).sites}
+    assert looped[0].error == pytest.approx(alone["blocks.0.attn"].error, rel=1e-4)
+    assert looped[1].error != pytest.approx(alone["blocks.0.mlp"].error, rel=1e-4)
+    whole = choices_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)
+    others = torch.from_numpy(tiny.images(4, seed=9))
+    with torch.inference_mode():
+        dense, same = model(others), reduce_symmetric_loop(model, images, whole).model(others)
+    assert float((same - dense).norm() / dense.norm()) < 1e-5
+
+
+def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", tiny.images(24, seed=4))
+    save_moments(calibrate(tiny.checkpoint(), images, batch_size=8), tmp_path / "m.safetensors")
+    words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
+    words += ["--images", tmp_path / "images.npy", "--align", "mlp=8"]
+    for given, said, fitted in (
+        (("--closed-loop", "symmetric"), "symmetric closed loop", False),
+        (("--closed-loop",), "closed loop fitted to", True),
+        (("--closed-loop", "asymmetric"), "closed loop fitted to", True),
+    ):
+        result = CliRunner().invoke(main, [str(word) for word in (*words, *given, "-o", tmp_path / "r")])
+        assert result.exit_code == 0, result.output
+        assert said in " ".join(result.stdout.split())
+        lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
+        assert (lineage["reduction"]["sites"][0]["loop"] is not None) == fitted
+    held_out = CliRunner().invoke(
+        main, [*map(str, words), "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r"]
+    )
+    assert held_out.exit_code == 2
+    assert "which held-out moments are not of" in held_out.stderr
