@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.images import ARRAYS, Images, open_images
+from calib.images import Images, open_images
 from perf.files import regular
 
 from . import vit
@@ -39,7 +39,7 @@ def images_for_model(
 
 def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
     channels, height, width = shape
-    if channels != 3 and path.suffix not in ARRAYS:
+    if channels != 3 and (path.is_dir() or path.suffix == ".tar"):
         raise BadInput(
             f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
             f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, already preprocessed"
