@@ -19,7 +19,7 @@ from .errors import BadInput
 from .model_cost import macs, parameters
 from .obs import Elimination
 from .probe import Probe
-from .reduce import reduce
+from .reduce import Reduction, reduce
 
 KIND = "corp-deploy/sweep"
 PROBE_IMAGES = 32
@@ -27,7 +27,10 @@ PROBE_IMAGES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense logits."""
+    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense logits.
+
+    `sites_reduced` became smaller; `sites_refused` were asked to and can't.
+    """
 
     preset: str
     mlp_sparsity: float
@@ -40,6 +43,8 @@ class Trial:
     relative_error: float
     agreement: float
     accuracy: float | None
+    sites_reduced: int
+    sites_refused: int
     on_front: bool = False
 
 
@@ -61,8 +66,9 @@ class Scored:
     labels_N: NDArray[np.int64] | None
     batch_size: int
 
-    def trial(self, wanted: Wanted, model: nn.Module, dense_macs: int) -> Trial:
+    def trial(self, wanted: Wanted, reduction: Reduction, dense_macs: int) -> Trial:
         """Score one reduced model."""
+        model = reduction.model
         choices = wanted.choices
         logits_NC = logits(model, self.images, self.batch_size)
         errors = measures(self.dense_NC, logits_NC)
@@ -80,6 +86,8 @@ class Scored:
             relative_error=errors.relative_error,
             agreement=errors.top1_agreement,
             accuracy=accuracy,
+            sites_reduced=len(reduction.coverage.reduced),
+            sites_refused=len(reduction.coverage.refused),
         )
 
 
@@ -131,8 +139,8 @@ def sweep(
                 probe = Probe(model=model, moments=moments, choices=choices, images=images, eliminations=shared)
                 market[choices.geometry] = list(offers(probe, "macs"))
             widths = spend(market[choices.geometry], dense_macs, each.budget).widths
-        reduced = reduce(model, moments, choices, widths=widths, eliminations=shared, images=calibration).model
-        trials.append(scored.trial(each, reduced, dense_macs))
+        reduction = reduce(model, moments, choices, widths=widths, eliminations=shared, images=calibration)
+        trials.append(scored.trial(each, reduction, dense_macs))
         if done is not None:
             done(len(trials))
     front = _front(trials)

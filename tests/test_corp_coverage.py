@@ -130,6 +130,29 @@ def test_a_block_that_is_refused_whole_counts_twice() -> None:
     assert coverage(found, choices, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn",)
 
 
+def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> None:
+    at = home / "swiglu"
+    words = ["sweep", "--model", at, "--moments", at / "m.safetensors", "--images", home / "images.npy"]
+    more = [
+        "--sparsity",
+        0.5,
+        "--preset",
+        "best",
+        "--align",
+        "mlp=8,head=8",
+        "--min-agreement",
+        0.01,
+        "-o",
+        tmp_path / "s",
+    ]
+    done = CliRunner().invoke(main, [str(word) for word in (*words, *more)])
+    assert done.exit_code == 0, done.output
+    assert "2 sites can't be reduced as asked" in done.stderr
+    assert "--mlp 0.5 --attn 0.5 --allow-partial" in " ".join(done.stdout.split())
+    (trial,) = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
+    assert (trial["sites_reduced"], trial["sites_refused"]) == (2, 2)
+
+
 def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
     done = reduce(home, "swiglu", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     assert done.exit_code == 0, done.output

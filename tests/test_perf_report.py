@@ -289,7 +289,7 @@ def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
     assert "| finite · onnx fp32 | FAIL | NaN or Inf on 6 of 6 images |" in text
     assert "| onnx fp16 | PASS | finite, constant, batch-size |" in text
     assert "| blocks.1.attn | fp16 | too large | keep it |" in text
-    assert "**Parity FAIL**: finite of onnx fp32: NaN or Inf on 6 of 6 images" in text
+    assert "**Parity FAIL (1 link judged)** on 50 images: finite of onnx fp32: NaN or Inf on 6 of 6 images" in text
 
 
 def test_a_bare_record_is_a_report_too() -> None:

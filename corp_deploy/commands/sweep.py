@@ -135,6 +135,8 @@ def sweep(
     ]
     with out.progress("sweeping", len(wanted), unit="models") as done:
         trials = sweep_of(checkpoint.model, load(moments), wanted, scored, calibration=calibration, done=done)
+    if refused := max(trial.sites_refused for trial in trials):
+        out.warn(f"{refused} sites can't be reduced as asked and stay as they are; inspect says why")
     answer = None if min_agreement is None else smallest_that_agrees(trials, min_agreement)
     record = record_of_sweep(trials, answer)
     write_json(output / "sweep.json", record)
@@ -143,6 +145,7 @@ def sweep(
     shown: list[Any] = [sweep_table(trials)]
     if answer is not None:
         uniform = " ".join(f"--{word} {share:g}" for word, share in _removed(answer, parts))
+        uniform += " --allow-partial" if answer.sites_refused else ""
         how = f"--preset {answer.preset} " + (uniform if answer.budget is None else f"--macs {answer.budget:g}")
         shown.append(f"smallest model with {min_agreement:.2%} agreement: {how} ({answer.macs_share:.1%} of the MACs)")
     out.result(record, *shown)
