@@ -1,11 +1,13 @@
 """What calibration costs beside a bare forward pass over the same images, and the memory it takes.
 
-    python -m benchmarks.calibration --model deit_small_patch16_224 --output benchmarks/results/calibration_small.json
+    python -m benchmarks.calibration --threads 2 --attention-system --output benchmarks/results/calibration_small.json
 
-Random weights and random images: only time and memory are measured. All runs take turns in one process, round after
-round, so that what else the machine does falls on all of them; the ratio is the median over rounds of each round's own
-ratio. Memory is measured in a process of its own. On a GPU time is by CUDA events around whole passes, and the share
-of peak FLOP/s uses --peak-tflops, the figure of that GPU for float32 without tensor cores.
+Random weights and random images: only time and memory are measured. A run is a whole calibration of --batches batches,
+from opening the collector to its moments. All runs take turns in one process, round after round, so that what else the
+machine does falls on all of them; the ratio is the median over rounds of each round's own ratio to the faster of two
+bare passes: whole batches, and a few images at a time. Memory is measured in a process of its own. On a GPU time is by
+the host's clock once it has nothing left to do, and the share of peak FLOP/s uses --peak-tflops, the figure of that GPU
+for float32 without tensor cores.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,15 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from calib.collect import Collector
+from benchmarks.passes import BARE, PIECE, Samples, in_passes
+from calib import products
+from calib.collect import Collector, collect
 from calib.memory import AttentionShape, MlpShape, Shape, bytes_needed, shapes_of_sites
-from calib.sites import Site
+from calib.sites import MlpSite, Site
 from corp_deploy import vit
+from perf.environment import cpu_name
 
-VERSION = 1
+VERSION = 2
 
 
 def clock_s(device: str) -> float:
@@ -41,30 +47,31 @@ def clock_s(device: str) -> float:
     return time.perf_counter()
 
 
-def bare(model: nn.Module, images: Tensor) -> Callable[[], None]:
+def bare(model: nn.Module, images: Tensor, batches: int, piece: int) -> Callable[[], None]:
     def run() -> None:
         with torch.no_grad():
-            model(images)
+            for _ in range(batches):
+                for part in images.split(piece):
+                    model(part)
 
     return run
 
 
-def calibration(model: nn.Module, sites: list[Site], images: Tensor, options: dict[str, Any]) -> Callable[[], None]:
-    """One batch through an open collector, whose memory is there and whose first, checking pass is over."""
-    collector = Collector(model, sites, device=images.device, **options)
-    with collector:
-        collector.add(images)
+def calibration(
+    model: nn.Module, sites: list[Site], images: Tensor, batches: int, options: dict[str, Any]
+) -> Callable[[], None]:
+    """A calibration as `calibrate` makes it: a collector opened, its kernel chosen, all batches, the moments."""
 
     def run() -> None:
-        with collector:
-            collector.add(images)
+        products.kernel_of_this_cpu.cache_clear()
+        collect(model, sites, repeat(images, batches), device=images.device, **options)
 
     return run
 
 
-def timed(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, dict[str, list[float]]]:
+def timed(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> Samples:
     """Wall and CPU seconds of every run in every round; even rounds go backwards through the runs."""
-    samples: dict[str, dict[str, list[float]]] = {name: {"wall_s": [], "cpu_s": []} for name in runs}
+    samples: Samples = {name: {"wall_s": [], "cpu_s": []} for name in runs}
     for index in range(rounds):
         for name in list(runs)[:: 1 if index % 2 else -1]:
             begun_s, cpu_s = clock_s(device), time.process_time()
@@ -72,15 +79,6 @@ def timed(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> dict
             samples[name]["wall_s"].append(clock_s(device) - begun_s)
             samples[name]["cpu_s"].append(time.process_time() - cpu_s)
     return samples
-
-
-def ratios(samples: dict[str, dict[str, list[float]]], clock: str) -> dict[str, float]:
-    """Median over rounds of each round's time over that round's bare pass."""
-    base = samples["bare"][clock]
-    return {
-        name: statistics.median(taken / reference for taken, reference in zip(of[clock], base, strict=True))
-        for name, of in samples.items()
-    }
 
 
 def multiply_adds_per_image(shape: Shape) -> int:
@@ -131,29 +129,40 @@ def shapes(model: nn.Module, sites: list[Site], arguments: argparse.Namespace) -
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     model, sites, images = prepared(arguments)
-    options = {"precision": arguments.precision}
-    runs = {"bare": bare(model, images), "calibrate": calibration(model, sites, images, options)}
+    options, batches = {"precision": arguments.precision}, arguments.batches
+    runs = {
+        name: bare(model, images, batches, piece)
+        for name, piece in zip(BARE, (arguments.batch_size, PIECE), strict=True)
+    }
+    runs["calibrate"] = calibration(model, sites, images, batches, options)
     if arguments.attention_system:
-        runs["calibrate_with_system"] = calibration(model, sites, images, options | {"attention_system": True})
+        runs["calibrate_with_system"] = calibration(model, sites, images, batches, options | {"attention_system": True})
     for run in runs.values():
         run()
     samples = timed(runs, arguments.rounds, arguments.device)
     seen = shapes(model, sites, arguments)
-    flops = 2 * arguments.batch_size * sum(map(multiply_adds_per_image, seen.values()))
-    extra_s = statistics.median(samples["calibrate"]["wall_s"]) - statistics.median(samples["bare"]["wall_s"])
+    flops = 2 * batches * arguments.batch_size * sum(map(multiply_adds_per_image, seen.values()))
+    least_s = min(statistics.median(samples[name]["wall_s"]) for name in BARE)
+    extra_s = statistics.median(samples["calibrate"]["wall_s"]) - least_s
     gpu = arguments.device == "cuda"
     return {
         "samples": samples,
-        "ratio_wall": ratios(samples, "wall_s"),
-        "ratio_cpu": None if gpu else ratios(samples, "cpu_s"),
+        "ratio_wall": in_passes(samples, "wall_s"),
+        "ratio_cpu": None if gpu else in_passes(samples, "cpu_s"),
+        "kernel": None if gpu else products.kernel_for(max(site.output.in_features for site in mlps(sites))),
         "statistics_gflops": flops / extra_s / 1e9,
         "share_of_peak": flops / extra_s / 1e12 / arguments.peak_tflops if gpu and arguments.peak_tflops else None,
     }
 
 
+def mlps(sites: list[Site]) -> list[MlpSite]:
+    return [site for site in sites if isinstance(site, MlpSite)]
+
+
 def environment(device: str) -> dict[str, Any]:
     return {
         "machine": platform.machine(),
+        "cpu": cpu_name(),
         "torch": torch.__version__,
         "timm": timm.__version__,
         "threads": torch.get_num_threads(),
@@ -168,7 +177,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deit_small_patch16_224")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0: as torch chooses")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("float32", "tf32", "bfloat16"), default="float32")

@@ -106,11 +106,27 @@ def cpu_latency(record: dict[str, Any]) -> str:
     return "ONNX Runtime on 2 CPU cores, FP32, random weights, interleaved in one process:\n\n" + _table(names, rows)
 
 
+def calibration(record: dict[str, Any]) -> str:
+    """What one calibration costs, beside the processor it was measured on; nothing of records that don't name it."""
+    options, passes = record["options"], record["speed"]["ratio_wall"]
+    cpu, threads = record["environment"].get("cpu"), record["environment"]["threads"]
+    if cpu is None:
+        return ""
+    images = int(options["batches"]) * int(options["batch_size"])
+    text = f"Calibrating {options['model']} on {images} images, batch {options['batch_size']}, {threads} threads of an "
+    text += f"{cpu}, from opening to the moments: {passes['calibrate']:.2f} times the faster of a bare forward pass in "
+    text += "whole batches and one in pieces"
+    system = passes.get("calibrate_with_system")
+    return text + (f"; {system:.2f} with CORP's per-image system." if system else ".")
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods.json": methods,
     "text_encoder.json": text_encoder,
     "engines.json": engines,
     "cpu_latency.json": cpu_latency,
+    "calibration_small.json": calibration,
+    "calibration_base.json": calibration,
 }
 
 
@@ -133,7 +149,7 @@ def measured(results: Path = RESULTS) -> str:
         path = results / name
         if path.is_file():
             parts.append(table(json.loads(path.read_text(encoding="utf-8"))))
-    return "\n\n".join([*parts, *on_gpus(results)])
+    return "\n\n".join([part for part in parts if part] + on_gpus(results))
 
 
 def readme_with_tables(text: str) -> str:

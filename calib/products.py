@@ -74,7 +74,7 @@ def faster_kernel(clock: Callable[[], float]) -> Kernel:
 
 
 @cache
-def _kernel_of_this_cpu() -> Kernel:
+def kernel_of_this_cpu() -> Kernel:
     """Timed once a process, in CPU seconds: what else the machine does counts little."""
     return faster_kernel(time.process_time)
 
@@ -82,7 +82,7 @@ def _kernel_of_this_cpu() -> Kernel:
 def kernel_for(width: int) -> Kernel:
     """What takes Grams of this width on this CPU; narrow ones aren't worth timing."""
     timed = width >= TRIAL_SHAPE[-1] and torch.backends.mkldnn.is_available()
-    return _kernel_of_this_cpu() if timed else "blas"
+    return kernel_of_this_cpu() if timed else "blas"
 
 
 def _add_gram_on_gpu(total_FF: Tensor, x_BNF: Tensor) -> None:

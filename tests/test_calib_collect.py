@@ -252,7 +252,7 @@ def test_the_faster_kernel_is_taken(spans: tuple[float, ...], expected: str) -> 
 
 
 def test_narrow_grams_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_kernel_of_this_cpu", lambda: "onednn")
+    monkeypatch.setattr(products, "kernel_of_this_cpu", lambda: "onednn")
     assert products.kernel_for(384) == "blas"
     assert products.kernel_for(1536) == ("onednn" if torch.backends.mkldnn.is_available() else "blas")
 
