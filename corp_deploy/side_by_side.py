@@ -15,6 +15,7 @@ from calib.images import ARRAYS, open_images
 from calib.sources import ImageShape
 from export.record import EngineRecord, record_from_json, record_path
 from perf.bench import Subject, bench
+from perf.device import first_uuid
 from perf.engine_runner import EngineRunner
 from perf.environment import environment
 from perf.module_runner import Mode, ModuleRunner, Precision
@@ -170,8 +171,8 @@ def way_to_run(path: Path, running: Running) -> str:
     )
 
 
-def _refuse_ignored(dense: Path, reduced: Path, running: Running) -> None:
-    """Raise BadInput for options that would be ignored, and for two models that would run in different places."""
+def _device_of_both(dense: Path, reduced: Path, running: Running) -> Device:
+    """Where both run. Raises BadInput for options that would be ignored, and for two that would run apart."""
     ways = {path: way_to_run(path, running) for path in (dense, reduced)}
     BENCH.refuse([(path.name, way) for path, way in ways.items()], running.given)
     one, other = (BENCH.ways[ways[path]] for path in (dense, reduced))
@@ -180,6 +181,7 @@ def _refuse_ignored(dense: Path, reduced: Path, running: Running) -> None:
             f"{dense} would run in {one.words} and {reduced} in {other.words}, and a CPU's times say nothing of a "
             "GPU's; expected both in one place: --provider cuda takes a graph to the GPU, --device cuda a module"
         )
+    return "cuda" if one.honours["device"] == ("cuda",) else "cpu"
 
 
 def _contender(name: str, path: Path, running: Running, scratch: Path) -> Contender:
@@ -237,7 +239,7 @@ def measure(
     `images` holds what is fed, preprocessed; None feeds normal noise, which costs the same time.
     """
     running = running or Running()
-    _refuse_ignored(dense, reduced, running)
+    device = _device_of_both(dense, reduced, running)
     with tempfile.TemporaryDirectory() as scratch:
         one, other = (
             _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
@@ -246,7 +248,7 @@ def measure(
         assert one.image_shape is not None, dense
         fed = _fed(images, one.image_shape, max(batches))
         found: list[Finding] = []
-        with watching() as (watch, gpu):
+        with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
                 (_sampled(one.subject, found), _sampled(other.subject, found)),
                 fed,

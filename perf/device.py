@@ -127,6 +127,14 @@ def require_cuda() -> None:
         raise Missing(f"a GPU was asked for and there is none: {reason}; ask for the CPU, or run where the GPU is")
 
 
+def first_uuid() -> str:
+    """The GPU that everything here runs on, by the name that NVML knows it by. Raises Missing as require_cuda does."""
+    import torch
+
+    require_cuda()
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
 def open_stream() -> Any:
     """A new non-default CUDA stream: the default one makes engines synchronise with everything else."""
     import torch

@@ -86,22 +86,34 @@ def _waited_ns(accounts: list[int]) -> int:
 
 
 @contextmanager
-def watching() -> Iterator[tuple[Watch, Flat | None]]:
-    """The watch of this machine's GPU and its description, if NVML (package nvidia-ml-py) finds one."""
+def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
+    """The watch of a GPU and its description, if NVML (package nvidia-ml-py) finds one.
+
+    Of several it is the one of this UUID, as `perf.device.first_uuid` tells the one that CUDA runs on; NVML counts all
+    of a machine's GPUs, CUDA those that a process may see, in an order of its own. None takes the first.
+    """
     nvml = _nvml()
     if nvml is None:
         yield unwatched, None
         return
     try:
-        gpu = Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(0), os.getpid())
+        gpu = Gpu(nvml, _handle(nvml, uuid), os.getpid())
         yield gpu.state, gpu.describe()
     finally:
         nvml.nvmlShutdown()
 
 
+def _handle(nvml: Any, uuid: str | None) -> Any:
+    """The GPU of this UUID; the first where none is asked for or NVML does not know it (a slice of one)."""
+    if uuid is not None:
+        with suppress(nvml.NVMLError):
+            return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    return nvml.nvmlDeviceGetHandleByIndex(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The first GPU through NVML. A reading that the card or driver refuses is None."""
+    """One GPU through NVML. A reading that the card or driver refuses is None."""
 
     nvml: Any
     handle: Any

@@ -16,6 +16,7 @@ class FakeNvml:
     clock: int | None = None
     throttle: int = 0x04 | 0x40
     shut: bool = False
+    uuids: tuple[str, ...] = ()
     NVMLError: type[Exception] = NvmlError
     NVML_CLOCK_SM: int = 1
     NVML_CLOCK_MEM: int = 2
@@ -61,6 +62,11 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object:
+        if uuid not in self.uuids:
+            raise NvmlError("not found")
+        return uuid
 
     def nvmlShutdown(self) -> None:
         self.shut = True

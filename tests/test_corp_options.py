@@ -120,6 +120,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     for name in ("ModuleRunner", "OnnxRunner", "EngineRunner"):
         stand_in(name)
     monkeypatch.setattr(side_by_side, "bench", measured)
+    monkeypatch.setattr(side_by_side, "first_uuid", lambda: None)
     monkeypatch.setattr(side_by_side, "SampledRunner", lambda name, runner, heard: runner)
     return found
 

@@ -394,7 +394,11 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     assert "--keep-fp32 '{site}' --output" in mend_command(Path("reduced/model.fp16.onnx")), (
         "and not 'blocks.1*', nor 10, 11"
     )
-    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4", "--half-factor", 8]
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--half-factor", 8, "--batch"]
+    other = run("verify", tmp_path / "hot", tmp_path / "hot.mixed.onnx", *words, "1,7")
+    assert other.exit_code == 2
+    assert "its batch is fixed at 4, and --batch 1,7 leaves that out" in " ".join(other.stderr.split())
+    words += ["4"]
     done("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
     done("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
     assert (

@@ -19,7 +19,7 @@ from perf.runners import Images, Logits
 from perf.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
 from perf.summary import summarise
 from perf.timing import Bound, Clock, Laps, Plan
-from perf.watch import Gpu
+from perf.watch import Gpu, watching
 from tests.nvml import FakeNvml
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
@@ -344,6 +344,24 @@ def test_the_state_of_a_gpu_names_its_throttling_and_counts_others() -> None:
     told = environment(gpu.describe())
     assert (told["gpu"], told["sm"], told["cuda"], told["power_limit_w"]) == ("A Card", "8.6", "13.2", 300.0)
     assert told["clocks"] is None
+
+
+@pytest.mark.parametrize(("uuid", "handle"), [(None, 0), ("GPU-b", "GPU-b"), ("GPU-c", 0)])
+def test_the_gpu_that_cuda_runs_on_is_watched(
+    monkeypatch: pytest.MonkeyPatch, uuid: str | None, handle: object
+) -> None:
+    """CUDA may see the second of two as its first; what NVML does not know by name is its first."""
+    asked: list[object] = []
+
+    class TwoCards(FakeNvml):
+        def nvmlDeviceGetName(self, handle: object) -> bytes:
+            asked.append(handle)
+            return b"A Card"
+
+    monkeypatch.setattr("perf.watch._nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
+    with watching(uuid) as (_, described):
+        assert described is not None
+    assert asked == [handle]
 
 
 def test_the_environment_is_flat_and_its_fingerprint_ignores_the_load_of_the_moment() -> None:

@@ -94,6 +94,12 @@ def verify(
     VERIFY.refuse([("", "random" if images is None else "images")], given_options())
     dense = model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
+    for step in steps if "batch" in given_options() else ():
+        if step.batch not in (None, *batch):
+            raise click.UsageError(
+                f"{step.label}: its batch is fixed at {step.batch}, and --batch {','.join(map(str, batch))} "
+                f"leaves that out; add {step.batch}, or leave --batch away"
+            )
     if images is None:
         given = random_inputs(dense, random or 1, seed)
     else:
