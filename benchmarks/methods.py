@@ -4,15 +4,19 @@
 
 Two models: the digits example, and the ViT of benchmarks/procedural_vit.py, which is trained first where its weights
 are not in the cache. Widths are given exactly (hidden to a multiple of 8, heads to one of 4), the same for every
-method; all numbers are on held-out images. A run that was stopped goes on from its last row.
+method; all numbers are on held-out images. A run that was stopped goes on from its last row; a row is made again when
+its choices or the code that makes it have changed.
 """
 
 import argparse
+import hashlib
+import inspect
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -26,15 +30,41 @@ from benchmarks.procedural_images import made
 from calib.collect import collect
 from calib.images import Images
 from calib.moments import MlpMoments, Moments
-from corp_deploy import vit
+from corp_deploy import (
+    branch_sums,
+    closed_loop,
+    correct,
+    fold_channels,
+    folded_mlp,
+    obs,
+    output_error,
+    read_tokens,
+    rebuilt_branch,
+    recover_attention,
+    recover_mlp,
+    recover_values,
+    reduce_attention,
+    reduce_folded,
+    reduce_mlp,
+    reduce_site,
+    refit,
+    regression_sums,
+    ridge,
+    select,
+    streams,
+    swap,
+    symmetric_loop,
+    vit,
+)
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
+from corp_deploy.choices import Choices, HeadWidths, Widths, choices_from_preset
 from corp_deploy.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.inputs import images_for_model, lineage_for_moments
 from corp_deploy.obs import Elimination
 from corp_deploy.reduce import reduce
 from corp_deploy.reduce_mlp import elimination
 from corp_deploy.reduce_site import layers_of
+from corp_deploy.symmetric_loop import reduce_symmetric_loop
 from examples.digits.images import load
 
 Kind = Literal["mlp", "attention", "joint"]
@@ -53,12 +83,35 @@ class Method:
     name: str
     preset: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    loop: Loop | None = None
+    loop: Loop | Literal["symmetric"] | None = None
     kinds: tuple[Kind, ...] = KINDS
     component: bool = False
 
     def choices(self) -> Choices:
         return choices_from_preset(self.preset, **self.changes)
+
+    def code(self) -> Iterator[ModuleType]:
+        """The modules whose algebra the row follows from."""
+        choices = self.choices()
+        yield from (ridge, output_error, select, recover_mlp, recover_attention)
+        yield from (reduce_mlp, reduce_attention, reduce_site)
+        if choices.mlp_selection == "obs":
+            yield from (obs, swap)
+        if choices.geometry == "square":
+            yield recover_values
+        if choices.merges:
+            yield from (fold_channels, folded_mlp, reduce_folded)
+        if choices.merges or self.loop is not None:
+            yield from (refit, regression_sums)
+        if self.loop is not None:
+            yield from (rebuilt_branch, branch_sums, streams)
+            yield from (symmetric_loop,) if self.loop == "symmetric" else (closed_loop, correct, read_tokens)
+
+    def digest(self) -> str:
+        """Of what is chosen and of the code that carries it out."""
+        chosen = json.dumps([asdict(self.choices()), repr(self.loop)], sort_keys=True)
+        whole = "\0".join([chosen, *(inspect.getsource(module) for module in self.code())])
+        return hashlib.sha256(whole.encode()).hexdigest()
 
 
 METHODS = (
@@ -67,7 +120,10 @@ METHODS = (
     Method(name="corp", preset="corp"),
     Method(name="corp-v1", preset="corp-v1"),
     Method(name="grail", preset="grail", kinds=("mlp",)),
+    Method(name="grail, symmetric closed loop", preset="grail", loop="symmetric", kinds=("mlp",)),
+    Method(name="grail, producer-l2", preset="grail", changes={"mlp_selection": "producer-l2"}, kinds=("mlp",)),
     Method(name="grail-fold", preset="grail-fold", kinds=("mlp",)),
+    Method(name="fold", preset="fold", kinds=("mlp",)),
     Method(name="vbp", preset="vbp", kinds=("mlp",)),
     Method(name="none", preset="none"),
     *(
@@ -112,6 +168,7 @@ class Row:
     accuracy: float
     agreement: float
     relative_error: float
+    digest: str
 
 
 def digits(cache: Path, count: int) -> Subject:
@@ -191,14 +248,21 @@ class Bench:
             assert isinstance(moments, MlpMoments), part.name
             yield part.name, elimination(moments, layers_of(part), choices_from_preset("best"))
 
+    def _reduced(self, method: Method, choices: Choices, widths: Widths) -> nn.Module:
+        model = self.subject.checkpoint.model
+        if method.loop == "symmetric":
+            return reduce_symmetric_loop(model, self.images, choices, widths=widths).model
+        if method.loop is not None:
+            return reduce_closed_loop(model, self.images, choices, widths=widths, loop=method.loop).model
+        return reduce(
+            model, self.moments, choices, widths=widths, eliminations=self.eliminations, images=self.images
+        ).model
+
     def row(self, method: Method, kind: Kind, sparsity: float) -> Row:
         """Reduce and judge."""
         model, choices = self.subject.checkpoint.model, method.choices()
         widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
-        if method.loop is not None:
-            reduced = reduce_closed_loop(model, self.images, choices, widths=widths, loop=method.loop).model
-        else:
-            reduced = reduce(model, self.moments, choices, widths=widths, eliminations=self.eliminations).model
+        reduced = self._reduced(method, choices, widths)
         found, answers = vit.parts(reduced), logits(reduced, self.subject.images)
         top = answers.argmax(dim=1)
         return Row(
@@ -214,6 +278,7 @@ class Bench:
             accuracy=float((top.numpy() == self.subject.labels).mean()),
             agreement=float((top == self.dense.argmax(dim=1)).double().mean()),
             relative_error=float((answers - self.dense).norm() / self.dense.norm()),
+            digest=method.digest(),
         )
 
 
@@ -229,9 +294,11 @@ def plan(sparsities: Sequence[float]) -> Iterator[tuple[Method, Kind, float]]:
 def measured(
     subject: Subject, seed: int, sparsities: Sequence[float], images: int, cache: Path
 ) -> list[dict[str, Any]]:
-    """All rows of one model and seed; those in the cache are not made again."""
+    """All rows of one model and seed; those in the cache that the same code made are not made again."""
     path = cache / f"rows-{subject.name}-{seed}-{images}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    made: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    digests = {method.name: method.digest() for method in METHODS}
+    rows = [row for row in made if row.get("digest") == digests.get(row["method"], "")]
     there = {(row["method"], row["kind"], row["sparsity"]) for row in rows}
     missing = [each for each in plan(sparsities) if (each[0].name, each[1], each[2]) not in there]
     bench = Bench(subject, seed, images, cache) if missing else None

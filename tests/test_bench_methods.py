@@ -28,12 +28,49 @@ def test_a_quick_run_writes_a_record_and_its_page(tmp_path: Path) -> None:
 
 def test_a_stopped_run_goes_on_from_its_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = [
-        {"method": method.name, "kind": kind, "sparsity": sparsity} for method, kind, sparsity in methods.plan((0.5,))
+        {"method": method.name, "kind": kind, "sparsity": sparsity, "digest": method.digest()}
+        for method, kind, sparsity in methods.plan((0.5,))
     ]
     (tmp_path / "rows-digits-0-24.json").write_text(json.dumps(done))
     subject = methods.digits(tmp_path, 10)
     monkeypatch.setattr(methods, "Bench", None)  # nothing is missing, so nothing is calibrated
     assert methods.measured(subject, 0, (0.5,), 24, tmp_path) == done
+
+
+def test_a_row_is_made_again_when_its_method_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = ("grail", "fold", "best, closed loop")
+    done = [
+        {
+            "method": method.name,
+            "kind": kind,
+            "sparsity": sparsity,
+            "digest": "of old" if method.name in stale else method.digest(),
+        }
+        for method, kind, sparsity in methods.plan((0.5,))
+    ]
+    (tmp_path / "rows-digits-0-24.json").write_text(json.dumps(done))
+    asked: list[str] = []
+
+    def make(_: object, method: methods.Method, kind: methods.Kind, sparsity: float) -> methods.Row:
+        asked.append(method.name)
+        figures = dict.fromkeys(("accuracy", "agreement", "relative_error"), 0.0)
+        return methods.Row(
+            model="digits", seed=0, kind=kind, sparsity=sparsity, method=method.name, component=method.component,
+            hidden=8, qk=4, v=4, digest=method.digest(), **figures,
+        )  # fmt: skip
+
+    monkeypatch.setattr(methods.Bench, "__init__", lambda *_: None)
+    monkeypatch.setattr(methods.Bench, "row", make)
+    subject = methods.digits(tmp_path, 10)
+    rows = methods.measured(subject, 0, (0.5,), 24, tmp_path)
+    assert sorted(asked) == ["best, closed loop"] * 3 + ["fold", "grail"]
+    assert len(rows) == len(done)
+    assert methods.measured(subject, 0, (0.5,), 24, tmp_path) == rows
+
+
+def test_the_digest_is_of_the_choices_and_the_code() -> None:
+    digests = {method.name: method.digest() for method in methods.METHODS}
+    assert len(set(digests.values())) == len(digests)
 
 
 @pytest.mark.parametrize(("sparsity", "hidden", "head"), [(0.5, 192, 16), (0.7, 112, 8), (0.875, 48, 4)])
