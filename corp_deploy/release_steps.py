@@ -20,7 +20,8 @@ from perf.verdicts import save_gate
 
 from .candidates import Candidate, candidate_from_path
 from .chain import Limits, given_from_images, prove
-from .checkpoint import load_checkpoint, load_dense, save
+from .checkpoint import load_checkpoint, save
+from .dense_model import load_dense
 from .files import read_json, sha256_of_file, write_json, write_text
 from .gating import evidence_of_files, judged_rows, parity_row
 from .inputs import images_for_model

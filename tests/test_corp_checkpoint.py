@@ -13,7 +13,8 @@ from torch import nn
 import corp_deploy
 import perf.errors
 from corp_deploy import vit
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, load_dense, save
+from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.dense_model import load_dense
 from corp_deploy.errors import BadInput
 from tests import tiny
 

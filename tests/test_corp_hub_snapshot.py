@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from corp_deploy import vit
-from corp_deploy.checkpoint import load_checkpoint, load_dense, save
+from corp_deploy.checkpoint import load_checkpoint, save
 from corp_deploy.cli import main
+from corp_deploy.dense_model import load_dense
 from corp_deploy.errors import BadInput
 from corp_deploy.model_names import look_alikes
 from corp_deploy.preprocessing import Preprocessing

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from calib.store import read_lineage
 from corp_deploy import vit
-from corp_deploy.checkpoint import load_checkpoint, load_dense
+from corp_deploy.checkpoint import load_checkpoint
 from corp_deploy.cli import main
+from corp_deploy.dense_model import load_dense
 from corp_deploy.errors import BadInput
 from corp_deploy.inputs import images_for_model
 from corp_deploy.preprocessing import Preprocessing

@@ -86,7 +86,7 @@ class ModelChoice:
 
     def load(self, out: Output) -> "Checkpoint":
         """The model, after what there is to say about its weights."""
-        from ..checkpoint import load_dense
+        from ..dense_model import load_dense
 
         checkpoint = load_dense(
             self.model, weights=self.weights, kwargs=self.kwargs, ema=self.ema, preprocessing=self.preprocessing
