@@ -18,7 +18,7 @@ from corp_deploy import demo
 from corp_deploy.baseline import Baseline
 from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
-from corp_deploy.demo_commands import Scale
+from corp_deploy.demo_commands import ITSELF, Scale
 from corp_deploy.files import read_json
 from corp_deploy.recipe import SECTIONS, load_recipe
 from corp_deploy.recipe_text import toml_value
@@ -48,8 +48,7 @@ align_mlp = 8
 align_head = 8
 ridge = 3e-4
 [export]
-precisions = ["fp32", "mixed"]
-keep_fp32 = ["blocks.1.*"]
+precisions = ["fp32"]
 [parity]
 batches = [1, 3]
 half_factor = 6.0
@@ -68,18 +67,20 @@ fail_if = ["params >= dense", "size_bytes > baseline * 1.01"]
 [package]
 name = "tiny"
 """
-# The same, but for what the first stages do with images and with attention.
+FIRST = ("dense", "moments", "reduce")
+# The same, but for what some stages do with images, with attention and with precisions.
 OTHERWISE = {
-    "budget": ("mlp = 0.3\nattn = 0.5\n", "macs = 0.8\n"),
-    "corp": ("mlp = 0.3\nattn = 0.5\n", 'preset = "corp"\nmlp = 0.3\nattn = 0.5\n'),
-    "magnitude": ("attn = 0.5\n", 'preset = "grail"\nselect_mlp = "producer-l2"\n'),
-    "closed loop": ("attn = 0.5\n", "attn = 0.5\nclosed_loop = true\n"),
+    "budget": ("mlp = 0.3\nattn = 0.5\n", "macs = 0.8\n", FIRST),
+    "corp": ("mlp = 0.3\nattn = 0.5\n", 'preset = "corp"\nmlp = 0.3\nattn = 0.5\n', FIRST),
+    "magnitude": ("attn = 0.5\n", 'preset = "grail"\nselect_mlp = "producer-l2"\n', FIRST),
+    "closed loop": ("attn = 0.5\n", "attn = 0.5\nclosed_loop = true\n", FIRST),
+    "mixed": ('["fp32"]\n', '["mixed"]\nkeep_fp32 = ["blocks.0.attn"]\n', ("dense", "export.dense")),
 }
 
 
 def given(home: Path, text: str = PLAIN) -> Path:
     home.mkdir(exist_ok=True)
-    save(tiny.checkpoint(), home / "dense")
+    save(tiny.checkpoint(depth=1), home / "dense")
     np.save(home / "calibration.npy", tiny.images(14))
     np.savez(home / "held-out.npz", images=tiny.images(11, seed=1), labels=np.arange(11) % 7)
     (home / "recipe.toml").write_text(text)
@@ -159,7 +160,7 @@ def test_every_command_of_a_release_makes_what_it_stands_beside(
     assert "" not in commands
     hidden = [".stages/moments.safetensors", ".stages/moments.held-out.safetensors"]
     commands[next(command for command, made in commands.items() if "moments.json" in made)] += hidden
-    assert reproduced(out, tmp_path, commands, monkeypatch) >= 11
+    assert reproduced(out, tmp_path, commands, monkeypatch) >= 10
     for page in ("MODEL_CARD.md", "report.md"):
         text = (out / page).read_text()
         told = [command for command, made in commands.items() if "report.md" not in made]
@@ -167,31 +168,32 @@ def test_every_command_of_a_release_makes_what_it_stands_beside(
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_other_reductions_are_printed_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = OTHERWISE[name]
+def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, names = OTHERWISE[name]
     text = PLAIN.replace(old, new)
     assert text != PLAIN
-    home = given(tmp_path / "home", text if name != "closed loop" else text.replace("hold_out = 4\n", ""))
+    text = text.replace("hold_out = 4\n", "") if name == "closed loop" else text
+    home = given(tmp_path / "home", text.replace('[package]\nname = "tiny"\n', ""))
     out, recipe = home / "out", load_recipe(home / "recipe.toml")
-    first = ("dense", "moments", "reduce")
-    only = [word for stage in first for word in ("--only", stage)]
+    only = [word for stage in names for word in ("--only", stage)]
     run_in(home, ("corp-deploy", "release", "recipe.toml", "-o", "out", *only), monkeypatch)
     stages = {stage.name: stage for stage in stages_of(recipe, out, Baseline())}
-    commands = {stages[name].command: list(stages[name].makes) for name in first[1:]}
+    commands = {stages[name].command: list(stages[name].makes) for name in names[1:]}
     reproduced(out, tmp_path, commands, monkeypatch)
 
 
 def test_every_command_of_the_demo_makes_what_it_stands_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tiny.checkpoint(), tmp_path / "example" / "model")
+    save(tiny.checkpoint(depth=1), tmp_path / "example" / "model")
     monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "example")
     monkeypatch.setattr(demo, "_write_images", small_images)
     monkeypatch.setattr(demo, "SCALE", Scale(samples=20, hold_out=5, batches=(2,), time_limit=0.2))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)
-    run_in(home / "demo-out", ("corp-deploy", "demo", "-o", "."), monkeypatch)
+    run_in(home / "demo-out", ITSELF.words, monkeypatch)
     commands = commands_of(home / "demo-out" / "manifest.json")
     assert "" not in commands
-    assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 8
+    assert commands.pop(str(ITSELF)), "it has just made these in a fresh directory"
+    assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 7
     page = (home / "demo-out" / "report.html").read_text()
     assert "--hold-out 5 " in page
 
@@ -226,9 +228,13 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.align_head": (16, {}),
     "reduce.ridge": (1e-3, {}),
     "reduce.allow_partial": (True, {}),
+    "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
-    "export.precisions": (["fp32", "fp16", "mixed"], {}),
-    "export.keep_fp32": (["blocks.0.*"], {}),
+    "export.precisions": (["fp32", "fp16"], {}),
+    "export.keep_fp32": (
+        ["blocks.0.*"],
+        {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"]} | {"package.name": None},
+    ),
     "parity.batches": ([2], {}),
     "parity.min_agreement": (0.5, {}),
     "parity.max_error": (0.8, {}),
