@@ -120,6 +120,23 @@ def calibration(record: dict[str, Any]) -> str:
     return text + (f"; {system:.2f} with CORP's per-image system." if system else ".")
 
 
+def passes(record: dict[str, Any]) -> str:
+    """What a command costs beside a forward pass over the same images, which is the faster of the two bare ones."""
+    kwargs = "".join(f", {name} {value}" for name, value in record["model_kwargs"].items())
+    text = (
+        f"CPU time in bare forward passes over the same images: {record['model']}{kwargs}, {record['images']} images, "
+    )
+    text += f"batch {record['batch_size']}, {record['threads']} threads, {record['cpu']}:"
+    commands = {
+        "calibrate": "`calibrate`",
+        "macs": f"`reduce --macs {record['share_of_macs']:g}`",
+        "loop": f"`reduce --mlp {record['sparsity']:g} --attn {record['sparsity']:g} --closed-loop`",
+        "macs and loop": f"`reduce --macs {record['share_of_macs']:g} --closed-loop`",
+    }
+    rows = [[words, f"{record['passes'][row]:.1f}"] for row, words in commands.items() if row in record["passes"]]
+    return text + "\n\n" + _table(["command", "passes"], rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods.json": methods,
     "text_encoder.json": text_encoder,
@@ -127,6 +144,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cpu_latency.json": cpu_latency,
     "calibration_small.json": calibration,
     "calibration_base.json": calibration,
+    "passes.json": passes,
 }
 
 

@@ -34,10 +34,9 @@ class Gram:
 
     def add(self, x_BNK: Tensor) -> None:
         """Count every token of these images once."""
-        x_1nK = x_BNK.flatten(0, 1).unsqueeze(0)
-        add_gram(self.upper_KK, x_1nK)
-        self.sum_K.add_(x_1nK.sum(dim=(0, 1), dtype=torch.float64))
-        self.tokens += x_1nK.shape[1]
+        add_gram(self.upper_KK, x_BNK.flatten(0, 1).unsqueeze(0))
+        self.sum_K.add_(x_BNK.sum(dim=1).double().sum(dim=0))
+        self.tokens += x_BNK.shape[:2].numel()
 
     @property
     def gram_KK(self) -> Tensor:
@@ -86,8 +85,8 @@ class RegressionSums:
         self.x.add(x_BNK)
         for x_nK, t_nO in zip(x_XK.split(PRODUCT_TOKENS), t_XO.split(PRODUCT_TOKENS), strict=True):
             self.tx_OK.add_(t_nO.float().T @ x_nK.float())
-        self.t_O.add_(t_XO.sum(dim=0, dtype=torch.float64))
-        self.tt.add_(t_XO.double().square().sum())
+        self.t_O.add_(t_BNO.sum(dim=1).double().sum(dim=0))
+        self.tt.add_(torch.linalg.vecdot(t_XO, t_XO).double().sum())
 
     def with_those_of(self, other: "RegressionSums") -> "RegressionSums":
         """The sums over both sets of tokens."""

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 from benchmarks import calibration, passes, sweep_cost, text_encoder
 from benchmarks.readme_tables import calibration as calibration_sentence
+from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
+from corp_deploy import passes as told
 from corp_deploy import vit
 from corp_deploy.choices import HeadWidths
 from tests import tiny
@@ -75,6 +77,11 @@ def test_the_committed_records_hold_the_goals_of_the_method() -> None:
     assert sweep["ratio"] < 1.3
     obs = json.loads((results / "obs.json").read_text())
     assert obs["deit_base"]["obs_seconds"] + obs["deit_base"]["swap_seconds"] < 60.0
+    for path in results.glob("passes*.json"):  # what help texts say in round figures
+        costs = json.loads(path.read_text())
+        assert costs["images"] >= told.EXAMPLE_IMAGES, path.name
+        for row, most in (("calibrate", told.CALIBRATE), ("macs", told.BUDGET), ("loop", told.CLOSED_LOOP)):
+            assert costs["passes"][row] <= most + 0.5, (path.name, row)
 
 
 def test_costs_are_told_in_passes(tmp_path: Path) -> None:
@@ -88,6 +95,25 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
     assert all(len(each["cpu_s"]) == 1 for each in record["samples"].values())
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
+
+
+def test_a_record_of_costs_makes_a_table(tmp_path: Path) -> None:
+    counted = {passes.BARE[0]: 1.0, "calibrate": 1.84, "loop": 5.12}
+    record = {
+        "model": "m",
+        "model_kwargs": {"img_size": 224},
+        "images": 512,
+        "batch_size": 16,
+        "threads": 2,
+        "cpu": "C",
+    }
+    (tmp_path / "passes.json").write_text(
+        json.dumps(record | {"share_of_macs": 0.6, "sparsity": 0.5, "passes": counted})
+    )
+    table = measured(tmp_path)
+    assert "m, img_size 224, 512 images, batch 16, 2 threads, C:" in table
+    assert "| `calibrate` | 1.8 |" in table
+    assert "| `reduce --mlp 0.5 --attn 0.5 --closed-loop` | 5.1 |" in table
 
 
 def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:

@@ -145,6 +145,8 @@ def calibrate(
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
 
+    Every image is looked at once; with the statistics that costs as much as about 2 bare forward passes.
+
     With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
     its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file
     is for reduce --held-out, which judges every site on images that it was not fitted to.

@@ -12,6 +12,7 @@ from perf.quantity import BATCH
 from ..choices import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
 from ..console import Output, output_options
 from ..option_table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
+from ..passes import BUDGET, CLOSED_LOOP, cost
 from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number
 from .options import (
@@ -141,7 +142,10 @@ def choices_from_options(
     help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
 )
 @click.option(
-    "--macs", type=Number(SHARE_KEPT), default=None, help="Share of the dense MACs to keep: widths differ by site."
+    "--macs",
+    type=Number(SHARE_KEPT),
+    default=None,
+    help=f"Share of the dense MACs to keep: widths differ by site; {cost(BUDGET)}.",
 )
 @click.option(
     "--params", type=Number(SHARE_KEPT), default=None, help="Share of the dense parameters to keep, likewise."
@@ -159,7 +163,7 @@ def choices_from_options(
     flag_value="asymmetric",
     default=None,
     help="Block by block on the model as reduced so far: alone or asymmetric, fitted to what the dense model's stream "
-    "has; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
+    f"has, {cost(CLOSED_LOOP)}; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
 )
 @click.option(
     "--reads",
@@ -262,7 +266,9 @@ def reduce_command(
     source = None
     if images is not None:
         source = images_for_model(dense.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
-    with out.progress("reducing", None, unit="sites") as done:
+    with out.progress(
+        f"reducing ({cost(CLOSED_LOOP)})" if closed_loop == "asymmetric" else "reducing", None, unit="sites"
+    ) as done:
         reduction, planned = reduce_checkpoint(
             dense,
             moments,
