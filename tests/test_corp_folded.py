@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib.images import Images, open_images, parted
 from calib.moments import Moments
 from calib.store import save as save_moments
-from corp_deploy import vit
+from corp_deploy import release_commands, vit
 from corp_deploy.calibration import Wanted, calibrate
 from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.choices import choices_from_preset
@@ -23,6 +23,7 @@ from corp_deploy.cli import main
 from corp_deploy.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.errors import BadInput
 from corp_deploy.fold_channels import cluster_rows
+from corp_deploy.recipe import load_recipe
 from corp_deploy.reduce import Reduction, reduce
 from examples.digits.images import load
 from tests import tiny
@@ -212,3 +213,22 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     shown = CliRunner().invoke(main, [*map(str, words), "--images", str(tmp_path / "images.npy")])
     assert shown.exit_code == 0, shown.output
     assert "held out" in shown.stdout
+
+
+def test_a_recipe_gives_its_calibration_images_to_merge_by(tmp_path: Path) -> None:
+    recipe = """
+[model]
+model = "deit_small_patch16_224"
+[calibration]
+images = "train"
+[held_out]
+images = "val"
+[reduce]
+mlp = 0.5
+preset = "{preset}"
+"""
+    for preset, looks in (("grail", False), ("grail-fold", True), ("fold", True)):
+        (tmp_path / "recipe.toml").write_text(recipe.format(preset=preset))
+        loaded = load_recipe(tmp_path / "recipe.toml")
+        assert loaded.reduces_on_images == looks
+        assert ("images" in release_commands.reduce(loaded, tmp_path).options) == looks
