@@ -1,6 +1,6 @@
 """Options that would be ignored are refused, and those that are honoured arrive: every pair of way and option."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from corp_deploy.choices import PRESETS
 from corp_deploy.cli import main
 from corp_deploy.commands.options import ModelChoice
 from corp_deploy.errors import Missing
+from corp_deploy.graphs import facts_of_onnx
 from corp_deploy.honours import Axis, words_of
 from corp_deploy.option_table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
 from corp_deploy.side_by_side import Running, measure
@@ -175,6 +176,22 @@ def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: 
     elsewhere = run(*both)
     assert elsewhere.exit_code == 2
     assert "expected both in one place" in " ".join(elsewhere.stderr.split())
+
+
+def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(home: Path, tmp_path: Path) -> None:
+    graph, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
+    graph.write_bytes((home / "dense.onnx").read_bytes())
+    plan.write_bytes(b"plan")
+    content = graph.read_bytes()
+    record = replace(record_of("tensorrt"), onnx_sha256=sha256_of(content), onnx_bytes=len(content))
+    record_path(plan).write_text(record.to_json())
+    facts = facts_of_onnx(graph)
+    told = side_by_side._from_engine("dense", plan, Running()).subject
+    assert (told.macs, told.params) == (facts.macs, facts.parameters)
+    assert told.macs
+    graph.write_bytes(content + b"\0")
+    told = side_by_side._from_engine("dense", plan, Running()).subject
+    assert (told.macs, told.params) == (None, None)
 
 
 def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) -> None:
