@@ -18,7 +18,8 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for room in ("calib", "corp_deploy", "export", "perf") for path in (ROOT / room).rglob("*.py"))
-PURE = {"all", "any", "bool", "get_args", "is_dataclass", "isfinite", "isinstance", "len", "min", "numel", "set"}
+PURE = {"all", "any", "bool", "covers", "get_args", "int", "is_dataclass", "isfinite", "isinstance", "len", "min"}
+PURE |= {"numel", "set", "sum"}
 
 
 def properties() -> set[str]:
@@ -60,7 +61,7 @@ PROGRAM = "import sys; from tests.test_asserts import carry_out; carry_out(sys.s
 LINES = """
 0 calibrate --model dense --images images.npy -o m.safetensors -q
 0 reduce --model dense --moments m.safetensors --mlp 0.5 --attn 0.5 --align head=8,mlp=16 -o reduced -q
-0 verify dense reduced --images images.npy --batch 1,3 -o parity.json -q
+0 verify dense reduced --images images.npy --batch 1,3 --min-agreement 0 -o parity.json -q
 1 gate parity.json --fail-if relative_error>=0 -q
 2 reduce --model dense --moments m.safetensors --mlp nan -o other -q
 2 release contradiction.toml -o release --dry-run -q
