@@ -145,13 +145,14 @@ def calibrate(
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
 
-    Every image is looked at once; with the statistics that costs as much as about 2 bare forward passes.
+    Every image is looked at once; with the statistics that costs as much as about 2 bare forward passes. With --attn
+    a pass before it ranks, unless --moments does.
 
     With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
     its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file
     is for reduce --held-out, which judges every site on images that it was not fitted to.
 
-    The per-image system of all dimensions is large: 46.8 GiB for DeiT-H. With --attention-system --attn S a second pass
+    The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
     takes it for the kept ones alone, exactly, and for every larger share; moments ranked by the same --moments merge.
 
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
