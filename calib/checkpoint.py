@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .distributed import Ranks
 from .errors import BadInput
@@ -13,6 +14,17 @@ from .products import Kernel
 from .store import load, save
 
 STATE = "calib.checkpoint"
+
+
+def _state(path: Path, text: str) -> dict[str, Any]:
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        state = None
+    types = {"position": int, "bad": list, "run": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in types.items()):
+        raise BadInput(f"{path}: not a calibration's checkpoint; remove the file to start afresh")
+    return state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +74,7 @@ class Checkpoint:
         moments = load(self.path)
         if STATE not in moments.lineage:
             raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
-        state = json.loads(moments.lineage[STATE])
+        state = _state(self.path, moments.lineage[STATE])
         for key in sorted({*run, *state["run"]}):
             if run.get(key) != state["run"].get(key):
                 raise BadInput(

@@ -2,7 +2,6 @@
 
 import io
 import os
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from .errors import BadInput
@@ -49,8 +48,10 @@ def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Tr
     """Decodes to RGB and transforms to [3,H,W]."""
     try:
         picture = Image.open(io.BytesIO(content)).convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise BadInput(f"{name}: not a readable image ({error}); remove it or allow bad images") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # each format's decoder raises its own at a damaged picture
+        raise BadInput(f"{name}: not a readable image ({error!s:.200}); remove it or allow bad images") from error
     return checked_image(transform(picture), name, shape)
 
 
@@ -143,8 +144,12 @@ def array_from_path(path: Path, *, shape: ImageShape) -> Array:
             array = _array_from_npz(path) if path.suffix == ".npz" else _array_from_safetensors(path)
     except BadInput:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
-        raise BadInput(f"{path}: not a whole {path.suffix} file ({error})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # numpy, zipfile, zlib and safetensors each raise their own at a damaged file
+        raise BadInput(f"{path}: not a whole {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
+    if not isinstance(array, np.ndarray):
+        raise BadInput(f"{path}: {KEY!r} is no array, expected float32 [N,3,H,W]")
     if array.dtype != np.float32 or array.ndim != 4 or array.shape[1:] != shape:
         expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed"
         raise BadInput(f"{path}: got {array.dtype} {list(array.shape)}, expected {expected}")

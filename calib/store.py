@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +96,57 @@ def _read_header(path: Path) -> _Header:
         text = (file.metadata() or {}).get(HEADER, "{}")
     header: dict[str, Any] = _json_object(text)
     if header.get("kind") != KIND:
-        raise BadInput(f"{path}: kind is {header.get('kind')!r}, expected {KIND!r}: a file written by calibrate")
+        raise BadInput(f"{path}: kind is {header.get('kind')!r:.80}, expected {KIND!r}, as calibrate writes")
     if header.get("version") != VERSION:
         raise BadInput(f"{path}: moments version {header.get('version')!r}, expected {VERSION}; {_REMEDY}")
     if _signed({name: value for name, value in header.items() if name != "header_sha256"}) != text:
         raise BadInput(f"{path}: its header does not match its checksum; the file is damaged: {_REMEDY}")
+    _require_types(path, header)
     sites = {name: header["sites"][name] for name in header["order"]}
     return _Header(images=header["images"], lineage=header["lineage"], sites=sites, sha256=header["sha256"])
 
 
+def _texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _require_types(path: Path, header: Mapping[str, Any]) -> None:
+    """Raise BadInput for a header that is signed, but not one that `save` writes."""
+    order, sites, images = header.get("order"), header.get("sites", {}), header.get("images")
+    named = isinstance(order, list) and isinstance(sites, dict) and sorted(map(str, order)) == sorted(sites)
+    sites = sites if isinstance(sites, dict) else {}
+    good = {
+        "images": isinstance(images, int) and not isinstance(images, bool),
+        "lineage": _texts(header.get("lineage")),
+        "sites": named and all(isinstance(each, dict) and str(each.get("type")) in _TYPES for each in sites.values()),
+        "sha256": _texts(header.get("sha256")) and IMAGE_IDS in header["sha256"],
+    }
+    bad = [name for name, holds in good.items() if not holds]
+    if bad:
+        raise BadInput(f"{path}: its header's {', '.join(bad)} can't be what calibrate wrote: {_REMEDY}")
+
+
 def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
-    tensor: Tensor = file.get_tensor(name)
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise BadInput(f"{path}: {name[:100]} is not in it ({error!s:.100}); the file is damaged: {_REMEDY}") from None
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise BadInput(f"{path}: {name} holds NaN or Inf, so nothing can be solved with it: {_REMEDY}")
     if _sha256(tensor) != expected:
         raise BadInput(f"{path}: {name} does not match its checksum; the file is damaged: {_REMEDY}")
     return tensor
+
+
+def _built(kind: type[SiteMoments], values: dict[str, Any], where: str) -> SiteMoments:
+    known = {each.name for each in fields(kind)}
+    tensors = {name for name, value in values.items() if isinstance(value, Tensor)}
+    counts = {name: value for name, value in values.items() if name not in tensors}
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in counts.values())
+    needed = {each.name for each in fields(kind) if each.default is MISSING}
+    if values.keys() - known or needed - values.keys() or not numbers or tensors & {"tokens", "images", "eps"}:
+        raise BadInput(f"{where}: its entries are not those of {kind.__name__}; the file is damaged: {_REMEDY}")
+    return kind(**values)
 
 
 class _SitesOfFile(Mapping[str, SiteMoments]):
@@ -125,7 +162,7 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
             for name, expected in self._header.sha256.items():
                 if name.rpartition("/")[0] == site:
                     values[name.rpartition("/")[2]] = _read_tensor(self._path, file, name, expected)
-        return kind(**values)
+        return _built(kind, values, f"{self._path}: {site}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header.sites)
@@ -142,8 +179,10 @@ def load(path: Path) -> Moments:
     header = _read_header(path)
     with _opened(path) as file:
         ids = _read_tensor(path, file, IMAGE_IDS, header.sha256[IMAGE_IDS])
+    if ids.dtype != torch.int64 or ids.ndim != 1:
+        raise BadInput(f"{path}: {IMAGE_IDS} are {ids.dtype} {list(ids.shape)}, expected int64 [images]: {_REMEDY}")
     sites = _SitesOfFile(path, header)
-    return Moments(sites=sites, lineage=header.lineage, images=header.images, image_ids=ids.to(torch.int64))
+    return Moments(sites=sites, lineage=header.lineage, images=header.images, image_ids=ids)
 
 
 def read_lineage(path: Path) -> dict[str, str]:

@@ -4,6 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from perf.runs import load_bench
+
 from .errors import BadInput
 from .files import replacing, sha256_of_file
 
@@ -20,11 +22,13 @@ class Baseline:
             raise BadInput("--init-baseline needs --baseline FILE, which is where the baseline goes")
 
     def require(self) -> None:
-        """Raise BadInput when a baseline is named that is not there and may not be started."""
+        """Raise BadInput when a baseline is named that is no bench record, or is not there and may not be started."""
         if self.path is not None and not self.path.is_file() and not self.init:
             raise BadInput(
                 f"{self.path}: no such baseline; give an older bench.json, or --init-baseline to start with this one"
             )
+        if self.path is not None and self.path.is_file():
+            load_bench(self.path)
 
     def older(self, own: Path | None) -> Path | None:
         """The record to judge by; None when there is none yet, or when it is `own`, the very record that started it."""

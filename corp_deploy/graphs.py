@@ -1,7 +1,8 @@
 """ONNX graphs of our models: the exportable form, the lineage they carry, and what a graph says about itself."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from export.to_onnx import onnx_from_model, save
 from perf.onnx_runner import onnx_precision
+from perf.quantity import shown
 
 from . import __version__, vit
 from .attention import Geometry
@@ -111,10 +113,15 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         batch=dims[0].dim_value or None,
         image_shape=(dims[1].dim_value, dims[2].dim_value, dims[3].dim_value),
-        macs=_integer(carried.get(f"{PREFIX}macs")),
-        parameters=_integer(carried.get(f"{PREFIX}parameters")),
+        macs=_integer(carried, "macs", path),
+        parameters=_integer(carried, "parameters", path),
     )
 
 
-def _integer(text: str | None) -> int | None:
-    return None if text in (None, "null") else int(str(text))
+def _integer(carried: Mapping[str, str], name: str, path: Path) -> int | None:
+    text = carried.get(f"{PREFIX}{name}", "null")
+    if text == "null":
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise BadInput(f"{path}: its metadata say {name} {shown(text)}, expected a whole number; export it again")
+    return int(text)

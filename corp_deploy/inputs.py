@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,8 @@ from perf.files import regular
 from . import vit
 from .checkpoint import Checkpoint
 from .errors import BadInput, Missing
+
+MOST_CLASSES = 10_000_000
 
 
 def images_for_model(
@@ -78,20 +79,24 @@ def labels_from_path(path: Path, images: Images) -> NDArray[np.int64]:
     """Class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for anything else."""
     regular(path)
     try:
-        loaded = np.load(path, allow_pickle=False)
-        labels = loaded if isinstance(loaded, np.ndarray) else loaded["labels"]
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            labels = loaded if isinstance(loaded, np.ndarray) else loaded["labels"]
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected labels (.npy, or key labels of .npz)") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise BadInput(f"{path}: no labels in it ({error}); expected .npy, or key labels of .npz") from None
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    except MemoryError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib each raise their own at a damaged file
+        raise BadInput(f"{path}: no labels in it ({error!s:.200}); expected .npy, or key labels of .npz") from None
+    if not isinstance(labels, np.ndarray):
+        raise BadInput(f"{path}: labels is no array, expected whole numbers [N]")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
-    chosen = np.asarray(images.rows.chosen)
-    if chosen.max() >= len(labels):
-        raise BadInput(
-            f"{path}: {len(labels)} labels for images up to number {chosen.max() + 1}; give one label an image"
-        )
-    return np.asarray(labels[chosen], dtype=np.int64)
+    if len(labels) != len(images.rows.source):
+        raise BadInput(f"{path}: {len(labels)} labels for {len(images.rows.source)} images; give one label an image")
+    if int(labels.min()) < 0 or int(labels.max()) > MOST_CLASSES:
+        raise BadInput(f"{path}: labels from {labels.min()} to {labels.max()}, expected class indices from 0 on")
+    return np.asarray(labels[np.asarray(images.rows.chosen)], dtype=np.int64)
 
 
 def require_device(device: str) -> None:

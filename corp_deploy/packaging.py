@@ -7,7 +7,7 @@ from export.expected import Agreement, Expected, Latency
 from export.package import Package
 from export.record import record_from_json, record_path
 from export.triton_config import Serving
-from perf.files import regular
+from perf.files import regular, whole
 from perf.runs import Bench, load_bench
 from perf.summary import finite, summarise
 
@@ -51,10 +51,11 @@ def _agreement(directory: Path) -> Agreement | None:
     path = directory / "parity.json"
     if not path.is_file():
         return None
-    links: list[dict[str, Any]] = read_json(path, kind="parity")["links"]
-    errors = next((link for link in links if link["kind"] == "whole"), links[-1])["measures"]
-    low, high = errors["top1_agreement_low"], errors["top1_agreement_high"]
-    return Agreement(share=errors["top1_agreement"], images=errors["images"], low=low, high=high)
+    with whole(str(path)):
+        links: list[dict[str, Any]] = read_json(path, kind="parity")["links"]
+        errors = next((link for link in links if link["kind"] == "whole"), links[-1])["measures"]
+        low, high = errors["top1_agreement_low"], errors["top1_agreement_high"]
+        return Agreement(share=errors["top1_agreement"], images=errors["images"], low=low, high=high)
 
 
 def _labels(path: Path | None) -> tuple[str, ...]:

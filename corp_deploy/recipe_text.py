@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from perf.files import whole
+
 from .errors import BadInput
 from .files import read_json
 from .hub_snapshot import CONFIG, config_of_directory, is_ours, model_of_snapshot
@@ -132,9 +134,10 @@ def _words_on_directory(folder: Path) -> str:
     config = config_of_directory(folder)
     if not is_ours(config):
         return model_of_snapshot(folder, config)[0]
-    config = read_json(folder / CONFIG, kind="corp-deploy/model")
-    shape = "x".join(map(str, config["input"]["shape"]))
-    return f"{config['timm']['name']}, images {shape}, {len(config['sites'])} sites"
+    with whole(str(folder / CONFIG)):
+        config = read_json(folder / CONFIG, kind="corp-deploy/model")
+        shape = "x".join(map(str, config["input"]["shape"]))
+        return f"{config['timm']['name']}, images {shape}, {len(config['sites'])} sites"
 
 
 def _model_lines(model: str, directory: Path) -> str:

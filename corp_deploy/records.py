@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from perf.files import whole
+
 from . import checkpoint
 from .errors import BadInput
 from .files import read_json
@@ -76,6 +78,11 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     """Everything the report may show. Raises BadInput when the directory holds neither a bench nor a parity record."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory, expected one with bench.json or parity.json")
+    with whole(f"{directory}: a record of the report"):
+        return _record(directory, title)
+
+
+def _record(directory: Path, title: str | None) -> dict[str, Any]:
     bench = _optional(directory / "bench.json", "bench")
     parity = _optional(directory / "parity.json", "parity")
     if bench is None and parity is None:

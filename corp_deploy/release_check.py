@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf.files import regular
+from perf.files import regular, whole
 
 from .errors import BadInput
 from .files import read_json, sha256_of_file
@@ -48,9 +48,9 @@ def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
 
 def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
     """Where manifest.json and SHA256SUMS contradict one another, so that neither can be edited alone."""
-    entries = {
-        name: entry["sha256"] for name, entry in read_json(folder / MANIFEST, kind=MANIFEST_KIND)["files"].items()
-    }
+    with whole(str(folder / MANIFEST)):
+        files = read_json(folder / MANIFEST, kind=MANIFEST_KIND)["files"]
+        entries = {name: entry["sha256"] for name, entry in files.items()}
     listed = {name: digest for name, digest in sums.items() if name != MANIFEST}
     names = sorted({*entries, *listed})
     return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]

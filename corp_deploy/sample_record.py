@@ -51,6 +51,6 @@ def replay(folder: Path) -> list[str]:
         images = np.load(folder / record["images"], allow_pickle=False)
         rows = [(name, folder / row["expected"], row["max_relative_error"]) for name, row in record["graphs"].items()]
         found = [_difference(folder, name, expected, images, bound) for name, expected, bound in rows]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError) as error:
         raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
     return [text for text in found if text is not None]

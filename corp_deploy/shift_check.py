@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from calib.collect import collect
 from calib.moments import MlpMoments, Moments
 from perf import structure
+from perf.files import whole
 from perf.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.structure import Finding
 
@@ -69,6 +70,7 @@ def _outside(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:
     told = moments.lineage.get(PIXEL_RANGE)
     if told is None:
         return []
-    bounds = [tuple(map(float, part.split(":"))) for part in told.split("+")]
-    low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+    with whole("moments: their pixel range"):
+        bounds = [tuple(map(float, part.split(":"))) for part in told.split("+")]
+        low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
     return [structure.calibrated_range("calibration images", pixels, low=low, high=high)]

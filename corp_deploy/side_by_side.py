@@ -151,7 +151,9 @@ def _from_engine(name: str, path: Path, running: Running) -> Contender:
         sha256=record.plan_sha256,
         fused_attention=record.fused_attention,
     )
-    shape = [int(dim) for dim in record.inputs[0].shape[1:]]
+    shape = [dim for dim in record.inputs[0].shape[1:] if isinstance(dim, int)]
+    if len(record.inputs[0].shape) != 4 or len(shape) != 3:
+        raise BadInput(f"{path}: its input is {list(record.inputs[0].shape)}, expected [batch,channels,height,width]")
     return Contender(subject=subject, image_shape=(shape[0], shape[1], shape[2]), static_batch=None)
 
 

@@ -12,13 +12,16 @@ Value: TypeAlias = "str | int | float | bool | Message"
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|\#[^\n]*)|(?P<line>\n)|(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-    |(?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?))(?![\w.])
+    |(?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?[fF]?))(?![\w.])
     |(?P<name>-?[A-Za-z_][\w.]*)|(?P<mark>[{}<>\[\]:,;])""",
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"""\\(n|t|r|\\|"|'|[0-7]{1,3}|x[0-9a-fA-F]{1,2})""")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
 _CLOSING = {"{": "}", "<": ">"}
+
+
+LONGEST_NUMBER = 40
 
 
 class Name(str):
@@ -81,7 +84,10 @@ class ParseError(BadInput):
 def parse(text: str) -> Message:
     """The fields of `text`; ParseError with the line for anything that is no text-format message."""
     reader = _Reader(list(_tokens(text)))
-    return Message(tuple(reader.fields(closing=None)), 1)
+    try:
+        return Message(tuple(reader.fields(closing=None)), 1)
+    except RecursionError:
+        raise ParseError("messages are nested too deep", 1) from None
 
 
 def pbtxt_from(fields: Mapping[str, Plain]) -> str:
@@ -173,7 +179,9 @@ class _Reader:
 
 
 def _number(token: _Token) -> int | float:
-    if re.fullmatch(r"[-+]?\d+", token.text):
+    if len(token.text) > LONGEST_NUMBER:
+        raise ParseError(f"a number of {len(token.text)} digits, expected {LONGEST_NUMBER} at most", token.line)
+    if re.fullmatch(r"[-+]?[0-9]+", token.text):
         return int(token.text)
     if "x" in token.text.lower():
         return int(token.text, 16)

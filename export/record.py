@@ -78,6 +78,39 @@ def record_path(plan_path: Path) -> Path:
     return plan_path.with_name(plan_path.name + ".json")
 
 
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("backend", "library_version", "command", "onnx_sha256", "plan_sha256", "precision"), (str,)),
+    **dict.fromkeys(("onnx_bytes", "plan_bytes"), (int,)),
+    **dict.fromkeys(("half_weight_share", "build_seconds"), (int, float)),
+    **dict.fromkeys(("kernel_kinds", "options"), (dict,)),
+    **dict.fromkeys(("targets", "profiles", "inputs", "outputs", "attention_sites"), (list,)),
+    "fused_attention_sites": (list, type(None)),
+    "half_kernel_share": (int, float, type(None)),
+    "gpu": (str, type(None)),
+    "kernels": (int, type(None)),
+}
+
+
+def _is_port(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"name", "dtype", "shape"}
+        and isinstance(value["name"], str)
+        and isinstance(value["dtype"], str)
+        and isinstance(value["shape"], list)
+        and all(isinstance(size, int | str) for size in value["shape"])
+    )
+
+
+def _require_types(content: Mapping[str, Any], where: str) -> None:
+    bad = [name for name, kinds in _TYPES.items() if not isinstance(content[name], kinds)]
+    bad += [name for name in ("inputs", "outputs") if name not in bad and not all(map(_is_port, content[name]))]
+    lists = ("targets", "profiles", "attention_sites", "fused_attention_sites")
+    bad += [n for n in lists if n not in bad and not all(isinstance(each, str) for each in content[n] or ())]
+    if bad or not content["inputs"] or not content["outputs"]:
+        raise BadInput(f"{where}: {', '.join(bad) or 'inputs or outputs'} can't be that of an engine; build it again")
+
+
 def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     """Reads `EngineRecord.to_json`; BadInput for anything else."""
     content = json_object(text, where=where)
@@ -87,6 +120,7 @@ def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     absent = sorted(names - content.keys())
     if absent:
         raise BadInput(f"{where}: {', '.join(absent)} is missing")
+    _require_types(content, where)
     values: dict[str, Any] = {name: content[name] for name in names}
     for name in ("inputs", "outputs"):
         values[name] = tuple(Port(**{**port, "shape": tuple(port["shape"])}) for port in values[name])

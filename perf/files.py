@@ -4,7 +4,8 @@ A pipe would be waited on for ever, a device read until memory is full.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,19 @@ def object_from_file(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: not JSON ({error})") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def whole(where: str, what: str = "record") -> Iterator[None]:
+    """What reads a record by its keys: raises BadInput, naming the record, where one is missing or of another type."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise BadInput(
+            f"{where}: not a whole {what} ({type(error).__name__}: {error!s:.200}); make it again"
+        ) from error
 
 
 def require_kind(data: Mapping[str, Any], *, kind: str, version: int, where: str) -> None:

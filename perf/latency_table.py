@@ -14,7 +14,7 @@ import numpy as np
 
 from .environment import environment, fingerprint
 from .errors import BadInput, Missing
-from .files import read_json
+from .files import read_json, whole
 from .kept import is_disturbed, samples
 from .memory import is_out_of_memory
 from .runners import Images, Runner
@@ -189,7 +189,7 @@ def save_table(table: LatencyTable, path: Path) -> None:
 def load_table(path: Path) -> LatencyTable:
     """Read a table; raises BadInput when the file is none."""
     data = read_json(path, kind="latency-table", version=VERSION)
-    try:
+    with whole(str(path), "latency table"):
         cells = tuple(Cell(**{**cell, "samples_ms": tuple(cell["samples_ms"])}) for cell in data["cells"])
         return LatencyTable(
             name=data["name"],
@@ -198,8 +198,6 @@ def load_table(path: Path) -> LatencyTable:
             input_shape=tuple(data["input_shape"]),
             cells=cells,
         )
-    except (KeyError, TypeError) as error:
-        raise BadInput(f"{path}: not a whole latency table ({type(error).__name__}: {error}); delete it") from error
 
 
 def _cells_or_missing(

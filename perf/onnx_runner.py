@@ -99,13 +99,13 @@ class OnnxRunner:
     def __call__(self, images: Images) -> Logits:
         if self.provider != "cpu":
             return self._call_cuda(as_images(images))
-        logits = self._session.run(None, {self._input.name: as_images(images)})[0]
+        logits = self._session.run(None, {self._input.name: self._fitting(images)})[0]
         return np.asarray(logits, dtype=np.float32)
 
     def bind(self, images: Images) -> Bound:
         if self.provider != "cpu":
             return self._bind_cuda(as_images(images))
-        run, feeds = self._session.run, {self._input.name: as_images(images)}
+        run, feeds = self._session.run, {self._input.name: self._fitting(images)}
         return HostBound(lambda: run(None, feeds))
 
     def gauge(self) -> Gauge | None:
@@ -113,6 +113,15 @@ class OnnxRunner:
 
     def describe(self) -> Flat:
         return dict(self._describe)
+
+    def _fitting(self, images: Images) -> Images:
+        """The images, if they have the sizes that the graph fixes."""
+        given, sizes = as_images(images), self._input.shape
+        if len(sizes) != given.ndim or any(
+            isinstance(size, int) and size != own for size, own in zip(sizes, given.shape, strict=True)
+        ):
+            raise BadInput(f"{self.path}: takes {self._input.name} {list(sizes)}, got {list(given.shape)}")
+        return given
 
     @property
     def _input(self) -> Any:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .errors import BadInput, NotComparable
-from .files import object_from_file, require_kind
+from .files import object_from_file, require_kind, whole
 
 VERSION = 1
 STATUSES = ("ok", "oom", "failed")
@@ -111,6 +111,9 @@ class Trial:
     peak_memory_method: str | None = None
 
     def __post_init__(self) -> None:
+        counts = (self.peak_memory_bytes or 0, *self.warm_up_samples_ms)
+        if not all(isinstance(each, int | float) for each in counts) or not isinstance(self.warm_up_flat, bool):
+            raise BadInput(f"a trial's samples and memory are numbers, got {str(counts)[:100]}")
         if self.status not in STATUSES:
             raise BadInput(f"a trial's status is one of {', '.join(STATUSES)}, got {self.status!r}")
 
@@ -130,6 +133,10 @@ class Row:
     stop: str
     blocks: tuple[Block, ...]
     noise_blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(each, int) for each in (self.batch, self.calls_per_block)) or self.batch < 1:
+            raise BadInput(f"a row is of a batch of at least 1 image, got {self.batch!r:.100}")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -168,6 +175,10 @@ class Bench:
         names = [subject.name for subject in self.subjects]
         if len(set(names)) != 2:
             raise BadInput(f"a record holds two subjects of different names, got {names}")
+        for row in self.rows:
+            strange = {block.subject for block in row.blocks} - set(names)
+            if strange or row.trials.keys() != set(names):
+                raise BadInput(f"a record's rows are of its subjects {names}, got {[*row.trials, *strange][:3]}")
         batches = [row.batch for row in self.rows]
         if len(set(batches)) != len(batches):
             raise BadInput(f"a record holds each batch size once, got {batches}")
@@ -198,7 +209,8 @@ def load_bench(path: Path) -> Bench:
 def bench_from_json(data: Mapping[str, Any], *, where: str) -> Bench:
     """A record that is already read; `where` names it in the BadInput that is raised when it is none."""
     require_kind(data, kind="bench", version=VERSION, where=where)
-    try:
+    with whole(where, "bench record"):
+        _require_flat(data)
         reference, candidate = (Described(**subject) for subject in data["subjects"])
         return Bench(
             created=data["created"],
@@ -209,8 +221,23 @@ def bench_from_json(data: Mapping[str, Any], *, where: str) -> Bench:
             rows=tuple(Row.from_json(row) for row in data["rows"]),
             warnings=tuple(data["warnings"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{where}: not a whole bench record ({type(error).__name__}: {error}); measure again") from error
+
+
+def _require_flat(data: Mapping[str, Any]) -> None:
+    flat = [data["environment"], data["settings"], *(subject["describe"] for subject in data["subjects"])]
+    if not all(isinstance(each, dict) and all(map(_is_scalar, each.values())) for each in flat):
+        raise TypeError("environment, settings and describe are objects of texts, numbers, booleans and null")
+    texts = [data["created"], *data["command"], *data["warnings"], *(subject["name"] for subject in data["subjects"])]
+    rows = data["rows"] if isinstance(data["rows"], list) else [{}]
+    lists = [part for row in rows for part in (row["blocks"], row["noise_blocks"])]
+    if not all(isinstance(each, list) for each in lists):
+        raise TypeError("rows and blocks are lists")
+    if not all(isinstance(each, str) for each in texts):
+        raise TypeError("created, command, warnings and names are texts")
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
 
 
 def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import BadInput
+from .files import whole
 from .parity import Parity, parity_from_json
 from .rows import row_from_json
 from .runs import Bench, bench_from_json
@@ -103,6 +104,11 @@ def story_from_record(record: Mapping[str, Any]) -> Story:
     """
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
+    with whole(f"{record['title'][:100]}: a record of the report"):
+        return _story(record)
+
+
+def _story(record: Mapping[str, Any]) -> Story:
     bench = None if record.get("bench") is None else bench_from_json(record["bench"], where="bench.json")
     gate = record.get("gate") or {}
     return Story(

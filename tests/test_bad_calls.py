@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 from rich.table import Table
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from calib import store
+from calib.moments import MlpMoments
 from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
@@ -283,16 +288,17 @@ def test_arguments_that_are_no_object_are_not_echoed_whole(text: str, said: str)
     refused(run("inspect", "--model", "vit_tiny_patch16_224", "--model-kwargs", text), "--model-kwargs", said)
 
 
-def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
-    *above, last = path.split("/")
-    at = config
+def changed(record: Any, path: str, value: object) -> Any:
+    """The record with one entry replaced, or left out for None; ~1 in a path stands for a slash."""
+    *above, last = (int(part) if part.isdecimal() else part.replace("~1", "/") for part in path.split("/"))
+    at = record
     for key in above:
         at = at[key]
     if value is None:
         del at[last]
     else:
         at[last] = value
-    return config
+    return record
 
 
 CHANGES: dict[str, tuple[object, ...]] = {
@@ -320,3 +326,199 @@ def test_a_config_is_typed_where_it_is_read(home: Path, tmp_path: Path, path: st
     for value in CHANGES[path]:
         (tmp_path / "config.json").write_text(json.dumps(changed(json.loads(text), path, value)))
         refused(run("inspect", "--model", tmp_path))
+
+
+# Images and labels
+
+
+def npy(header: str) -> bytes:
+    """A .npy file whose header is this text."""
+    padded = header.encode().ljust(118) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(64)
+
+
+def npz(path: Path, name: str, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
+HEADERS = (
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 3, 32, -1)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 3, 32",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': 'many'}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (10**9,)}",
+    "{'descr': 'O', 'fortran_order': False, 'shape': (1,)}",
+    "[" * 100,
+)
+
+
+def bad_arrays(folder: Path, key: str) -> Iterator[Path]:
+    for index, header in enumerate(HEADERS):
+        (folder / f"{index}.npy").write_bytes(npy(header))
+        yield folder / f"{index}.npy"
+        yield npz(folder / f"{index}.npz", f"{key}.npy", npy(header))
+    yield npz(folder / "plain.npz", key, b"no array")
+    (folder / "cut.npz").write_bytes((folder / "plain.npz").read_bytes()[:-30])
+    yield folder / "cut.npz"
+
+
+def test_images_that_are_no_arrays(home: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "none.npy", tiny.images(1)[:0])
+    save_file({"images": torch.zeros(2, 3, 32, 32).to(torch.float8_e8m0fnu)}, tmp_path / "e8m0.safetensors")
+    bad = [*bad_arrays(tmp_path, "images"), tmp_path / "none.npy", tmp_path / "e8m0.safetensors"]
+    for path in bad:
+        refused(run("calibrate", "--model", home / "dense", "--images", path, "-o", tmp_path / "m"), str(path))
+    assert not (tmp_path / "m").exists()
+
+
+LABELS = (
+    np.arange(13) % 7,
+    np.arange(11) % 7,
+    np.zeros(12, "timedelta64[s]"),
+    np.zeros(12, bool),
+    np.full(12, -1),
+    np.full(12, 2**62),
+    np.full(12, 2**63, np.uint64),
+    np.zeros((12, 1), np.int64),
+)
+
+
+def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None:
+    for index, labels in enumerate(LABELS):
+        np.save(tmp_path / f"labels{index}.npy", labels)
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", 3]
+    for path in (*sorted(tmp_path.glob("labels*")), *bad_arrays(tmp_path, "labels")):
+        refused(run("verify", home / "dense", home / "dense", *words, "--labels", path), str(path))
+    assert not (tmp_path / "p.json").exists()
+
+
+# Moments
+
+HEADER_CHANGES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("order", "sites", "sha256", "lineage", "images"), (None, [], "x", 3.5, {"blocks.0.mlp": 1})),
+    "sites/blocks.0.mlp": (None, [], {"type": "none"}),
+    "sites/blocks.0.mlp/type": (None, "attention", 3, []),
+    "sites/blocks.0.mlp/tokens": (None, "many", True, 0, -1),
+    "sites/blocks.0.mlp/eps": (None, "x"),
+    "sites/blocks.0.mlp/more": (3,),
+    "sha256/image_ids": (None, 3, "0" * 64),
+    "sha256/blocks.0.mlp~1gram_FF": (None, 3, "0" * 64),
+    "lineage/model": (3, {}),
+}
+
+
+@pytest.mark.parametrize("path", HEADER_CHANGES)
+def test_a_header_of_moments_is_typed_although_it_is_signed(home: Path, tmp_path: Path, path: str) -> None:
+    with safe_open(home / "m.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        text = file.metadata()["calib"]
+    for value in HEADER_CHANGES[path]:
+        header = changed(json.loads(text), path, value)
+        del header["header_sha256"]
+        save_file(tensors, tmp_path / "m.safetensors", metadata={"calib": store._signed(header)})
+        words = ["reduce", "--model", home / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
+        refused(run(*words, "-o", tmp_path / "r"))
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_sums_are_finite(home: Path, tmp_path: Path, value: float) -> None:
+    moments = store.load(home / "m.safetensors")
+    site = moments.sites["blocks.0.mlp"]
+    assert isinstance(site, MlpMoments)
+    spoilt = replace(site, gram_FF=site.gram_FF.clone().fill_(value))
+    store.save(replace(moments, sites={**moments.sites, "blocks.0.mlp": spoilt}), tmp_path / "m.safetensors")
+    words = ["reduce", "--model", home / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
+    refused(run(*words, "-o", tmp_path / "r"), "blocks.0.mlp/gram_FF holds NaN or Inf")
+
+
+# Records
+
+
+@pytest.fixture(scope="module")
+def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of results: reduced model and graph, parity and bench records."""
+    root = tmp_path_factory.mktemp("results")
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5]
+    for done in (
+        run("reduce", *words, "-o", root / "reduced"),
+        run(
+            "verify",
+            home / "dense",
+            root / "reduced",
+            "--images",
+            home / "images.npy",
+            "--max-error",
+            1,
+            "-o",
+            root / "parity.json",
+        ),
+        run(
+            *("bench", home / "dense", root / "reduced", "--backend", "torch"),
+            *("--batch", 1, "--time-limit", 0.2, "-o", root / "bench.json"),
+        ),
+    ):
+        assert done.exit_code == 0, done.output
+    return root
+
+
+DEEP = json.loads("[" * 500 + "]" * 500)
+BENCH_CHANGES: dict[str, tuple[object, ...]] = {
+    "subjects": (None, [], "x", [[], []]),
+    "subjects/0/name": (None, [], "renamed", 3),
+    "subjects/0/describe": (None, "x", {"a": []}),
+    "environment": (None, "x", [], {"a": {}}),
+    "settings": (None, "x"),
+    "created": (None, 3),
+    "rows": (None, "x", {}, [3]),
+    "rows/0/trials": (None, [], {}),
+    "rows/0/trials/dense": (None, [], {"status": "ok", "warm_up_samples_ms": ["x"]}),
+    "rows/0/blocks": (None, {}, [{}]),
+    "rows/0/blocks/0/compute_ms": (None, ["x"], 3),
+    "rows/0/blocks/0/subject": ("nobody", 3),
+    "rows/0/batch": (None, "x", -1),
+    "warnings": (None, 3, [3]),
+    "deep": (DEEP,),
+}
+PARITY_CHANGES: dict[str, tuple[object, ...]] = {
+    "links": (None, "x", 3, [3], [{}]),
+    "links/0/measures": (None, [], "x"),
+    "links/0/measures/top1_agreement": (None, "x", []),
+    "deep": (DEEP,),
+}
+
+
+def edited(results: Path, folder: Path, name: str, path: str, value: object) -> Path:
+    record = changed(json.loads((results / name).read_text()), path, value)
+    (folder / name).write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize("path", BENCH_CHANGES)
+def test_an_edited_bench_record(results: Path, tmp_path: Path, path: str) -> None:
+    shutil.copytree(results, tmp_path / "r")
+    for value in BENCH_CHANGES[path]:
+        folder = edited(results, tmp_path / "r", "bench.json", path, value)
+        refused(run("report", folder, "-o", tmp_path / "report.html"))
+        refused(run("gate", folder / "bench.json", "--fail-if", "speedup@b1 < 0"))
+        refused(run("compare", folder / "bench.json", results / "bench.json"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["r"]
+
+
+@pytest.mark.parametrize("path", PARITY_CHANGES)
+def test_an_edited_parity_record(results: Path, tmp_path: Path, path: str) -> None:
+    shutil.copytree(results, tmp_path / "r")
+    for value in PARITY_CHANGES[path]:
+        folder = edited(results, tmp_path / "r", "parity.json", path, value)
+        refused(run("report", folder, "-o", tmp_path / "report.html"))
+        refused(run("gate", folder / "parity.json", "--fail-if", "top1_agreement < 0"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["r"]
+
+
+@pytest.mark.parametrize("value", [[], "x", 3, {"sites": "x"}, {"sites": [3]}, {"sites": [{}]}, {"coverage": []}])
+def test_an_edited_reduction(results: Path, tmp_path: Path, value: object) -> None:
+    shutil.copytree(results, tmp_path / "r")
+    edited(results, tmp_path / "r", "reduced/config.json", "lineage/reduction", value)
+    refused(run("report", tmp_path / "r", "-o", tmp_path / "report.html"))
+    assert not (tmp_path / "report.html").exists()
