@@ -68,14 +68,19 @@ def block_outputs(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> d
 def largest_activations(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, float]:
     """The largest absolute value of every floating value that the graph computes, by value name."""
     types = element_types(model)
-    names = [name for node in model.graph.node for name in node.output if types.get(name) in FLOATS]
+    names = {name for node in model.graph.node for name in node.output if types.get(name) in FLOATS}
     probed = rounded_graph(model)
-    for name in names:
-        probed.graph.node.append(helper.make_node("Abs", [name], [f"{name}/abs"], name=f"{name}/abs"))
-        probed.graph.node.append(
-            helper.make_node("ReduceMax", [f"{name}/abs"], [f"{name}/max"], name=f"{name}/max", keepdims=0)
-        )
-    _add_outputs(probed, [f"{name}/max" for name in names])
+    nodes = list(probed.graph.node)
+    del probed.graph.node[:]
+    for node in nodes:
+        # Beside its producer, so that a value is looked at and let go before the next one is made.
+        probed.graph.node.append(node)
+        for name in names.intersection(node.output):
+            probed.graph.node.append(helper.make_node("Abs", [name], [f"{name}/abs"], name=f"{name}/abs"))
+            probed.graph.node.append(
+                helper.make_node("ReduceMax", [f"{name}/abs"], [f"{name}/max"], name=f"{name}/max", keepdims=0)
+            )
+    _add_outputs(probed, [f"{name}/max" for name in sorted(names)])
     pieces = list(_run(probed, images_NCHW, batch))
     return {name: max(float(piece[f"{name}/max"]) for piece in pieces) for name in names}
 
@@ -111,6 +116,7 @@ def _run(model: ModelProto, images_NCHW: Array, batch: int) -> Iterator[dict[str
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nothing is timed here
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # the order of the nodes
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
     source = session.get_inputs()[0]
