@@ -14,9 +14,11 @@ from typing import Any
 
 import click
 import numpy as np
+import onnx
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from onnx import helper
 from PIL import Image
 from rich.table import Table
 from safetensors import safe_open
@@ -28,6 +30,7 @@ from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
 from corp_deploy.console import Output
+from corp_deploy.graphs import PREFIX
 from tests import tiny
 
 
@@ -522,3 +525,41 @@ def test_an_edited_reduction(results: Path, tmp_path: Path, value: object) -> No
     edited(results, tmp_path / "r", "reduced/config.json", "lineage/reduction", value)
     refused(run("report", tmp_path / "r", "-o", tmp_path / "report.html"))
     assert not (tmp_path / "report.html").exists()
+
+
+# Recipes, graphs, engines' records and configs
+
+
+def test_deep_toml_and_an_empty_baseline_are_refused_before_anything_is_planned(home: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("a = " + "[" * 10_000 + "]" * 10_000)
+    refused(run("release", recipe, "-o", tmp_path / "r", "--dry-run"), "nested too deep")
+    recipe.write_text(
+        f'[model]\nmodel = "{home}/dense"\n[calibration]\nimages = "{home}/images.npy"\n[held_out]\n'
+        f'images = "{home}/images.npy"\n[reduce]\nmlp = 0.5\n'
+    )
+    (tmp_path / "empty.json").touch()
+    words = ["release", recipe, "-o", tmp_path / "r", "--dry-run"]
+    refused(run(*words, "--baseline", tmp_path / "empty.json"), "empty.json: not JSON")
+    refused(run(*words, "--baseline", ""), "an empty path")
+
+
+@pytest.mark.parametrize("text", ["x", "1.5", "9" * 30, "٣"])
+def test_metadata_of_a_graph_are_numbers(tmp_path: Path, text: str) -> None:
+    value = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 3, 8, 8])
+    answer = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 3, 8, 8])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [answer])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    helper.set_model_props(proto, {f"{PREFIX}macs": text})
+    onnx.save(proto, tmp_path / "m.onnx")
+    refused(run("bench", tmp_path / "m.onnx", tmp_path / "m.onnx", "-o", tmp_path / "b.json"), "its metadata say macs")
+
+
+@pytest.mark.parametrize("text", ["max_batch_size: " + "9" * 5000, "a { " * 5000, "max_batch_size: ٣"])
+def test_a_config_with_numbers_or_depth_without_end(tmp_path: Path, text: str) -> None:
+    (tmp_path / "vit" / "1").mkdir(parents=True)
+    (tmp_path / "vit" / "config.pbtxt").write_text(text)
+    result = run("lint-repo", tmp_path)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    assert len(result.output) < 3000
