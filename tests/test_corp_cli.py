@@ -250,7 +250,7 @@ def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
     for path in (cut, foreign, absent):
         refused(reduce(home, tmp_path / "r", "--mlp", 0.5, moments=path), path.name)
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, model=tmp_path / "other"), "another model")
-    refused(reduce(home, tmp_path / "r", "--attn", 0.5, "--preset", "corp"), "--attention-system")
+    refused(reduce(home, tmp_path / "r", "--attn", 0.5, "--preset", "corp", "--align", "head=8"), "--attention-system")
     assert not (tmp_path / "r").exists()
 
 
