@@ -2,13 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
+from .choices import BatchProfile
 from .errors import BadInput
 from .files import json_object
 
@@ -78,37 +81,75 @@ def record_path(plan_path: Path) -> Path:
     return plan_path.with_name(plan_path.name + ".json")
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("backend", "library_version", "command", "onnx_sha256", "plan_sha256", "precision"), (str,)),
-    **dict.fromkeys(("onnx_bytes", "plan_bytes"), (int,)),
-    **dict.fromkeys(("half_weight_share", "build_seconds"), (int, float)),
-    **dict.fromkeys(("kernel_kinds", "options"), (dict,)),
-    **dict.fromkeys(("targets", "profiles", "inputs", "outputs", "attention_sites"), (list,)),
-    "fused_attention_sites": (list, type(None)),
-    "half_kernel_share": (int, float, type(None)),
-    "gpu": (str, type(None)),
-    "kernels": (int, type(None)),
-}
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _whole(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 63
+
+
+def _share(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+def _profiles(value: object) -> bool:
+    try:
+        return isinstance(value, list) and all(_text(each) and BatchProfile.from_text(each) for each in value)
+    except BadInput:
+        return False
+
+
+def _ports(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_port, value))
 
 
 def _is_port(value: object) -> bool:
     return (
         isinstance(value, dict)
         and value.keys() == {"name", "dtype", "shape"}
-        and isinstance(value["name"], str)
-        and isinstance(value["dtype"], str)
+        and _text(value["name"])
+        and _text(value["dtype"])
         and isinstance(value["shape"], list)
-        and all(isinstance(size, int | str) for size in value["shape"])
+        and bool(value["shape"])
+        and all(_text(size) or _whole(size, 1) for size in value["shape"])
     )
 
 
-def _require_types(content: Mapping[str, Any], where: str) -> None:
-    bad = [name for name, kinds in _TYPES.items() if not isinstance(content[name], kinds)]
-    bad += [name for name in ("inputs", "outputs") if name not in bad and not all(map(_is_port, content[name]))]
-    lists = ("targets", "profiles", "attention_sites", "fused_attention_sites")
-    bad += [n for n in lists if n not in bad and not all(isinstance(each, str) for each in content[n] or ())]
-    if bad or not content["inputs"] or not content["outputs"]:
-        raise BadInput(f"{where}: {', '.join(bad) or 'inputs or outputs'} can't be that of an engine; build it again")
+def _or_none(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or check(value)
+
+
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("backend", "library_version", "command", "precision"), _text),
+    **dict.fromkeys(("onnx_sha256", "plan_sha256"), _digest),
+    **dict.fromkeys(("onnx_bytes", "plan_bytes"), lambda value: _whole(value, 1)),
+    **dict.fromkeys(("inputs", "outputs"), _ports),
+    **dict.fromkeys(("targets", "attention_sites"), _texts),
+    "profiles": _profiles,
+    "half_weight_share": _share,
+    "half_kernel_share": _or_none(_share),
+    "build_seconds": _seconds,
+    "kernel_kinds": lambda value: isinstance(value, dict) and all(map(_whole, value.values())),
+    "options": lambda value: (
+        isinstance(value, dict) and all(isinstance(each, str | int | float) for each in value.values())
+    ),
+    "fused_attention_sites": _or_none(_texts),
+    "gpu": _or_none(_text),
+    "kernels": _or_none(_whole),
+}
 
 
 def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
@@ -120,7 +161,9 @@ def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     absent = sorted(names - content.keys())
     if absent:
         raise BadInput(f"{where}: {', '.join(absent)} is missing")
-    _require_types(content, where)
+    bad = sorted(name for name, check in _CHECKS.items() if not check(content[name]))
+    if bad:
+        raise BadInput(f"{where}: {', '.join(bad)} can't be that of an engine; build it again")
     values: dict[str, Any] = {name: content[name] for name in names}
     for name in ("inputs", "outputs"):
         values[name] = tuple(Port(**{**port, "shape": tuple(port["shape"])}) for port in values[name])

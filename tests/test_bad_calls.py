@@ -31,7 +31,11 @@ from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
 from corp_deploy.console import Output
 from corp_deploy.graphs import PREFIX
+from export.package import Package
+from export.record import record_path
+from export.triton import write_repository
 from tests import tiny
+from tests.export_served import write_onnx, write_plan
 
 
 @pytest.fixture(autouse=True)
@@ -553,6 +557,44 @@ def test_metadata_of_a_graph_are_numbers(tmp_path: Path, text: str) -> None:
     helper.set_model_props(proto, {f"{PREFIX}macs": text})
     onnx.save(proto, tmp_path / "m.onnx")
     refused(run("bench", tmp_path / "m.onnx", tmp_path / "m.onnx", "-o", tmp_path / "b.json"), "its metadata say macs")
+
+
+RECORD_CHANGES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("inputs", "outputs"), (None, [], {}, "x", [3], [{}])),
+    "inputs/0/name": (None, 3, []),
+    "inputs/0/shape": (None, [], "x", 3),
+    **dict.fromkeys(("inputs/0/shape/1", "outputs/0/shape/1"), (0, -1, True, 1.5, [], 10**40)),
+    "profiles": (None, 3, "1:8", [3], ["x"], ["1:8"], ["٣:4:5"], ["9:8:7"]),
+    "targets": (None, 86, "86", [86], {}),
+    **dict.fromkeys(("onnx_bytes", "plan_bytes"), (None, 0, -1, True, "3", 1.5)),
+    **dict.fromkeys(("half_weight_share", "half_kernel_share"), (True, -1, 1.5, 10**400, math.nan, "x")),
+    "build_seconds": (None, -1, True, math.nan, math.inf, "x"),
+    "kernels": (True, -1, 1.5, "x"),
+    "kernel_kinds": (None, [], {"a": []}, {"a": -1}),
+    "options": (None, [], {"a": []}),
+    "onnx_sha256": (None, 3, "abc"),
+    "backend": (None, 3, []),
+}
+
+
+@pytest.mark.parametrize("path", RECORD_CHANGES)
+def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str) -> None:
+    (tmp_path / "reduced").mkdir()
+    graph = write_onnx(tmp_path / "reduced" / "model.onnx")
+    plan = write_plan(tmp_path / "reduced" / "model.plan", graph)
+    write_repository(Package(name="vit", plans=(plan,), onnx=graph), tmp_path / "repo")
+    assert run("lint-repo", tmp_path / "repo").exit_code == 0
+    text = record_path(plan).read_text()
+    for value in RECORD_CHANGES[path]:
+        edited_record = json.dumps(changed(json.loads(text), path, value))
+        for place in (record_path(plan), tmp_path / "repo" / "vit" / "1" / "model.plan.json"):
+            place.write_text(edited_record)
+        refused(run("package", tmp_path, "-o", tmp_path / "new"), "model.plan.json: ")
+        refused(run("bench", plan, plan, "-o", tmp_path / "b.json"), "model.plan.json: ")
+        linted = run("lint-repo", tmp_path / "repo")
+        assert linted.exit_code == 1, (value, linted.output)
+        assert "model.plan.json" in linted.stdout
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("text", ["max_batch_size: " + "9" * 5000, "a { " * 5000, "max_batch_size: ٣"])
