@@ -48,7 +48,7 @@ def asked(row: str, share: float) -> Asked:
     return Asked(preset="best", choices=choices, budget=budget, closed_loop=loop_from("loop" in row))
 
 
-ROWS = ("calibrate", "macs", "loop", "macs and loop")
+ROWS = ("calibrate", "uniform", "macs", "loop", "macs and loop")
 
 
 def bare(checkpoint: Checkpoint, images: Images, batch_size: int, piece: int) -> None:

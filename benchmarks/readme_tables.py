@@ -129,12 +129,24 @@ def passes(record: dict[str, Any]) -> str:
     text += f"batch {record['batch_size']}, {record['threads']} threads, {record['cpu']}:"
     commands = {
         "calibrate": "`calibrate`",
+        "uniform": f"`reduce --mlp {record['sparsity']:g} --attn {record['sparsity']:g}`",
         "macs": f"`reduce --macs {record['share_of_macs']:g}`",
         "loop": f"`reduce --mlp {record['sparsity']:g} --attn {record['sparsity']:g} --closed-loop`",
         "macs and loop": f"`reduce --macs {record['share_of_macs']:g} --closed-loop`",
     }
     rows = [[words, f"{record['passes'][row]:.1f}"] for row, words in commands.items() if row in record["passes"]]
     return text + "\n\n" + _table(["command", "passes"], rows)
+
+
+def proof_cost(record: dict[str, Any]) -> str:
+    """What a proof costs beside the passes that it can't do without."""
+    verify, artefacts = record["verify"], len(record["pass_cpu_s"])
+    return (
+        f"Verifying {record['model']}, its half and the half's FP32 and FP16 graphs on {record['images']} images at "
+        f"batches {', '.join(map(str, record['batches']))}, {record['threads']} threads, {record['cpu']}: "
+        f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times one pass over the images by each of the "
+        f"{artefacts}, and {verify['peak_mb'] / 1e3:.1f} GB."
+    )
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -145,6 +157,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "calibration_small.json": calibration,
     "calibration_base.json": calibration,
     "passes.json": passes,
+    "proof_cost.json": proof_cost,
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import calibration, passes, sweep_cost, text_encoder
+from benchmarks import calibration, passes, proof_cost, readme_tables, sweep_cost, text_encoder
 from benchmarks.readme_tables import calibration as calibration_sentence
 from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
@@ -145,3 +145,14 @@ def test_calibration_is_measured_whole_beside_the_faster_bare_pass_and_names_the
     assert "on 12 images, batch 6" in sentence
     assert f"{speed['ratio_wall']['calibrate']:.2f} times the faster" in sentence
     assert calibration_sentence({**record, "environment": {"threads": 2}}) == ""
+
+
+def test_a_proof_is_told_in_passes_and_memory(tmp_path: Path) -> None:
+    kwargs = ["--model", tiny.ARCHITECTURE.name, "--model-kwargs", json.dumps(tiny.ARCHITECTURE.kwargs)]
+    result = CliRunner().invoke(proof_cost.main, [*kwargs, "--images", "8", "-o", str(tmp_path / "proof_cost.json")])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "proof_cost.json").read_text())
+    assert list(record["pass_cpu_s"]) == list(proof_cost.ARTEFACTS)
+    assert record["ratio"] == pytest.approx(record["verify"]["cpu_s"] / sum(record["pass_cpu_s"].values()))
+    assert record["verify"]["peak_mb"] > 100
+    assert "times one pass over the images by each of the 4" in readme_tables.proof_cost(record)

@@ -1,0 +1,121 @@
+"""What `verify` costs beside the forward passes it can't do without, and the memory it takes.
+
+    python -m benchmarks.proof_cost --output benchmarks/results/proof_cost.json
+
+A dense model with random weights, its half, and the half's FP32 and FP16 graphs are verified on random images by the
+command itself, in a process of its own. A needed pass is every artefact run over all images once, at the largest batch.
+CPU seconds are of all threads.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from corp_deploy import vit
+from corp_deploy.calibration import calibrate
+from corp_deploy.candidates import candidate_from_path, logits_at
+from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
+from corp_deploy.choices import choices_from_preset
+from corp_deploy.files import write_json
+from corp_deploy.graphs import export_checkpoint
+from corp_deploy.inputs import images_for_model
+from corp_deploy.machine import versions
+from corp_deploy.reduce import reduce
+from perf.environment import cpu_name
+
+BATCHES = (1, 7, 32)
+FEW = 4  # images that the reduced model is calibrated on: any weights do here
+ARTEFACTS = ("dense", "reduced", "reduced.onnx", "reduced.fp16.onnx")
+
+
+def made(architecture: Architecture, images: int, folder: Path) -> Path:
+    """Both models, the graphs and the images; returns the images' path."""
+    torch.manual_seed(0)
+    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
+    path = folder / "images.npy"
+    shape = vit.input_spec(dense.model).shape
+    np.save(path, np.random.default_rng(0).standard_normal((images, *shape), dtype=np.float32))
+    moments = calibrate(dense, images_for_model(dense.model, path, samples=FEW), batch_size=FEW)
+    halved = choices_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
+    reduced = Checkpoint(
+        model=reduce(dense.model, moments, halved).model, architecture=architecture, lineage=dense.lineage
+    )
+    save(dense, folder / "dense")
+    save(reduced, folder / "reduced")
+    export_checkpoint(reduced, folder / "reduced.onnx", precision="fp32")
+    export_checkpoint(reduced, folder / "reduced.fp16.onnx", precision="fp16")
+    return path
+
+
+def needed(folder: Path, images: Path) -> dict[str, float]:
+    """CPU seconds of one pass over the images by artefact, once it is open and warm."""
+    pixels = np.load(images)
+    seconds: dict[str, float] = {}
+    for name in ARTEFACTS:
+        with candidate_from_path(folder / name).opened() as run:
+            run(pixels[:1])
+            start = time.process_time()
+            logits_at(run, pixels, max(BATCHES))
+            seconds[name] = time.process_time() - start
+    return seconds
+
+
+def verified(folder: Path, images: Path, threads: int) -> dict[str, float]:
+    """CPU seconds, wall seconds and peak memory of the command, interpreter and imports included."""
+    words = ["verify", *(str(folder / name) for name in ARTEFACTS), "--images", str(images), "--max-error", "10"]
+    words += ["--batch", ",".join(map(str, BATCHES)), "-o", str(folder / "parity.json"), "--quiet"]
+    start = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen([sys.executable, "-m", "corp_deploy", *words], env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode in (0, 1), process.returncode
+    return {
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "wall_s": time.perf_counter() - start,
+        "peak_mb": usage.ru_maxrss / 1e3,
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--model", default="deit_base_patch16_224", show_default=True)
+@click.option("--model-kwargs", type=json.loads, default="{}", show_default=True, help="JSON for timm.create_model.")
+@click.option("--images", type=click.IntRange(8), default=32, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+def main(output: Path, model: str, model_kwargs: dict[str, Any], images: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = made(Architecture(name=model, kwargs=model_kwargs), images, Path(scratch))
+        passes, whole = needed(Path(scratch), path), verified(Path(scratch), path, threads)
+    record = {
+        "kind": "benchmarks/proof-cost",
+        "version": 1,
+        "cpu": cpu_name(),
+        "threads": threads,
+        "versions": versions(),
+        "model": model,
+        "model_kwargs": model_kwargs,
+        "images": images,
+        "batches": list(BATCHES),
+        "pass_cpu_s": passes,
+        "verify": whole,
+        "ratio": whole["cpu_s"] / sum(passes.values()),
+    }
+    write_json(output, record)
+    click.echo(
+        f"verify: {whole['cpu_s']:.1f} CPU s, {record['ratio']:.2f} of the passes needed, {whole['peak_mb']:.0f} MB"
+    )
+
+
+if __name__ == "__main__":
+    main()
