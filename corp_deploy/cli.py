@@ -9,6 +9,7 @@ import click
 import calib.errors
 import export.errors
 import perf.errors
+from perf.memory import is_out_of_memory
 
 from . import errors
 from .commands.bench import bench
@@ -28,6 +29,7 @@ from .commands.release import check, release
 from .commands.report import report
 from .commands.sweep import sweep
 from .commands.verify import verify
+from .console import printable
 
 BAD_INPUT = (calib.errors.BadInput, errors.BadInput, export.errors.BadInput, perf.errors.BadInput)
 MISSING = (calib.errors.RankLost, errors.Missing, export.errors.Missing, perf.errors.Missing)
@@ -35,14 +37,11 @@ MISSING = (calib.errors.RankLost, errors.Missing, export.errors.Missing, perf.er
 EXIT_BAD_INPUT, EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 2, 4, 5, 70, 130
 
 
-_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's own error of a CPU tensor is a RuntimeError
-
-
 class Failure(click.ClickException):
     """One message on stderr and an exit code of the contract."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
 
@@ -66,7 +65,10 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit):
+        except click.exceptions.Exit:
+            raise
+        except click.ClickException as error:
+            error.message = printable(error.message)  # type: ignore[misc]  # click shows the instance's own
             raise
         except BAD_INPUT as error:
             raise Failure(str(error), EXIT_BAD_INPUT) from error
@@ -80,10 +82,8 @@ class Commands(click.Group):
             ) from error
         except OSError as error:
             raise _failure_from_os(error) from error
-        except MemoryError as error:
-            raise _out_of_memory(error) from error
         except Exception as error:
-            if _NO_MEMORY in str(error):
+            if is_out_of_memory(error):
                 raise _out_of_memory(error) from error
             traceback.print_exc()
             raise Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG) from error

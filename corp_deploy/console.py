@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import click
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,9 +18,25 @@ R = TypeVar("R")
 WIDTH_WITHOUT_TERMINAL = 110
 
 
+# What a terminal would obey in place of showing it: C0 without tabulator and new line, DEL, C1.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """The text with its control characters written out: a file's name must not drive the terminal."""
+    return text.translate(_CONTROLS)
+
+
+class _Console(Console):
+    """Every text of a result, cells of tables among them, is made here."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def _console(*, stderr: bool) -> Console:
     """Text is shown as it is: brackets and colons in names and remedies are no markup."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH_WITHOUT_TERMINAL
     return console
@@ -43,11 +60,11 @@ class Output:
     def note(self, text: str) -> None:
         """One line about what is going on, for people only."""
         if not (self.quiet or self.json):
-            click.echo(text, err=True)
+            click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
         """A line that is shown even when --quiet is given: it changes what the result means."""
-        click.echo(f"warning: {text}", err=True)
+        click.echo(printable(f"warning: {text}"), err=True)
 
     @contextmanager
     def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Callable[[int], None]]:
@@ -66,7 +83,7 @@ class Output:
             disable=self.quiet,
             transient=False,
         ) as bar:
-            task = bar.add_task(title, total=total)
+            task = bar.add_task(printable(title), total=total)
             yield lambda done: bar.update(task, completed=done)
 
 

@@ -83,7 +83,7 @@ def _effects(directory: Path, dense: Checkpoint, reduced: nn.Module) -> list[dic
     """The same widths without repair and with it, on the held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
-    labels, pixels = labels_from_path(path, held_out), torch.cat(list(held_out.batches(64)))
+    labels, pixels = labels_from_path(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
     choices = choices_from_preset("none", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY)
     without = reduce(dense.model, load_moments(directory / "moments.safetensors"), choices).model
     with torch.inference_mode():

@@ -16,8 +16,6 @@ from . import vit
 from .checkpoint import Checkpoint
 from .errors import BadInput, Missing
 
-MOST_CLASSES = 10_000_000
-
 
 def images_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
@@ -75,9 +73,12 @@ def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str
     }
 
 
-def labels_from_path(path: Path, images: Images) -> NDArray[np.int64]:
-    """Class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for anything else."""
+def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np.int64]:
+    """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others."""
     regular(path)
+    classes = vit.classes(model)
+    if not classes:
+        raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")
     try:
         with path.open("rb") as file:
             loaded = np.load(file, allow_pickle=False)
@@ -94,8 +95,11 @@ def labels_from_path(path: Path, images: Images) -> NDArray[np.int64]:
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
     if len(labels) != len(images.rows.source):
         raise BadInput(f"{path}: {len(labels)} labels for {len(images.rows.source)} images; give one label an image")
-    if int(labels.min()) < 0 or int(labels.max()) > MOST_CLASSES:
-        raise BadInput(f"{path}: labels from {labels.min()} to {labels.max()}, expected class indices from 0 on")
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise BadInput(
+            f"{path}: labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}: class indices in the "
+            f"order of the model's {classes} outputs"
+        )
     return np.asarray(labels[np.asarray(images.rows.chosen)], dtype=np.int64)
 
 

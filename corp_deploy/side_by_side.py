@@ -97,6 +97,9 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Runn
 
 def _from_onnx(name: str, path: Path, running: Running) -> Contender:
     facts = facts_of_onnx(path)
+    if min(facts.image_shape) < 1:
+        sizes = ", ".join(str(size) if size > 0 else "?" for size in facts.image_shape)
+        raise BadInput(f"{path}: takes images of no fixed size ({sizes}); export it for one image size")
     open_graph = partial(
         OnnxRunner,
         path,

@@ -118,7 +118,7 @@ def write_parity(place: Place, run: Invocation) -> Parity:
     reference, *candidates = run.arguments
     dense = load_checkpoint(place.root / reference)
     source = _images(dense, place, run, *DRAWN)
-    labels = None if run["labels"] is None else labels_from_path(place.root / run["labels"], source)
+    labels = None if run["labels"] is None else labels_from_path(place.root / run["labels"], source, dense.model)
     proof = prove(
         dense,
         [candidate_from_path(path, below=place.root) for path in candidates],

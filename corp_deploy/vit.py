@@ -298,7 +298,12 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 
 def makes_features(model: nn.Module) -> bool:
     """Whether the model has no classifier: whoever uses it may read any token."""
-    return int(_require_vit(model).num_classes) == 0
+    return classes(model) == 0
+
+
+def classes(model: nn.Module) -> int:
+    """How many classes the model tells apart; 0 for one that has no classifier."""
+    return int(_require_vit(model).num_classes)
 
 
 def embedded(model: nn.Module, images: Tensor) -> Tensor:

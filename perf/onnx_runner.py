@@ -11,7 +11,7 @@ import numpy as np
 
 from .device import Staging, open_stream
 from .errors import BadInput, Missing
-from .memory import DeviceMemory, Gauge, resident_gauge
+from .memory import DeviceMemory, Gauge, is_out_of_memory, resident_gauge
 from .runners import HostBound, Images, Logits, as_images
 from .runs import Flat
 from .timing import Bound
@@ -70,6 +70,8 @@ class OnnxRunner:
         try:
             self._session = ort.InferenceSession(str(self.path), options, providers=self._providers())
         except _ort_errors(ort) as error:
+            if is_out_of_memory(error):
+                raise
             raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error}") from error
         require_granted(self._session.get_providers(), self.provider)
         self._require_signature()
@@ -99,7 +101,17 @@ class OnnxRunner:
     def __call__(self, images: Images) -> Logits:
         if self.provider != "cpu":
             return self._call_cuda(as_images(images))
-        logits = self._session.run(None, {self._input.name: self._fitting(images)})[0]
+        feeds = {self._input.name: self._fitting(images)}
+        try:
+            logits = self._session.run(None, feeds)[0]
+        except _ort_errors(_onnxruntime()) as error:
+            if is_out_of_memory(error):
+                raise
+            sizes = list(feeds[self._input.name].shape)
+            raise BadInput(
+                f"{self.path}: ONNX Runtime cannot run it on {self._input.name} {sizes}, which it says it takes; "
+                f"export it again ({error!s:.300})"
+            ) from error
         return np.asarray(logits, dtype=np.float32)
 
     def bind(self, images: Images) -> Bound:
@@ -235,4 +247,11 @@ def _onnxruntime() -> Any:
 
 def _ort_errors(ort: Any) -> tuple[type[Exception], ...]:
     state = ort.capi.onnxruntime_pybind11_state
-    return (state.Fail, state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf, state.NotImplemented)
+    return (
+        state.Fail,
+        state.InvalidArgument,
+        state.InvalidGraph,
+        state.InvalidProtobuf,
+        state.NotImplemented,
+        state.RuntimeException,
+    )

@@ -176,6 +176,42 @@ def test_every_renderable_shows_its_text_whole(capsys: pytest.CaptureFixture[str
     assert ODD in shown.err
 
 
+CONTROLS = "a\x1b[31mb\x9b2Jc\x07"
+WRITTEN_OUT = r"a\x1b[31mb\x9b2Jc\x07"
+
+
+def test_control_characters_never_reach_the_terminal(home: Path, tmp_path: Path) -> None:
+    calls: list[list[object]] = [
+        ["calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / f"{CONTROLS}.st"],
+        ["calibrate", "--model", home / "dense", "--images", tmp_path / CONTROLS, "-o", tmp_path / "m"],
+        ["inspect", "--model", CONTROLS],
+        ["redundancy", "--moments", tmp_path / CONTROLS],
+        ["build", tmp_path / f"{CONTROLS}.onnx", "-o", tmp_path / "x.plan", "--no-such-option"],
+        ["release", tmp_path / f"{CONTROLS}.toml", "--init", CONTROLS],
+        [CONTROLS],
+    ]
+    for words in calls:
+        result = CliRunner().invoke(main, [str(word) for word in words], color=True)
+        assert "\x1b[31m" not in result.output, words
+        assert "\x9b" not in result.output, words
+        assert "\x07" not in result.output, words
+
+
+def test_control_characters_are_written_out_wherever_text_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(CONTROLS, title=CONTROLS)
+    table.add_row(CONTROLS)
+    out = Output(json=False, quiet=False)
+    with out.progress(CONTROLS, 1) as done:
+        done(1)
+    out.result({}, CONTROLS, table)
+    out.note(CONTROLS)
+    out.warn(CONTROLS)
+    shown = capsys.readouterr()
+    assert shown.out.count(WRITTEN_OUT) == 4
+    assert shown.err.count(WRITTEN_OUT) >= 3
+    assert "\x9b" not in shown.out + shown.err
+
+
 def test_remedies_can_be_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp_deploy.machine._version", lambda name: "")
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
@@ -385,6 +421,7 @@ LABELS = (
     np.zeros(12, "timedelta64[s]"),
     np.zeros(12, bool),
     np.full(12, -1),
+    np.full(12, 7),
     np.full(12, 2**62),
     np.full(12, 2**63, np.uint64),
     np.zeros((12, 1), np.int64),
@@ -397,7 +434,19 @@ def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", 3]
     for path in (*sorted(tmp_path.glob("labels*")), *bad_arrays(tmp_path, "labels")):
         refused(run("verify", home / "dense", home / "dense", *words, "--labels", path), str(path))
+    beyond = tmp_path / "labels5.npy"
+    words = ["--moments", home / "m.safetensors", "--images", home / "images.npy", "--labels", beyond]
+    done = run("sweep", "--model", home / "dense", *words, "--sparsity", 0.5, "-o", tmp_path / "s")
+    refused(done, str(beyond), "labels from 7 to 7, expected 0 to 6")
     assert not (tmp_path / "p.json").exists()
+    assert not (tmp_path / "s").exists()
+
+
+def test_labels_need_a_classifier(home: Path, tmp_path: Path) -> None:
+    save(tiny.checkpoint(num_classes=0), tmp_path / "features")
+    np.save(tmp_path / "labels.npy", np.zeros(12, np.int64))
+    words = ["--images", home / "images.npy", "--labels", tmp_path / "labels.npy", "-o", tmp_path / "p.json"]
+    refused(run("verify", tmp_path / "features", tmp_path / "features", *words), "has no classifier")
 
 
 # Moments
@@ -557,6 +606,54 @@ def test_metadata_of_a_graph_are_numbers(tmp_path: Path, text: str) -> None:
     helper.set_model_props(proto, {f"{PREFIX}macs": text})
     onnx.save(proto, tmp_path / "m.onnx")
     refused(run("bench", tmp_path / "m.onnx", tmp_path / "m.onnx", "-o", tmp_path / "b.json"), "its metadata say macs")
+
+
+def resized(path: Path, to: Path, sizes: dict[int, int | str]) -> Path:
+    """The graph with other sizes said of its input."""
+    proto = onnx.load(str(path))
+    for index, size in sizes.items():
+        dim = proto.graph.input[0].type.tensor_type.shape.dim[index]
+        dim.Clear()
+        if isinstance(size, str):
+            dim.dim_param = size
+        else:
+            dim.dim_value = size
+    onnx.save(proto, str(to))
+    return to
+
+
+@pytest.fixture(scope="module")
+def graph(home: Path) -> Path:
+    done = run("export", "--model", home / "dense", "-o", home / "dense.onnx")
+    assert done.exit_code == 0, done.output
+    return home / "dense.onnx"
+
+
+@pytest.mark.parametrize("sizes", [{2: 64, 3: 64}, {1: 1}, {2: 0}, {2: 16, 3: 16}])
+def test_a_graph_whose_input_size_was_changed_takes_other_images(
+    home: Path, graph: Path, tmp_path: Path, sizes: dict[int, int | str]
+) -> None:
+    other = resized(graph, tmp_path / "other.onnx", sizes)
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json"]
+    refused(run("verify", home / "dense", other, *words), "other.onnx: takes images", "got [1, 3, 32, 32]")
+    refused(run("bench", graph, other, "-o", tmp_path / "b.json"), "other.onnx" if 0 in sizes.values() else "same task")
+    assert [path.name for path in tmp_path.iterdir()] == ["other.onnx"]
+
+
+def test_a_graph_that_does_not_run_on_what_it_says_it_takes(home: Path, graph: Path, tmp_path: Path) -> None:
+    save(tiny.checkpoint(img_size=64), tmp_path / "dense64")
+    other = resized(graph, tmp_path / "other.onnx", {2: 64, 3: 64})
+    words = ["--random", 2, "--batch", 2, "-o", tmp_path / "p.json"]
+    refused(run("verify", tmp_path / "dense64", other, *words), "other.onnx: ONNX Runtime cannot run it on", "64, 64")
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("size", ["height", 0, -4])
+def test_a_graph_of_no_fixed_size_is_not_timed(graph: Path, tmp_path: Path, size: int | str) -> None:
+    other = resized(graph, tmp_path / "other.onnx", {2: size})
+    refused(
+        run("bench", other, other, "-o", tmp_path / "b.json"), "other.onnx: takes images of no fixed size (3, ?, 32)"
+    )
 
 
 RECORD_CHANGES: dict[str, tuple[object, ...]] = {

@@ -116,7 +116,7 @@ def sweep(
     scored = Scored(
         images=pixels,
         dense_NC=logits(checkpoint.model, pixels, batch_size),
-        labels_N=None if labels is None else labels_from_path(labels, source),
+        labels_N=None if labels is None else labels_from_path(labels, source, checkpoint.model),
         batch_size=batch_size,
     )
     wanted = [

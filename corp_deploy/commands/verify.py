@@ -104,7 +104,7 @@ def verify(
         given = random_inputs(dense, random or 1, seed)
     else:
         source = images_for_model(dense.model, images, samples=samples, seed=seed)
-        given = given_from_images(source, None if labels is None else labels_from_path(labels, source))
+        given = given_from_images(source, None if labels is None else labels_from_path(labels, source, dense.model))
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,
