@@ -27,13 +27,12 @@ class Options:
     kept: Mapping[str, Tensor] | None = None
     eps: float = ACTIVE_EPS
     precision: Precision = "float32"
-    forward_images: int | None = None
 
     def as_text(self) -> str:
         """One line that differs when any option does."""
         kept = {name: kept_HK.tolist() for name, kept_HK in sorted((self.kept or {}).items())}
         digest = hashlib.sha256(repr(kept).encode()).hexdigest()
-        return f"{self.attention_system} {digest} {self.eps!r} {self.precision} {self.forward_images}"
+        return f"{self.attention_system} {digest} {self.eps!r} {self.precision}"
 
 
 def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device: torch.device | str) -> Collector:
@@ -45,7 +44,6 @@ def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device
         kept=options.kept,
         eps=options.eps,
         precision=options.precision,
-        forward_images=options.forward_images,
     )
 
 

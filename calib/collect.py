@@ -41,12 +41,12 @@ class _AllHeard(Exception):
 class Collector:
     """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
 
-    `forward_images`: how many images each forward pass takes; every batch is cut into such pieces and the last one
-    is filled up with repeats that are not counted, so that no kernel sees a shape that depends on the batch size. On
-    a CPU it is 8 unless given, which is also faster than large batches; elsewhere it is the size of each batch. The
-    images of a piece share their float32 products: the same pieces in any order, or added up from several collectors,
-    give the same sums to float64 rounding; images that are grouped otherwise move the Grams of MLPs and of z by float32
-    rounding, about 1e-7 of their scale. `kernel` makes those products on a CPU; the faster one is found on entering.
+    On a CPU every batch is cut into pieces of 8 images and the last one is filled up with repeats that are not
+    counted, so that no kernel sees a shape that depends on the batch size; that is also faster than large batches.
+    Elsewhere a forward pass takes a whole batch. The images of a piece share their float32 products: the same pieces
+    in any order, or added up from several collectors, give the same sums to float64 rounding; images that are grouped
+    otherwise move the Grams of MLPs and of z by float32 rounding, about 1e-7 of their scale. `kernel` makes those
+    products on a CPU; the faster one is found on entering.
     The first pass runs to its end, which shows that every site runs once; later ones stop when all sites were heard.
     """
 
@@ -60,13 +60,12 @@ class Collector:
         kept: Mapping[str, Tensor] | None = None,
         eps: float = ACTIVE_EPS,
         precision: Precision = "float32",
-        forward_images: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.sums = _new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
         self.images = 0
         self._model, self._sites, self._precision = model, sites, precision
-        self._forward_images = forward_images or (CPU_FORWARD_IMAGES if self.device.type == "cpu" else None)
+        self._forward_images = CPU_FORWARD_IMAGES if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
         self._counted = 0
         self._heard: list[tuple[str, Role]] = []
@@ -200,7 +199,6 @@ def collect(
     kept: Mapping[str, Tensor] | None = None,
     eps: float = ACTIVE_EPS,
     precision: Precision = "float32",
-    forward_images: int | None = None,
     lineage: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
@@ -220,7 +218,6 @@ def collect(
         kept=kept,
         eps=eps,
         precision=precision,
-        forward_images=forward_images,
     )
     with collector:
         for images in batches:

@@ -1,7 +1,7 @@
 """Scores that rank what to keep, and the ranking itself.
 
-Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, T = D(D+1)/2 pairs,
-K kept. Higher scores are kept. The eliminations that look at channels together live in obs.py.
+Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, K kept.
+Higher scores are kept. The eliminations that look at channels together live in obs.py.
 """
 
 import torch
@@ -59,14 +59,6 @@ def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
 def logit_magnitude(q_weight_HDI: Tensor, k_weight_HDI: Tensor) -> Tensor:
     """||w_Q,j||^2 ||w_K,j||^2 from the rows of the projections (CORP's first version, section 4.4 and eq. 36)."""
     return q_weight_HDI.square().sum(dim=2) * k_weight_HDI.square().sum(dim=2)
-
-
-def logit_energy_from_system(system_HTT: Tensor, head_dim: int, images: int) -> Tensor:
-    """The same score from the summed per-image products: the entry at pair (j, j) of both."""
-    assert images > 0, images
-    rows, columns = torch.triu_indices(head_dim, head_dim, device=system_HTT.device)
-    squares = (rows == columns).nonzero().squeeze(1)
-    return system_HTT[:, squares, squares] / images
 
 
 def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
