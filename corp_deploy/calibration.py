@@ -164,10 +164,9 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     }
 
 
-def reference_of_moments(moments: Moments, path: Path, name: str) -> dict[str, Any]:
+def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The record that tells which moments a result rests on, under the name that they go by."""
-    summary = summary_of_moments(moments, path) | {"moments": name}
-    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary}
+    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}
 
 
 def held_out_path(moments: Path) -> Path:

@@ -38,6 +38,7 @@ def invocations(scale: Scale) -> dict[tuple[str, ...], Invocation]:
         "workers": 0,
         "max_bad": 0,
         "attention_system": False,
+        "attn": None,
         "hold_out": scale.hold_out,
         "checkpoint_every": None,
         "summary": None,

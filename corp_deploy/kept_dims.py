@@ -32,7 +32,7 @@ def kept_widths(
         if isinstance(width, HeadWidths) and name in names:
             widths[name] = max(width.qk, widths.get(name, 0))
     if not widths:
-        raise BadInput("--attention-system --attn: none of the sites to calibrate may lose query and key dimensions")
+        raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
     return widths
 
 

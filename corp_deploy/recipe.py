@@ -144,6 +144,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "workers": Key(check=_of(WORKERS), default=0),
             "max_bad": Key(check=_of(BAD_IMAGES), default=0),
             "hold_out": Key(check=_of(IMAGES), default=None),
+            "attention_system": Key(check=_word("whole", "kept"), default=None),
         },
         "held_out": {
             "images": Key(check=_text, path=True),
@@ -459,6 +460,21 @@ def _refuse_impossible_choices(path: Path, recipe: Recipe) -> None:
         raise BadInput(f"{path}: [reduce]: {error}") from None
 
 
+def _refuse_idle_system(path: Path, recipe: Recipe) -> None:
+    """Raise BadInput for a per-image system that nothing needs, or that would leave out what the reduction keeps."""
+    asked, choices = recipe["calibration"]["attention_system"], recipe.choices
+    given = f"{path}: calibration.attention_system is {asked!r}"
+    if asked is not None and not choices.needs_attention_system:
+        raise BadInput(f"{given}, but this reduction needs no such system; leave it out, or give preset corp and attn")
+    if asked == "kept" and not choices.attention_sparsity:
+        raise BadInput(f"{given}, but reduce.attn = 0 keeps every dimension; expected 'whole', or attn above 0")
+    if asked == "kept" and choices.qk_selection != "energy":
+        raise BadInput(
+            f"{given}, which is taken for the dimensions of most logit energy, but reduce.select_head is "
+            f"{choices.qk_selection!r}; expected 'whole', or select_head 'energy'"
+        )
+
+
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe and what it extends. Raises BadInput, naming file and key, for anything that will not do.
 
@@ -480,4 +496,5 @@ def load_recipe(path: Path) -> Recipe:
         rules=_rules(path, "gate.fail_if", tables["gate"]["fail_if"], tables["bench"]["batches"]),
     )
     _refuse_impossible_choices(path, recipe)
+    _refuse_idle_system(path, recipe)
     return recipe

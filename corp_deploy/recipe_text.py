@@ -82,6 +82,7 @@ images = {images}
 # samples = 1024                  # this many of them, drawn by seed; default: all
 # seed = 0
 # hold_out = 128                  # leave so many out and judge every site on them too, so that over-fitting shows
+# attention_system = "kept"       # preset corp: its per-image system for kept dimensions alone, in a second pass
 batch_size = 32
 # device = "cuda"
 

@@ -117,6 +117,11 @@ def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI
         if system.covered_HS.shape[1] < width == system.head_dim:
             return kept_qk(moments)  # nothing is missing at full width, whatever the system leaves out
         kept_HR = _kept_inside(site, system, scores_HD, width, choices.align_head)
+        if choices.qk_selection != "energy" and not kept_HR.equal(select.kept_from_scores(scores_HD, width)):
+            raise BadInput(
+                f"{site}: ranked by {choices.qk_selection}, dimensions are kept that the system in these moments "
+                "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
+            )
         return recover_attention.logit(system, kept_HR, ridge_rel=choices.ridge_rel)
     kept_HR = select.kept_from_scores(scores_HD, width)
     if choices.qk_recovery == "select":

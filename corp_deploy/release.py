@@ -116,27 +116,30 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
     on_gpu = calibration["device"] == "cuda"
     held_out = [] if calibration["hold_out"] is None else [HELD_OUT_MOMENTS]
     calibrate = commands.calibrate(recipe, root)
+    # How the system is taken stands in what the command says of it.
+    drawn = {key: value for key, value in calibration.items() if key not in ("images", "workers", "attention_system")}
+    system = {key: calibrate[key] for key in ("attention_system", "attn", "align") if calibrate[key] is not None}
     yield Stage(
         name="moments",
         makes=(MOMENTS, SUMMARY, *held_out),
         does=_run(calibrate),
         reads=MODELS[:2],
         outside={"calibration.images": recipe.path("calibration", "images")},
-        settings={f"calibration.{key}": value for key, value in calibration.items() if key not in ("images", "workers")}
-        | {"attention_system": recipe.choices.needs_attention_system, "versions": _tool(*() if on_gpu else TORCH)},
+        settings={f"calibration.{key}": value for key, value in drawn.items()}
+        | {**system, "versions": _tool(*() if on_gpu else TORCH)},
         lack=gpu_lack if on_gpu else lambda: None,
         command=str(calibrate),
     )
     reduce = commands.reduce(recipe, root)
     looks = "images" in reduce.options
-    drawn = {f"calibration.{key}": calibration[key] for key in ("samples", "seed", "max_bad")} if looks else {}
+    looked_at = {f"calibration.{key}": calibration[key] for key in ("samples", "seed", "max_bad")} if looks else {}
     yield Stage(
         name="reduce",
         makes=MODELS[2:],
         does=_run(reduce),
         reads=(*MODELS[:2], MOMENTS, *held_out),
         outside={"calibration.images": recipe.path("calibration", "images")} if looks else {},
-        settings={f"reduce.{key}": value for key, value in wanted.items()} | drawn | {"versions": _tool(*TORCH)},
+        settings={f"reduce.{key}": value for key, value in wanted.items()} | looked_at | {"versions": _tool(*TORCH)},
         command=str(reduce),
     )
 

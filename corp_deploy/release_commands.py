@@ -62,7 +62,8 @@ def only_beside(stage: str, baseline: Baseline, root: Path) -> Invocation:
 
 
 def calibrate(recipe: Recipe, root: Path) -> Invocation:
-    given = recipe["calibration"]
+    given, wanted = recipe["calibration"], recipe["reduce"]
+    restricted = given["attention_system"] == "kept"
     return Invocation(
         command="calibrate",
         options={
@@ -70,6 +71,8 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "images": _path(recipe, "calibration", "images", root),
             **{key: given[key] for key in ("samples", "seed", "batch_size", "device", "workers", "max_bad")},
             "attention_system": recipe.choices.needs_attention_system,
+            "attn": (wanted["attn"],) if restricted else None,
+            "align": Pairs(head=wanted["align_head"]) if restricted else None,
             "hold_out": given["hold_out"],
             "checkpoint_every": SAVE_EVERY_IMAGES,
             "summary": SUMMARY,

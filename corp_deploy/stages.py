@@ -31,8 +31,8 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a stage works: the directory of results, an empty one to write into, and a name for what it leaves
-    unfinished on purpose (kept for the next attempt with the same inputs).
+    """Where a stage works: the directory of results, an empty one to write into, and a name whose stem begins those of
+    all that it leaves unfinished on purpose (kept for the next attempt with the same inputs).
     """
 
     root: Path
@@ -306,7 +306,7 @@ def _make(stage: Stage, root: Path, inputs: Mapping[str, str]) -> None:
     key = sha256_of_text(json.dumps(inputs, sort_keys=True))[:16]
     unfinished = state / f"unfinished-{stage.name}-{key}.safetensors"
     for stale in state.glob(f"unfinished-{stage.name}-*"):
-        if stale != unfinished:
+        if not stale.name.startswith(unfinished.stem):
             stale.unlink()
     before = read_stamp(root, stage.name)
     try:
@@ -321,7 +321,8 @@ def _make(stage: Stage, root: Path, inputs: Mapping[str, str]) -> None:
         raise full from error
     finally:
         shutil.rmtree(into, ignore_errors=True)
-    unfinished.unlink(missing_ok=True)
+    for path in state.glob(f"{unfinished.stem}*"):
+        path.unlink()
 
 
 def _remove(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> None:

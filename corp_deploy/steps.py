@@ -3,17 +3,16 @@
 Every function reads what its invocation names below `place.root` and writes below `place.into`.
 """
 
-from calib.checkpoint import Checkpoint as Saved
-from calib.images import Images, parted
+from calib.images import Images
 from calib.store import load as load_moments
-from calib.store import save as save_moments
 from export.triton import write_repository
 from perf.parity import Parity
 from perf.report import html
 from perf.runs import Bench, save_bench
 from perf.timing import Plan
 
-from .calibration import Wanted, calibrate, held_out_path, reference_of_moments
+from . import calibrating
+from .calibration import Wanted, reference_of_summary
 from .candidates import candidate_from_path
 from .chain import Limits, given_from_images, prove
 from .checkpoint import Checkpoint, load_checkpoint
@@ -38,32 +37,28 @@ def _images(dense: Checkpoint, place: Place, run: Invocation, *options: str) -> 
     return images_for_model(dense.model, place.root / run["images"], **run.some(*options))
 
 
+def _in_recipe(share: float) -> str:
+    """The restricted system as a recipe asks for it."""
+    return f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more'
+
+
 def write_moments(place: Place, run: Invocation) -> None:
-    """The calibration, which goes on from its own state after an interruption where it saves one."""
+    """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
     dense = load_checkpoint(place.root / run["model"])
+    restriction = None
+    if run["attn"] is not None:
+        restriction = calibrating.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
+    asked = calibrating.Asked(
+        wanted=Wanted(attention_system=run["attention_system"]),
+        restriction=restriction,
+        **run.some("batch_size", "device", "seed", "hold_out"),
+    )
+    running = calibrating.Running(unfinished=place.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe)
     source = _images(dense, place, run, *DRAWN, "workers", "max_bad")
-    output = place.into / run["output"]
-    parts = {output: source}
-    if run["hold_out"] is not None:
-        parts = dict(
-            zip((output, held_out_path(output)), parted(source, run["hold_out"], seed=run["seed"]), strict=True)
-        )
-    every = run["checkpoint_every"]
-    for path, part in parts.items():
-        # Of the two, the pass over all the other images is the one worth going on with.
-        saved = Saved(path=place.unfinished, every=every) if path == output and every is not None else None
-        moments = calibrate(
-            dense,
-            part,
-            **run.some("batch_size", "device"),
-            wanted=Wanted(attention_system=run["attention_system"]),
-            saved=saved,
-        )
-        with replacing(path) as temporary:
-            save_moments(moments, temporary)
-        if path == output and run["summary"] is not None:
-            write_json(place.into / run["summary"], reference_of_moments(moments, path, run["output"]))
+    fitted, *_ = calibrating.write_moments(dense, source, asked, running, place.into / run["output"])
+    if run["summary"] is not None:
+        write_json(place.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
 
 def _asked(run: Invocation) -> Asked:

@@ -3,7 +3,9 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,6 +213,80 @@ def test_half_asked_for(home: Path, tmp_path: Path, words: tuple[str, ...], said
     assert refused.exit_code == 2
     assert said in refused.stderr
     assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_dimensions_ranked_otherwise_are_not_taken_from_it(home: Path, tmp_path: Path) -> None:
+    refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.5, "--select", "head=magnitude")
+    assert refused.exit_code == 2
+    assert "ranked by magnitude, dimensions are kept that the system in these moments leaves out" in refused.stderr
+    whole = reduced(home, tmp_path / "w", "whole.safetensors", 0.5, "--select", "head=magnitude")
+    assert whole.exit_code == 0, whole.output
+
+
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "images.npy"
+batch_size = 4
+hold_out = 4
+{system}
+[held_out]
+images = "images.npy"
+[reduce]
+preset = "corp"
+attn = 0.5
+align_head = 8
+"""
+STAGES = ("--only", "dense", "--only", "moments")
+
+
+def release_home(home: Path, folder: Path, system: str) -> Path:
+    shutil.copytree(home / "dense", folder / "dense")
+    shutil.copy2(home / "images.npy", folder)
+    (folder / "recipe.toml").write_text(RECIPE.format(system=system))
+    return folder
+
+
+def test_a_release_goes_on_from_the_states_of_both_passes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the first pass, between the two, and in the second one."""
+    monkeypatch.setattr("corp_deploy.release_commands.SAVE_EVERY_IMAGES", 8)
+    folder = release_home(home, tmp_path, 'attention_system = "kept"')
+    moments = ".stages/moments.safetensors"
+    assert run("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES).exit_code == 0
+    saves: list[str] = []
+    save_state = Saved.save
+
+    def interrupted(self: Saved, *words: Any) -> None:
+        save_state(self, *words)
+        saves.append(self.path.name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Saved, "save", interrupted)
+        for _ in range(4):
+            run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
+    assert [".first." in name for name in saves] == [True, True, False, False]
+    done = run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
+    assert done.exit_code == 0, done.output
+    assert (folder / "out" / moments).read_bytes() == (folder / "straight" / moments).read_bytes()
+    assert not list((folder / "out" / ".stages").glob("unfinished*"))
+
+
+def test_a_release_that_does_not_fit_says_what_a_recipe_may_ask(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = release_home(home, tmp_path, "")
+    for name in ("calib.memory", "calib.calibrate"):
+        monkeypatch.setattr(f"{name}.bytes_available", lambda device: 3_000_000)
+    refused = run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
+    assert refused.exit_code == 2
+    assert 'attention_system = "kept" under [calibration], where reduce.attn is 0.5 or more' in refused.stderr
+    (folder / "recipe.toml").write_text(RECIPE.format(system='attention_system = "kept"'))
+    done = run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
+    assert done.exit_code == 0, done.output
 
 
 def test_deit_huge_fits_an_ordinary_machine_at_half_the_width() -> None:

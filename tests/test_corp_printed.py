@@ -68,10 +68,12 @@ fail_if = ["params >= dense", "size_bytes > baseline * 1.01"]
 name = "tiny"
 """
 FIRST = ("dense", "moments", "reduce")
+TO_WIDTHS = PLAIN[PLAIN.index("[held_out]") : PLAIN.index("mlp = 0.3")]
 # The same, but for what some stages do with images, with attention and with precisions.
 OTHERWISE = {
     "budget": ("mlp = 0.3\nattn = 0.5\n", "macs = 0.8\n", FIRST),
     "corp": ("mlp = 0.3\nattn = 0.5\n", 'preset = "corp"\nmlp = 0.3\nattn = 0.5\n', FIRST),
+    "corp, kept dimensions": (TO_WIDTHS, f'attention_system = "kept"\n{TO_WIDTHS}preset = "corp"\n', FIRST),
     "magnitude": ("attn = 0.5\n", 'preset = "grail"\nselect_mlp = "producer-l2"\n', FIRST),
     "closed loop": ("attn = 0.5\n", "attn = 0.5\nclosed_loop = true\n", FIRST),
     "mixed": ('["fp32"]\n', '["mixed"]\nkeep_fp32 = ["blocks.0.attn"]\n', ("dense", "export.dense")),
@@ -214,6 +216,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "calibration.workers": (1, {}),
     "calibration.max_bad": (2, {}),
     "calibration.hold_out": (3, {}),
+    "calibration.attention_system": ("kept", CORP),
     "held_out.samples": (7, {}),
     "held_out.seed": (8, {}),
     "reduce.preset": ("vbp", {"reduce.attn": None}),
@@ -289,3 +292,23 @@ def test_no_key_of_a_recipe_is_missing_from_the_commands(tmp_path: Path) -> None
         assert set(decided) - {*itself} <= {*printed}, key
         read = [name for name in before if before[name].reads != after[name].reads]
         assert set(printed) <= {*decided, *read} or key in IDLE, key
+
+
+@pytest.mark.parametrize(("taken", "follows"), [("kept", True), ("whole", False), (None, False)])
+def test_only_a_system_of_kept_dimensions_follows_the_widths(tmp_path: Path, taken: str | None, follows: bool) -> None:
+    given = {**CORP, "calibration.attention_system": taken}
+    before = stages_with(tmp_path, given)["moments"]
+    for change in ({"reduce.attn": 0.6}, {"reduce.align_head": 16}):
+        after = stages_with(tmp_path, given | change)["moments"]
+        assert (decides(after) != decides(before)) == follows
+        assert (after.command != before.command) == follows
+
+
+def test_the_whole_system_is_taken_unless_said_otherwise(tmp_path: Path) -> None:
+    one, other = (
+        stages_with(tmp_path, {**CORP, "calibration.attention_system": taken})["moments"] for taken in (None, "whole")
+    )
+    assert decides(one) == decides(other)
+    assert one.command == other.command
+    assert "--attention-system " in one.command
+    assert "--attn" not in one.command

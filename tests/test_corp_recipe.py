@@ -123,6 +123,29 @@ def test_a_reduction_that_cannot_be_is_refused(tmp_path: Path, reduce: str, said
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("taken", "reduce", "said"),
+    [
+        ("kept", "mlp = 0.5", "'kept', but this reduction needs no such system; leave it out, or give preset corp"),
+        ("whole", "mlp = 0.5\nattn = 0.5", "'whole', but this reduction needs no such system"),
+        (
+            "kept",
+            "attn = 0\npreset = 'corp'",
+            "attn = 0 keeps every dimension; expected 'whole', or attn above 0",
+        ),
+        ("kept", "attn = 0.5\npreset = 'corp'\nselect_head = 'magnitude'", "expected 'whole', or select_head 'energy'"),
+        ("all", "attn = 0.5\npreset = 'corp'", "calibration.attention_system is 'all', expected one of whole, kept"),
+    ],
+)
+def test_a_system_that_nothing_needs_or_that_lacks_what_is_kept_is_refused(
+    tmp_path: Path, taken: str, reduce: str, said: str
+) -> None:
+    text = LEAST.replace('images = "train"', f'images = "train"\nattention_system = "{taken}"')
+    with pytest.raises(BadInput) as caught:
+        load_recipe(written(tmp_path, text.replace("mlp = 0.5", reduce)))
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("reads", ["all", "pooled", None])
 def test_the_tokens_that_a_loop_reads_stand_in_the_command(tmp_path: Path, reads: str | None) -> None:
     said = "" if reads is None else f"\nreads = '{reads}'"

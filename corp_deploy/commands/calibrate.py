@@ -24,15 +24,7 @@ from .options import (
 from .repeat import command_again
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from calib.collect import Precision
-    from calib.images import Images
-    from calib.moments import Moments
-    from calib.sites import Site
-
-    from ..calibration import Wanted
-    from ..checkpoint import Checkpoint
 
 
 def _refuse_half_asked(
@@ -44,29 +36,6 @@ def _refuse_half_asked(
         raise click.UsageError("--attn restricts the per-image system; give --attention-system with it")
     if attn is None and (first_pass is not None or align is not None):
         raise click.UsageError("--moments and --align belong to --attention-system --attn S; give them together")
-
-
-def _refuse_too_large(
-    checkpoint: "Checkpoint", sites: "Sequence[Site]", wanted: "Wanted", needed: "Mapping[str, int]", available: int
-) -> None:
-    """Raise BadInput when the sums won't fit, with a command whose sums do where there is one."""
-    from calib.errors import BadInput
-    from calib.memory import refuse_too_large
-
-    from ..calibration import sparsity_that_fits
-    from ..choices import PRESETS
-
-    try:
-        refuse_too_large(needed, available)
-    except BadInput as error:
-        align_head = PRESETS["corp"].align_head
-        fits = None
-        if wanted.attention_system and "attn" not in given_options():
-            fits = sparsity_that_fits(checkpoint, sites, wanted, align_head, available)
-        if fits is None:
-            raise
-        again = command_again(attn=f"{fits:g}")
-        raise BadInput(f"{error}; what fits, for reductions of at least {fits:.0%} of each head: {again}") from None
 
 
 @click.command()
@@ -158,86 +127,46 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from dataclasses import replace
-
-    from calib.checkpoint import Checkpoint as Saved
-    from calib.images import parted
-    from calib.memory import bytes_available
-    from calib.store import load, save
-
-    from ..calibration import (
-        Wanted,
-        chosen_sites,
-        held_out_path,
-        line_of_moments,
-        memory_needed,
-        ranks_of_this_run,
-        reference_of_moments,
-        summary_of_moments,
-    )
-    from ..calibration import calibrate as calibrate_checkpoint
-    from ..files import replacing, write_json
+    from ..calibrating import Asked, Restriction, Running, write_moments
+    from ..calibration import Wanted, line_of_moments, ranks_of_this_run, reference_of_summary
+    from ..files import write_json
     from ..inputs import images_for_model, require_device
-    from ..kept_dims import kept_dims, kept_widths
     from ..preprocessing_view import preprocessing_line, preprocessing_record
 
     CALIBRATE.refuse([("", device)], given_options())
     require_device(device)
     _refuse_half_asked(attention_system, no_attention, attn, first_pass, align)
-    wanted = Wanted(patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype)
+    asked = Asked(
+        wanted=Wanted(
+            patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype
+        ),
+        restriction=None
+        if attn is None
+        else Restriction(sparsities=attn, align_head=(align or {}).get("head"), first=first_pass),
+        batch_size=batch_size,
+        device=device,
+        seed=seed,
+        hold_out=hold_out,
+    )
     with ranks_of_this_run(device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = model.load(out)
         source = images_for_model(
             checkpoint.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad
         )
-        parts = {output: source}
-        if hold_out is not None:
-            parts = dict(zip((output, held_out_path(output)), parted(source, hold_out, seed=seed), strict=True))
-        align_head = (align or {}).get("head")
-        sites = chosen_sites(checkpoint, wanted)
-        widths = {} if attn is None else kept_widths(checkpoint.model, sites, attn, align_head)
-        needed = memory_needed(checkpoint, sites, wanted, widths)
-        out.note(f"the sums will take {sum(needed.values()) / 2**20:,.0f} MiB")
-        _refuse_too_large(checkpoint, sites, wanted, needed, bytes_available(device))
-        # Held-out images are few: the passes over all the others are the ones worth going on with.
-        first_path = output.with_name(f"{output.stem}.first{output.suffix}")
-        every = checkpoint_every
-        states = {
-            path: Saved(path=path.with_suffix(".partial.safetensors"), every=every)
-            for path in (output, first_path)
-            if every is not None
-        }
-
-        def taken(path: Path, part: "Images", wanted: Wanted) -> "Moments":
-            with out.progress(f"calibrating {path.stem}", len(ranks.share(part.count)), unit="images") as done:
-                return calibrate_checkpoint(
-                    checkpoint,
-                    part,
-                    batch_size=batch_size,
-                    device=device,
-                    wanted=wanted,
-                    saved=states.get(path),
-                    ranks=ranks,
-                    done=done,
-                )
-
-        if widths:
-            ranking = Wanted(patterns=tuple(widths), precision=dtype)
-            first = load(first_pass) if first_pass else taken(first_path, parts[output], ranking)
-            wanted = replace(wanted, kept=kept_dims(checkpoint.model, first, widths))
-        summaries = []
-        for path, part in parts.items():
-            moments = taken(path, part, wanted)
-            if ranks.rank == 0:
-                with replacing(path) as temporary:
-                    save(moments, temporary)
-                summaries.append(summary_of_moments(moments, path))
-                if path == output and summary is not None:
-                    write_json(summary, reference_of_moments(moments, path, str(path)))
-        for state in states.values():
-            state.of_rank(ranks).clear()
-    if ranks.rank == 0:
-        record, *held_out = summaries
-        record |= preprocessing_record(checkpoint) | ({"held_out": held_out[0]} if held_out else {})
+        running = Running(
+            ranks=ranks,
+            unfinished=output,
+            save_every=checkpoint_every,
+            needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
+            progress=lambda title, count: out.progress(f"calibrating {title}", count, unit="images"),
+            fitting=lambda share: command_again(attn=f"{share:g}"),
+        )
+        summaries = write_moments(checkpoint, source, asked, running, output)
+        if summaries and summary is not None:
+            write_json(summary, reference_of_summary(summaries[0], str(output)))
+        running.clear()
+    if summaries:
+        record, *held_out_record = summaries
+        record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
         out.result(record, *map(line_of_moments, summaries), preprocessing_line(checkpoint))
