@@ -17,7 +17,8 @@ from perf.module_runner import ModuleRunner
 from perf.onnx_runner import OnnxRunner
 from perf.rounding import round_file
 
-from .checkpoint import Checkpoint, load_checkpoint
+from .checkpoint import Checkpoint
+from .dense_model import model_of_directory
 from .errors import BadInput
 from .graphs import facts_of_onnx
 
@@ -88,7 +89,7 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
         path=path,
         shown=shown,
         half=False,
-        checkpoint=load_checkpoint(path),
+        checkpoint=model_of_directory(path),
     )
 
 
@@ -116,7 +117,10 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
     if path.suffix == ".plan":
         return _from_engine(path, shown)
     if path.suffix != ".onnx":
-        raise BadInput(f"{path}: expected a model directory written by corp-deploy, an .onnx file or a .plan")
+        raise BadInput(
+            f"{path}: expected a directory written by corp-deploy, a snapshot of one of timm's repositories, an .onnx "
+            "file or a .plan"
+        )
     facts = facts_of_onnx(path)
     return Candidate(
         label=f"{path.parent.name}/{path.name} ONNX {facts.precision}",

@@ -49,13 +49,19 @@ def _with_weights(built: nn.Module, asked: Architecture, file: Path, ema: bool |
     read = read_weights(file, ema=ema)
     state, changed = fitted(built, read, asked.kwargs)
     load_weights(built, state, where=file)
-    source = {"weights": file.name, "taken": read.taken, "changed": list(changed), "preprocessing": prepared}
+    notes = (*read.notes, *changed)
+    source = {"weights": file.name, "taken": read.taken, "notes": list(notes), "preprocessing": prepared}
     return Checkpoint(
         model=built,
         architecture=_resolved(asked, built),
         lineage={"source": source},
-        notes=(*read.notes, *changed),
+        notes=notes,
     )
+
+
+def model_of_directory(directory: Path) -> Checkpoint:
+    """What a directory written by `save`, or a snapshot of one of timm's repositories, holds by itself."""
+    return load_dense(str(directory), weights=None, kwargs={})
 
 
 def load_dense(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from . import vit
 from .budget import Allocated, dense_cost, offers, spend, uniform
 from .choices import Choices
 from .probe import Probe
@@ -20,14 +21,17 @@ class HeadChoice:
 def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     """Spend the same MACs on padded and on square heads and take the one whose curves predict less logit error.
 
-    `share` of the dense MACs is the budget; None takes what the choices' uniform sparsities leave with padded heads.
+    `share` of the dense MACs is the budget; None takes what the choices' uniform sparsities leave with padded heads, or
+    with square ones where Q/K must stay, since padded heads alone take nothing from those.
     """
     dense = dense_cost(probe.model, "macs")
     padded = replace(probe, choices=replace(probe.choices, geometry="padded"))
     square = replace(probe, choices=replace(probe.choices, geometry="square"))
     padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
     if share is None:
-        share = uniform(padded.model, padded.choices, padded_offers, dense).share
+        stays = any(part.keeps_qk for part in vit.parts(probe.model).attentions)
+        way, sites = (square, square_offers) if stays else (padded, padded_offers)
+        share = uniform(way.model, way.choices, sites, dense).share
     ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))
     better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
     name, other = better[0].choices.geometry, worse[0].choices.geometry

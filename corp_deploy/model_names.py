@@ -77,5 +77,11 @@ def refuse_reserved(kwargs: Mapping[str, Any]) -> None:
         if key in kwargs:
             raise BadInput(
                 f"--model-kwargs: {key} is not taken; weights come from --weights or the model's directory, the "
-                "preprocessing from the name's tag, the directory, or --mean, --std, --crop-pct, --interpolation"
+                "preprocessing from the name's tag, the directory, or --mean, --std, --crop-pct, --interpolation, "
+                "--crop-mode"
             )
+    if kwargs.get("features_only"):
+        raise BadInput(
+            "--model-kwargs: features_only wraps the model so that it gives lists of feature maps, which nothing here "
+            "takes; leave it away (num_classes 0: without a classifier) and reduce the model itself"
+        )

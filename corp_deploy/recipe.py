@@ -29,7 +29,7 @@ from .choices import (
 from .errors import BadInput
 from .honours import Axis
 from .option_table import ATTENTION, BENCH, LOOP, PRESET
-from .preprocessing import INTERPOLATIONS, Preprocessing
+from .preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from .quantities import (
     ALIGNMENT,
     BAD_IMAGES,
@@ -134,6 +134,7 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
             "std": Key(check=_channels(DEVIATION), default=None),
             "crop_pct": Key(check=_of(SHARE_KEPT), default=None),
             "interpolation": Key(check=_word(*INTERPOLATIONS), default=None),
+            "crop_mode": Key(check=_word(*CROP_MODES), default=None),
         },
         "calibration": {
             "images": Key(check=_text, path=True),
@@ -245,7 +246,8 @@ class Recipe:
         """What of the preprocessing is set."""
         given = self.tables["model"]
         mean, std = (None if given[name] is None else tuple(given[name]) for name in ("mean", "std"))
-        return Preprocessing(mean=mean, std=std, crop_pct=given["crop_pct"], interpolation=given["interpolation"])
+        words = {name: given[name] for name in ("crop_pct", "interpolation", "crop_mode")}
+        return Preprocessing(mean=mean, std=std, **words)
 
     @property
     def reduces_on_images(self) -> bool:

@@ -160,7 +160,7 @@ def _model_lines(model: str, directory: Path) -> str:
             'weights = "weights.safetensors"   # trained weights: .safetensors, .pth, .pth.tar, .bin, .ckpt',
             "# kwargs = { num_classes = 1000 } # arguments for timm.create_model",
             "# ema = false                     # raw weights, where there is a moving average too",
-            "# mean = [0.5]                    # if trained otherwise than timm's weights; also std, crop_pct",
+            "# mean = [0.5]                    # if trained otherwise; also std, crop_pct, interpolation, crop_mode",
         )
     )
 

@@ -102,7 +102,7 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
     if wanted != had:
         raise BadInput(
             f"the moments were taken with another preprocessing: theirs is {had}, this model's is {wanted}; calibrate "
-            "again, or give the same name, --mean, --std, --crop-pct and --interpolation as for calibrate"
+            "again, or give the same name, --mean, --std, --crop-pct, --interpolation and --crop-mode as for calibrate"
         )
 
 

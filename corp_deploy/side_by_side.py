@@ -27,7 +27,8 @@ from perf.timing import Plan
 from perf.watch import watching
 
 from . import vit
-from .checkpoint import WEIGHTS, Checkpoint, load_checkpoint
+from .checkpoint import WEIGHTS, Checkpoint, save
+from .dense_model import model_of_directory
 from .errors import BadInput
 from .files import sha256_of_file
 from .graphs import GraphFacts, export_checkpoint, facts_of_onnx
@@ -170,7 +171,10 @@ def way_to_run(path: Path, running: Running) -> str:
     if path.suffix == ".onnx" and path.is_file():
         return f"onnxruntime-{running.provider or 'cpu'}"
     if not path.is_dir():
-        raise BadInput(f"{path}: expected an .onnx file, a .plan or a model directory written by corp-deploy")
+        raise BadInput(
+            f"{path}: expected an .onnx file, a .plan, a directory written by corp-deploy or a snapshot of one of "
+            "timm's repositories"
+        )
     return (
         f"torch-{running.device or 'cpu'}" if running.backend == "torch" else f"onnxruntime-{running.provider or 'cpu'}"
     )
@@ -194,8 +198,11 @@ def _contender(name: str, path: Path, running: Running, scratch: Path) -> Conten
         return _from_engine(name, path, running)
     if path.suffix == ".onnx":
         return _from_onnx(name, path, running)
-    checkpoint = load_checkpoint(path)
+    checkpoint = model_of_directory(path)
     if running.backend == "torch":
+        if not (path / WEIGHTS).is_file():  # a snapshot, whose weights may be of another kind or in several files
+            path = scratch / name / path.name
+            save(checkpoint, path)
         return _from_module(name, checkpoint, path / WEIGHTS, running)
     graph = scratch / f"{name}.onnx"
     export_checkpoint(checkpoint, graph, precision="fp32")

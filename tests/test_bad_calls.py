@@ -302,6 +302,7 @@ def test_names_of_weights_are_texts_and_stand_once(tmp_path: Path, extra: dict[A
         ({"block_fn": {"a": [10**400]}}, "finite numbers"),
         ({"drop_rate": math.nan}, "finite numbers"),
         ({"checkpoint_path": "none.pth"}, "checkpoint_path is not taken"),
+        ({"features_only": True}, "features_only wraps the model"),
         ({"x" * 100_000: "y" * 100_000}, "can't build it"),
     ],
 )

@@ -178,6 +178,13 @@ def test_heads_are_weighed_where_some_keep_q_and_k() -> None:
     assert macs(reduced) <= taken.allocated.share * dense * (1.0 + 1e-9)
 
 
+def test_weighing_heads_takes_values_where_only_values_can_go() -> None:
+    asked = probe("q/k norm", best(attention_sparsity=0.5))
+    taken = choose_heads(asked, None)
+    square = reduce(asked.model, asked.moments, replace(asked.choices, geometry="square")).model
+    assert taken.allocated.share <= macs(square) / macs(asked.model) < 1.0
+
+
 def test_root_mean_square_norms_export_in_half_precision_and_the_opset_is_said(tmp_path: Path) -> None:
     save(checkpoint("swiglu"), tmp_path / "dense")
     words = ["export", "--model", str(tmp_path / "dense"), "--precision", "fp16", "-o", str(tmp_path / "m.onnx")]

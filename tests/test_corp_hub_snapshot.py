@@ -101,6 +101,31 @@ def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
     assert vit.input_spec(ours.model).as_json() == json.loads(json.dumps(dict(sorted(config.items()))))
 
 
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, snapshot: Path, tmp_path: Path) -> None:
+    (snapshot / "model.safetensors").unlink()
+    torch.save(tiny.checkpoint().model.state_dict(), snapshot / "pytorch_model.bin")
+    save(load(snapshot), tmp_path / "ours")
+    few = ("--batch", 1, "--time-limit", 0.2, "--min-rounds", 6, "--half-width", 0.9, "--block-ms", 1)
+    done = run("bench", snapshot, tmp_path / "ours", "--backend", backend, *few, "-o", tmp_path / "b.json")
+    assert done.exit_code == 0, done.output
+    sizes = [each["size_bytes"] for each in json.loads((tmp_path / "b.json").read_text())["subjects"]]
+    assert sizes[0] == sizes[1], sizes
+    done = run("verify", tmp_path / "ours", snapshot, "--random", 2, "--max-error", 1e-6, "-o", tmp_path / "p.json")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("words", [("verify", "ours", "foreign", "--random", 1), ("bench", "ours", "foreign")])
+def test_a_directory_of_another_library_is_named_so_everywhere(words: tuple[object, ...], tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "ours")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('{"model_type": "vit"}')
+    placed = [tmp_path / str(word) if word in ("ours", "foreign") else word for word in words]
+    refused = run(*placed, "-o", tmp_path / "out.json")
+    assert refused.exit_code == 2, refused.output
+    assert "Hugging Face transformers (vit)" in " ".join(refused.stderr.split())
+
+
 def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
     pixels = torch.from_numpy(tiny.images(2))
     expected = load(snapshot).model(pixels)

@@ -24,14 +24,16 @@ from corp_deploy.recipe import load_recipe
 from corp_deploy.recipe_text import text_of_recipe
 from tests import tiny
 
-NAME, KWARGS = tiny.ARCHITECTURE.name, json.dumps(dict(tiny.ARCHITECTURE.kwargs))
-SET = ("--mean", "0.485,0.456,0.406", "--std", "0.25", "--crop-pct", "1", "--interpolation", "bilinear")
+KEYS = tiny.ARCHITECTURE.kwargs
+NAME, KWARGS = tiny.ARCHITECTURE.name, json.dumps(dict(KEYS))
+RESIZED = ("--crop-pct", "1", "--interpolation", "bilinear", "--crop-mode", "squash")
+SET = ("--mean", "0.485,0.456,0.406", "--std", "0.25", *RESIZED)
 FOUND = {
     "mean": [0.485, 0.456, 0.406],
     "std": [0.25, 0.25, 0.25],
     "crop_pct": 1.0,
     "interpolation": "bilinear",
-    "crop_mode": "center",
+    "crop_mode": "squash",
     "input_size": [3, 32, 32],
 }
 
@@ -71,12 +73,16 @@ def test_inspect_shows_what_timm_takes_for_a_name_and_what_was_set(home: Path) -
     default = as_json(run("inspect", *named(home), "--json"))
     assert default["preprocessing"]["mean"] == [0.5, 0.5, 0.5]
     assert default["preprocessing_source"] == "timm's tag augreg_in21k_ft_in1k"
-    assert default["weights"] == {"weights": "last.pth.tar", "taken": "state_dict_ema", "changed": []}
+    (note,) = default["weights"].pop("notes")
+    assert "took state_dict_ema, the moving average" in note
+    assert default["weights"] == {"weights": "last.pth.tar", "taken": "state_dict_ema"}
     given = as_json(run("inspect", *named(home), *SET, "--json"))
     assert given["preprocessing"] == FOUND
-    assert given["preprocessing_source"].startswith("mean, std, crop_pct, interpolation as given, the rest from timm's")
+    assert given["preprocessing_source"].startswith(
+        "mean, std, crop_pct, interpolation, crop_mode as given, the rest from timm's"
+    )
     shown = run("inspect", *named(home), *SET)
-    assert "3x32x32, bilinear, crop 1 (center), mean 0.485 0.456 0.406, std 0.25 0.25 0.25" in shown.stdout
+    assert "3x32x32, bilinear, crop 1 (squash), mean 0.485 0.456 0.406, std 0.25 0.25 0.25" in shown.stdout
     assert "took state_dict_ema, the moving average" in shown.stderr
 
 
@@ -100,7 +106,7 @@ def test_calibrate_shows_and_records_it(home: Path, tmp_path: Path) -> None:
     assert record["preprocessing"] == FOUND
     assert json.loads(read_lineage(tmp_path / "m.safetensors")["preprocessing"]) == FOUND
     shown = run(*words, "--no-attention").stdout
-    assert "preprocessing: 3x32x32, bilinear, crop 1 (center), mean 0.485" in shown
+    assert "preprocessing: 3x32x32, bilinear, crop 1 (squash), mean 0.485" in shown
 
 
 def test_pictures_are_prepared_as_set(home: Path) -> None:
@@ -167,6 +173,7 @@ def test_raw_weights_on_request(home: Path) -> None:
         ("--crop-pct", "0"),
         ("--crop-pct", "1.5"),
         ("--interpolation", "random"),
+        ("--crop-mode", "top"),
     ],
 )
 def test_impossible_values_are_usage_errors(words: tuple[str, ...], home: Path) -> None:
@@ -192,6 +199,7 @@ mean = [0.485, 0.456, 0.406]
 std = [0.25]
 crop_pct = 1.0
 interpolation = "bilinear"
+crop_mode = "border"
 [calibration]
 images = "photos"
 [held_out]
@@ -207,11 +215,27 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe["model"]["ema"] is False
     assert recipe.preprocessing == Preprocessing(
-        mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear"
+        mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear", crop_mode="border"
     )
     kept = tomllib.loads(text_of_recipe(recipe, tmp_path))["model"]
     assert kept["ema"] is False
     assert kept["std"] == [0.25]
+
+
+def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Path, tmp_path: Path) -> None:
+    state = tiny.checkpoint().model.state_dict()
+    lightning = {"loss.weight": torch.ones(1)} | {f"model.{name}": tensor for name, tensor in state.items()}
+    torch.save({"state_dict": state, "state_dict_ema": lightning}, tmp_path / "last.pth.tar")
+    text = RECIPE.replace("ema = false", f"kwargs = {{ {', '.join(f'{k} = {v}' for k, v in KEYS.items())} }}")
+    (tmp_path / "r.toml").write_text(text.replace('"photos"', f'"{home / "photos"}"'))
+    words = ("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--only", "recipe", "--only", "dense")
+    first = run(*words)
+    assert first.exit_code == 0, first.output
+    assert "took state_dict_ema, the moving average" in " ".join(first.stderr.split())
+    assert "left out what stands beside the model: loss.weight" in " ".join(first.stderr.split())
+    assert "moving average" not in run(*words).stderr  # nothing was loaded
+    recorded = json.loads((tmp_path / "out" / "dense" / "config.json").read_text())["lineage"]["source"]["notes"]
+    assert len(recorded) == 2
 
 
 @pytest.mark.parametrize(
@@ -221,6 +245,7 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
         ("std = [0.0]", "model.std is"),
         ("crop_pct = 2", "model.crop_pct is 2"),
         ('interpolation = "x"', "model.interpolation is 'x'"),
+        ('crop_mode = "x"', "model.crop_mode is 'x'"),
         ("ema = 1", "model.ema is 1"),
     ],
 )

@@ -144,11 +144,11 @@ def _kept(
     heads: "Geometry | None",
 ) -> tuple[str, ...]:
     from ..chain import given_from_images
-    from ..checkpoint import load_checkpoint
+    from ..dense_model import model_of_directory
     from ..inputs import images_for_model
     from ..mixed import sites_to_keep
 
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
-    yardstick = checkpoint if dense is None else load_checkpoint(Path(dense))
+    yardstick = checkpoint if dense is None else model_of_directory(Path(dense))
     pixels = given_from_images(source).pixels
     return sites_to_keep(checkpoint, yardstick, pixels, opset=opset, geometry=heads).kept

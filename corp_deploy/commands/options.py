@@ -14,7 +14,7 @@ from perf.files import object_from_text
 from perf.quantity import BATCH, shown
 
 from ..console import Output
-from ..preprocessing import INTERPOLATIONS, Preprocessing
+from ..preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from ..quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
 from .numbers import Channels, Number, Numbers
 
@@ -104,6 +104,7 @@ _DENSE_OPTIONS = (
     click.option("--std", type=Channels(DEVIATION), default=None, help="Deviation of its pixels; default: timm's."),
     click.option("--crop-pct", type=Number(SHARE_KEPT), default=None, help="Share of a side that the crop keeps."),
     click.option("--interpolation", type=click.Choice(INTERPOLATIONS), default=None, help="How images are resized."),
+    click.option("--crop-mode", type=click.Choice(CROP_MODES), default=None, help="How what is not square is cropped."),
 )
 
 
@@ -121,6 +122,7 @@ def dense_options(command: Callable[P, R]) -> Callable[P, R]:
         std: tuple[float, ...] | None,
         crop_pct: float | None,
         interpolation: str | None,
+        crop_mode: str | None,
         **kwargs: Any,
     ) -> R:
         choice = ModelChoice(
@@ -128,7 +130,9 @@ def dense_options(command: Callable[P, R]) -> Callable[P, R]:
             weights=weights,
             kwargs=model_kwargs or {},
             ema=ema,
-            preprocessing=Preprocessing(mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation),
+            preprocessing=Preprocessing(
+                mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation, crop_mode=crop_mode
+            ),
         )
         return command(*args, model=choice, **kwargs)  # type: ignore[arg-type]
 

@@ -123,10 +123,21 @@ def _told(out: Output) -> Callable[["Stage", str], None]:
     return lambda stage, why: out.note(f"{stage.name}: {why}")
 
 
+def _say_of_weights(made: Sequence[str], output: Path, out: Output) -> None:
+    """Which weights the dense model was just given and what was left out or changed, as every other command says."""
+    from ..files import read_json
+
+    if "dense" in made:
+        lineage = read_json(output / "dense" / "config.json", kind="corp-deploy/model")["lineage"]
+        for note in lineage.get("source", {}).get("notes", ()):
+            out.note(note)
+
+
 def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
     from ..release import run_only
 
     outcome = run_only(recipe, output, names, baseline, told=_told(out))
+    _say_of_weights(outcome.made, output, out)
     done = f"made {', '.join(outcome.made)}" if outcome.made else "nothing to do"
     out.result({"made": outcome.made, "cached": outcome.cached}, done)
 
@@ -136,6 +147,7 @@ def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Base
 
     done = make_release(recipe, output, baseline, told=_told(out))
     outcome = done.outcome
+    _say_of_weights(outcome.made, output, out)
     record = {
         "directory": str(output),
         "made": outcome.made,
