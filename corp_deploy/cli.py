@@ -96,8 +96,8 @@ class Commands(click.Group):
 def main() -> None:
     """Ship smaller vision transformers: calibrate, reduce, export, prove and measure.
 
-    Exit codes: 0 done or passed, 1 parity or gate failed, 2 bad input, 3 inconclusive, 4 this machine lacks something,
-    5 not comparable, 70 a bug, 130 interrupted.
+    Exit codes: 0 done or passed, 1 parity or gate failed, 2 bad input, 3 inconclusive or nothing judged,
+    4 this machine lacks something, 5 not comparable, 70 a bug, 130 interrupted.
     """
 
 

@@ -12,6 +12,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from .own_inputs import refuse_own_inputs
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -94,6 +96,7 @@ def output_options(command: Callable[P, R]) -> Callable[P, R]:
     @click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show.")
     @wraps(command)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> R:
+        refuse_own_inputs(click.get_current_context())
         return command(*args, out=Output(json=as_json, quiet=quiet), **kwargs)  # type: ignore[arg-type]
 
     return wrapped  # type: ignore[return-value]

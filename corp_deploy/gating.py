@@ -11,7 +11,7 @@ from rich.table import Table
 from perf.compare import Comparison
 from perf.evidence import Evidence
 from perf.files import object_from_file
-from perf.gate import Gate, Judged, judge
+from perf.gate import PARITY, Gate, Judged, judge
 from perf.parity import parity_from_json
 from perf.rule import Rule
 from perf.runs import load_bench
@@ -51,7 +51,7 @@ def _kind(path: Path) -> str:
 def parity_row(path: Path) -> Judged:
     """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
     parity = parity_from_json(read_json(path, kind="parity"), where=str(path))
-    return Judged(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric="parity")
+    return Judged(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
 
 
 def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, starting: bool) -> tuple[Judged, ...]:

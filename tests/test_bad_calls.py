@@ -148,6 +148,38 @@ def test_what_is_written_below_a_directory_replaces_regular_files_alone(home: Pa
     assert not (tmp_path / "model.safetensors").is_file()
 
 
+# Results in the place of what they are made from
+
+
+def test_no_result_replaces_what_it_is_made_from(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "dense", tmp_path / "dense")
+    for name in ("images.npy", "m.safetensors"):
+        shutil.copy(home / name, tmp_path)
+    write_onnx(tmp_path / "g.onnx")
+    np.savez(tmp_path / "held.npz", images=tiny.images(2))
+    (tmp_path / "p.json").write_text(json.dumps({"kind": "parity"}))
+    (tmp_path / "link.npy").symlink_to("images.npy")
+    at, model = tmp_path, ["--model", tmp_path / "dense"]
+    before = tree(tmp_path)
+    for words in (
+        ["reduce", *model, "--moments", at / "m.safetensors", "--mlp", 0.5, "-o", at / "dense"],
+        ["reduce", *model, "--moments", at / "m.safetensors", "--mlp", 0.5, "-o", at / "dense" / ".." / "dense"],
+        ["calibrate", *model, "--images", at / "images.npy", "-o", at / "images.npy"],
+        ["calibrate", *model, "--images", at / "images.npy", "-o", at / "link.npy"],
+        ["calibrate", *model, "--images", at / "images.npy", "-o", at / "n.st", "--summary", at / "images.npy"],
+        ["export", *model, "-o", at / "dense" / "model.safetensors"],
+        ["build", at / "g.onnx", "--backend", "onnxruntime", "-o", at / "g.onnx"],
+        ["bench", at / "g.onnx", at / "g.onnx", "-o", at / "g.onnx"],
+        ["gate", at / "p.json", "-o", at / "g.xml", "-o", at / "p.json"],
+        ["verify", at / "dense", at / "dense", "--images", at / "images.npy", "-o", at / "images.npy"],
+        ["verify", at / "dense", at / "dense", "--images", at / "held.npz", "-o", at / "held.json"],
+    ):
+        refused(run(*words), "would replace what it is made from")
+    words = ["verify", at / "dense", at / "dense", "--images", at / "held.npz", "-o", at / "new.npz"]
+    refused(run(*words), "expected .json")
+    assert tree(tmp_path) == before
+
+
 # Words that a terminal shows as they are
 
 ODD = "[/red] [gpu] :x:"

@@ -15,6 +15,7 @@ from perf.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.errors import BadInput
 from perf.evidence import Evidence
 from perf.gate import EXIT_CODES, Gate, Judged, judge
+from perf.gate import PARITY as PROOF
 from perf.rule import rule_from_text
 from perf.runs import Bench, Block, Described, Row, Trial
 from perf.stats import Interval
@@ -291,6 +292,13 @@ def test_the_gravest_verdict_is_the_gates() -> None:
     assert EXIT_CODES == {"PASS": 0, "UNJUDGED": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
     assert Gate(rules=gate().rules[2:]).exit_code == 3
     assert Gate(rules=gate().rules[:1]).exit_code == 0
+
+
+def test_a_proof_that_judged_nothing_is_no_pass_alone() -> None:
+    proof = Judged(rule="parity", verdict="UNJUDGED", message="no limit", metric=PROOF)
+    assert (Gate(rules=(proof,)).verdict, Gate(rules=(proof,)).exit_code) == ("UNJUDGED", 3)
+    first = judge([rule_from_text("p50@b8 > baseline * 1.03")], Evidence(bench=plain()), starting=True)
+    assert Gate(rules=(proof, *first.rules)).exit_code == 0
 
 
 def test_a_first_record_is_judged_by_what_needs_no_older_one() -> None:

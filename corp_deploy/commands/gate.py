@@ -35,7 +35,7 @@ def gate(
 
     The verdict of parity.json counts as well.
 
-    Exit codes: 0 pass, 1 fail, 3 inconclusive, 5 not comparable.
+    Exit codes: 0 pass, 1 fail, 3 inconclusive or a parity.json alone in which no link had a limit, 5 not comparable.
 
     Example: corp-deploy gate bench.json parity.json --fail-if 'speedup@b8 < 1.2' --fail-if 'top1_agreement < 0.99'
     """

@@ -89,6 +89,8 @@ def verify(
     from ..inputs import images_for_model, labels_from_path
     from ..proofs import EXIT_CODES, parity_table, save_proof
 
+    if output.suffix == ".npz":
+        raise click.BadParameter(f"{output}: the per-image figures go there; expected .json", param_hint="--output")
     if (images is None) == (random is None):
         raise click.UsageError("give --images, or --random when random inputs are really meant")
     VERIFY.refuse([("", "random" if images is None else "images")], given_options())
