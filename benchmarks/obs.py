@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from corp_deploy import site_pool
 from corp_deploy.obs import Elimination, obs
 from corp_deploy.recover_mlp import affine
 from corp_deploy.select import combined, kept_from_scores
 from corp_deploy.swap import Swapped, swap
+from perf.environment import cpu_name
 
 RIDGE_REL = 1e-4
 
@@ -96,24 +98,25 @@ def measured(channels: int, outputs: int, repeats: int, *, plain: bool, swaps: b
 
 
 def whole_model(blocks: int, channels: int, outputs: int) -> dict[str, object]:
-    """Seconds for the elimination, and for the swaps at half the width, of every MLP of a model."""
-    eliminations: list[float] = []
-    swaps: list[float] = []
+    """Seconds for the elimination, and for the swaps at half the width, of every MLP of a model, side by side as
+    `reduce` does it.
+    """
+    sites = []
     for seed in range(blocks):
         mean_F, second_FF, weight_OF = layer(channels, outputs, 2 * channels, seed=seed)
-        covariance_FF = second_FF - torch.outer(mean_F, mean_F)
-        start = time.perf_counter()
-        kept_K = obs(covariance_FF, weight_OF, ridge_rel=RIDGE_REL).kept(channels // 2)
-        middle = time.perf_counter()
-        swap(covariance_FF, weight_OF, kept_K, ridge_rel=RIDGE_REL)
-        eliminations.append(middle - start)
-        swaps.append(time.perf_counter() - middle)
+        sites.append((second_FF - torch.outer(mean_F, mean_F), weight_OF))
+    device = torch.device("cpu")
+    start = time.perf_counter()
+    kept = list(site_pool.each(lambda site: obs(*site, ridge_rel=RIDGE_REL).kept(channels // 2), sites, device))
+    middle = time.perf_counter()
+    pairs = list(zip(sites, kept, strict=True))
+    list(site_pool.each(lambda pair: swap(*pair[0], pair[1], ridge_rel=RIDGE_REL), pairs, device))
     return {
         "blocks": blocks,
         "channels": channels,
         "outputs": outputs,
-        "obs_seconds": sum(eliminations),
-        "swap_seconds": sum(swaps),
+        "obs_seconds": middle - start,
+        "swap_seconds": time.perf_counter() - middle,
     }
 
 
@@ -131,6 +134,7 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": platform.machine(),
+            "cpu": cpu_name(),
             "threads": arguments.threads,
             "load_before": os.getloadavg()[0],
         },

@@ -5,6 +5,7 @@ python -m benchmarks.readme_tables --check    fails when README.md is not what t
 """
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -138,6 +139,16 @@ def passes(record: dict[str, Any]) -> str:
     return text + "\n\n" + _table(["command", "passes"], rows)
 
 
+def reduction(record: dict[str, Any]) -> str:
+    """What a whole uniform reduction takes in seconds: elimination, exchanges, recovery, checks and writing."""
+    cpu, wall = (statistics.median(record["samples"]["uniform"][clock]) for clock in ("cpu_s", "wall_s"))
+    return (
+        f"Reducing {record['model']} from its moments by preset best, {record['sparsity']:.0%} of every width, all of "
+        f"it (elimination, exchanges, recovery, writing): {wall:.0f} seconds, {cpu:.0f} of CPU time, "
+        f"{record['threads']} threads, {record['cpu']}."
+    )
+
+
 def proof_cost(record: dict[str, Any]) -> str:
     """What a proof costs beside the passes that it can't do without."""
     verify, artefacts = record["verify"], len(record["pass_cpu_s"])
@@ -157,6 +168,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "calibration_small.json": calibration,
     "calibration_base.json": calibration,
     "passes.json": passes,
+    "reduce_base.json": reduction,
     "proof_cost.json": proof_cost,
 }
 

@@ -93,6 +93,7 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "passes.json").read_text())
     assert record["cpu"]
     assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
+    assert f"{record['model']} from its moments by preset best, 50% of every width" in readme_tables.reduction(record)
     assert all(len(each["cpu_s"]) == 1 for each in record["samples"].values())
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
 
