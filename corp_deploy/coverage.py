@@ -82,7 +82,7 @@ def require_as_asked(covered: Coverage, choices: Choices) -> None:
     if covered.refused and (choices.mlp_sparsity or choices.attention_sparsity):
         raise BadInput(
             f"less than was asked for can be removed, {covered.verdict}; these can't be:\n"
-            f"{_by_reason(covered.refused)}\n--allow-partial reduces the others"
+            f"{_by_reason(covered.refused)}\n--allow-partial (recipes: allow_partial = true) reduces the others"
         )
     if not covered.reduced and (choices.mlp_sparsity or choices.attention_sparsity):
         why = (
@@ -92,5 +92,5 @@ def require_as_asked(covered: Coverage, choices: Choices) -> None:
         )
         raise BadInput(
             f"nothing would be removed, {covered.verdict}: {why}; ask for more, change --align or --preset, or give "
-            "--allow-partial to write the model all the same"
+            "--allow-partial (recipes: allow_partial = true) to write the model all the same"
         )

@@ -12,11 +12,12 @@ from calib.images import open_images
 from calib.store import save as save_moments
 from corp_deploy import vit
 from corp_deploy.calibration import calibrate
-from corp_deploy.checkpoint import Architecture, Checkpoint, save
+from corp_deploy.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from corp_deploy.choices import HeadWidths, choices_from_preset
 from corp_deploy.cli import main
 from corp_deploy.coverage import coverage, require_as_asked
 from corp_deploy.errors import BadInput
+from corp_deploy.model_cost import macs
 from perf.parity import ImageSet, Parity, link
 from perf.tolerance import limits
 from tests import tiny
@@ -148,9 +149,30 @@ def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> N
     done = CliRunner().invoke(main, [str(word) for word in (*words, *more)])
     assert done.exit_code == 0, done.output
     assert "2 sites can't be reduced as asked" in done.stderr
-    assert "--mlp 0.5 --attn 0.5 --allow-partial" in " ".join(done.stdout.split())
+    assert "--mlp 0.5 --attn 0.5 --allow-partial --align mlp=8,head=8 (" in " ".join(done.stdout.split())
     (trial,) = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
     assert (trial["sites_reduced"], trial["sites_refused"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("q/k norm", ("--parts", "attn", "--preset", "best", "--heads", "square", "--align", "head=8")),
+        ("plain", ("--preset", "grail")),
+        ("plain", ("--parts", "mlp", "--preset", "corp")),
+    ],
+)
+def test_what_a_sweep_prints_makes_its_model(family: str, words: tuple[str, ...], home: Path, tmp_path: Path) -> None:
+    at = home / family.replace("/", "")
+    fixed = ["--model", at, "--moments", at / "m.safetensors"]
+    more = ["--images", home / "images.npy", "--sparsity", 0.5, *words, "--min-agreement", 0, "-o", tmp_path / "s"]
+    swept = CliRunner().invoke(main, [str(word) for word in ("sweep", *fixed, *more)])
+    assert swept.exit_code == 0, swept.output
+    printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
+    made = CliRunner().invoke(main, [str(word) for word in ("reduce", *fixed, *printed, "-o", tmp_path / "r")])
+    assert made.exit_code == 0, made.output
+    (trial,) = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
+    assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]
 
 
 def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:

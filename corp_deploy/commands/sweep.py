@@ -31,10 +31,21 @@ if TYPE_CHECKING:
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
 
 
-def _removed(trial: "Trial", parts: str) -> list[tuple[str, float]]:
-    """The options that remove as much as a trial did."""
-    shares = (("mlp", trial.mlp_sparsity), ("attn", trial.attention_sparsity))
-    return [(word, share) for word, share in shares if parts in ("joint", word)]
+def _reduction(trial: "Trial", parts: str, heads: str | None, align: dict[str, int] | None) -> str:
+    """The words by which reduce makes the model of a trial; heads and align as they were given, if they were."""
+    touches = trial.budget is not None or (parts != "mlp" and PRESET.ways[trial.preset].takes("attn", True))
+    words = [f"--preset {trial.preset}"]
+    if trial.budget is not None:
+        words.append(f"--macs {trial.budget:g}")
+    else:
+        words += [f"--mlp {trial.mlp_sparsity:g}"] * (parts != "attn")
+        words += [f"--attn {trial.attention_sparsity:g}"] * touches
+        words += ["--allow-partial"] * bool(trial.sites_refused)
+    if heads and touches:
+        words.append(f"--heads {heads}")
+    if align:
+        words.append(f"--align {','.join(f'{site}={width}' for site, width in align.items())}")
+    return " ".join(words)
 
 
 @click.command()
@@ -144,8 +155,6 @@ def sweep(
     write_text(output / "sweep.svg", sweep_plot(trials))
     shown: list[Any] = [sweep_table(trials)]
     if answer is not None:
-        uniform = " ".join(f"--{word} {share:g}" for word, share in _removed(answer, parts))
-        uniform += " --allow-partial" if answer.sites_refused else ""
-        how = f"--preset {answer.preset} " + (uniform if answer.budget is None else f"--macs {answer.budget:g}")
+        how = _reduction(answer, parts, given.get("heads"), align if "align" in given_options() else None)
         shown.append(f"smallest model with {min_agreement:.2%} agreement: {how} ({answer.macs_share:.1%} of the MACs)")
     out.result(record, *shown)
