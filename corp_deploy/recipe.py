@@ -425,6 +425,8 @@ def _refuse_contradictions(path: Path, tables: Mapping[str, Mapping[str, Any]]) 
         )
     if tables["export"]["keep_fp32"] and "mixed" not in tables["export"]["precisions"]:
         raise BadInput(f"{path}: export.keep_fp32 is for precision mixed, which export.precisions does not have")
+    if "mixed" in tables["export"]["precisions"] and not tables["export"]["keep_fp32"]:
+        raise BadInput(f"{path}: precision mixed needs export.keep_fp32, such as ['blocks.7.attn']; else choose fp16")
 
 
 def _refuse_ignored(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:

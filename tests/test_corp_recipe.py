@@ -72,6 +72,7 @@ def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
         ("[parity]\nhalf_factor = 0.5", "parity.half_factor is 0.5, expected a number in [1, 1000000]"),
         ("[export]\nprecisions = ['int8']", "export.precisions is ['int8'], expected a list of fp32, fp16, mixed"),
         ("[export]\nkeep_fp32 = ['blocks.1.attn']", "export.keep_fp32 is for precision mixed"),
+        ("[export]\nprecisions = ['fp32', 'mixed']", "precision mixed needs export.keep_fp32"),
         ("[gate]\nfail_if = ['speedup@b8']", "gate.fail_if: rule 'speedup@b8': it has no comparison"),
         ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),
         ("[gate]\nfail_if = 'speedup@b8 < 1'", "gate.fail_if is 'speedup@b8 < 1', expected a list"),
