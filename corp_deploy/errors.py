@@ -1,8 +1,13 @@
 """What a caller of this room may have to hear; light to import."""
 
+import perf.errors
 
-class BadInput(ValueError):
-    """The user's mistake: what is wrong, where, what was got and expected, what to do."""
+
+class BadInput(perf.errors.BadInput):
+    """The user's mistake: what is wrong, where, what was got and expected, what to do.
+
+    One of perf's, so that what reads a record for it passes this on as it is.
+    """
 
 
 class Missing(RuntimeError):
