@@ -112,7 +112,8 @@ def _border_reasons(proto: ModelProto) -> Iterator[str]:
             yield f"{name} must be float32, got {TensorProto.DataType.Name(tensor.elem_type).lower()}"
         dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
         if len(dims) != rank or any(not isinstance(dim, int) or dim < 1 for dim in dims[1:]):
-            yield f"{name} must have rank {rank} with a fixed size behind the batch, got {dims}"
+            pooled = "; export a model whose output is pooled" if name == "logits" and len(dims) == 3 else ""
+            yield f"{name} must have rank {rank} with a fixed size behind the batch, got {dims}{pooled}"
     if len(inputs) == len(outputs) == 1:
         yield from _batch_reasons(inputs[0], outputs[0])
 

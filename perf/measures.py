@@ -127,6 +127,11 @@ def _checked(
     reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating]
 ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
     """Both in float64, the candidate's images that are not finite set to zero, and which images are finite."""
+    if reference_NC.ndim != 2 and reference_NC.shape == candidate_NC.shape:
+        raise BadInput(
+            f"logits: got {reference_NC.shape} of both, expected [images, classes]; outputs with a vector for "
+            "each token aren't compared here: give models whose output is pooled"
+        )
     if reference_NC.ndim != 2 or reference_NC.shape != candidate_NC.shape or reference_NC.size == 0:
         raise BadInput(
             f"logits: got reference {reference_NC.shape} and candidate {candidate_NC.shape}, expected the same "
