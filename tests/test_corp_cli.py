@@ -271,7 +271,7 @@ def test_graphs_and_reports_that_will_not_do(home: Path, tmp_path: Path) -> None
     (tmp_path / "x.onnx").write_bytes(b"not a graph at all")
     proof = ["--images", home / "images.npy", "-o", tmp_path / "p.json"]
     refused(run("verify", home / "dense", tmp_path / "x.onnx", *proof), "x.onnx")
-    refused(run("verify", home / "dense", home / "images.npy", *proof), "model directory")
+    refused(run("verify", home / "dense", home / "images.npy", *proof), "expected a directory written by corp-deploy")
     refused(run("bench", home / "dense", tmp_path / "x.onnx", "-o", tmp_path / "b.json"), "x.onnx")
     refused(run("report", tmp_path, "-o", tmp_path / "r.html"), "neither bench.json nor parity.json")
     refused(run("report", tmp_path, "-o", tmp_path / "r.pdf"), ".html")
