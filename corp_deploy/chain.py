@@ -29,9 +29,9 @@ from .model_cost import counted
 from .shift_check import pixel_range, shift_of_images
 
 DENSE = "dense torch fp32"
-HEADROOM_IMAGES = 16
+HEADROOM_IMAGES = 8
 # Images at the batch sizes that are not the largest, slots of the structural tests, images pushed out of range.
-EACH_SIZE, SLOTS, EXTREME_IMAGES = 8, 16, 8
+EACH_SIZE, SLOTS, EXTREME_IMAGES = 4, 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +148,11 @@ def _structure(
 
 
 def _by_batch(candidate: Candidate, run: Run, images: Pixels, batches: Sequence[int]) -> dict[int, Logits]:
-    """All images at the largest batch size; at every other one two batches of them, and no fewer than EACH_SIZE."""
+    """All images at the largest batch size; at every other one a batch of them, and no fewer than EACH_SIZE."""
     if candidate.batch:
         return {candidate.batch: logits_at(run, images, candidate.batch)}
     largest = max(batches)
-    few = {size: images[: max(2 * size, EACH_SIZE)] for size in sorted(set(batches)) if size != largest}
+    few = {size: images[: max(size, EACH_SIZE)] for size in sorted(set(batches)) if size != largest}
     return {size: logits_at(run, some, size) for size, some in few.items()} | {largest: logits_at(run, images, largest)}
 
 

@@ -49,7 +49,7 @@ def test_a_proof_runs_at_most_twice_the_images_it_judges(home: Path, monkeypatch
     assert proof.parity.verdict == "PASS"
     assert IMAGES * 4 < sum(count for _, count in runs) <= 2 * IMAGES * 4
     for each in proof.parity.links:
-        assert [(row.batch, row.images) for row in each.batches] == [(1, 8), (7, 14), (32, None)]
+        assert [(row.batch, row.images) for row in each.batches] == [(1, 4), (7, 7), (32, None)]
         assert each.measures.images == IMAGES
 
 
