@@ -189,3 +189,20 @@ def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
         report = tmp_path / f"report{suffix}"
         assert CliRunner().invoke(main, ["report", str(tmp_path), "-o", str(report)]).exit_code == 0
         assert "2 of 4 sites reduced." in report.read_text().replace("\N{NO-BREAK SPACE}", " ").replace("&nbsp;", " ")
+
+
+@pytest.mark.parametrize("way", ["fold", "budget"])
+def test_what_a_sweep_prints_names_the_images_that_reduce_looks_at(way: str, home: Path, tmp_path: Path) -> None:
+    at, images = home / "plain", home / "images.npy"
+    fixed = ["--model", at, "--moments", at / "m.safetensors"]
+    folded = ["--preset", "fold", "--parts", "mlp", "--sparsity", 0.5, "--calibration-images", images]
+    asked = folded if way == "fold" else ["--macs", 0.8, "--preset", "best", "--sparsity", 0.0]
+    more = ["--images", images, "--align", "mlp=8,head=8", "--min-agreement", 0.0, "-o", tmp_path / "s"]
+    swept = CliRunner().invoke(main, [str(word) for word in ("sweep", *fixed, *more, *asked)])
+    assert swept.exit_code == 0, swept.output
+    printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
+    assert printed[-2:] == ["--images", str(images)]
+    made = CliRunner().invoke(main, [str(word) for word in ("reduce", *fixed, *printed, "-o", tmp_path / "r")])
+    assert made.exit_code == 0, made.output
+    trial = min(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"], key=lambda each: each["macs"])
+    assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]

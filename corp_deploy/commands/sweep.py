@@ -1,5 +1,6 @@
 """corp-deploy sweep."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,18 @@ if TYPE_CHECKING:
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
 
 
-def _reduction(trial: "Trial", parts: str, heads: str | None, align: dict[str, int] | None) -> str:
+def _images(trial: "Trial", images: Path, calibration_images: Path | None, samples: int | None, seed: int) -> list[str]:
+    """The images that reduce looks at: a budget tries sites on those it was scored on, merged channels are fitted."""
+    if trial.budget is None:
+        merges = PRESETS[trial.preset].merges and calibration_images is not None
+        return [f"--images {shlex.quote(str(calibration_images))}"] * merges
+    drawn = [] if samples is None else [f"--samples {samples}", f"--seed {seed}"]
+    return [f"--images {shlex.quote(str(images))}", *drawn]
+
+
+def _reduction(
+    trial: "Trial", parts: str, heads: str | None, align: dict[str, int] | None, looked_at: list[str]
+) -> str:
     """The words by which reduce makes the model of a trial; heads and align as they were given, if they were."""
     touches = trial.budget is not None or (parts != "mlp" and PRESET.ways[trial.preset].takes("attn", True))
     words = [f"--preset {trial.preset}"]
@@ -45,7 +57,7 @@ def _reduction(trial: "Trial", parts: str, heads: str | None, align: dict[str, i
         words.append(f"--heads {heads}")
     if align:
         words.append(f"--align {','.join(f'{site}={width}' for site, width in align.items())}")
-    return " ".join(words)
+    return " ".join([*words, *looked_at])
 
 
 @click.command()
@@ -155,6 +167,7 @@ def sweep(
     write_text(output / "sweep.svg", sweep_plot(trials))
     shown: list[Any] = [sweep_table(trials)]
     if answer is not None:
-        how = _reduction(answer, parts, given.get("heads"), align if "align" in given_options() else None)
+        looked_at = _images(answer, images, calibration_images, samples, seed)
+        how = _reduction(answer, parts, given.get("heads"), align if "align" in given_options() else None, looked_at)
         shown.append(f"smallest model with {min_agreement:.2%} agreement: {how} ({answer.macs_share:.1%} of the MACs)")
     out.result(record, *shown)
