@@ -53,6 +53,7 @@ def page(record: dict[str, Any]) -> str:
         "are relative error of the logits (mean over calibration seeds, range), accuracy, agreement with the dense "
         "model, all on held-out images. Widths are the same for every method and given exactly: heads under 8 are less "
         "than `corp-deploy reduce` would choose.",
+        *(line for remark in record.get("remarks", []) for line in ("", remark)),
     ]
     for model in record["models"]:
         every = [row for row in record["rows"] if row["model"] == model["name"]]

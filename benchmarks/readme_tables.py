@@ -19,6 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 METHODS = ("best, closed loop", "best", "corp", "corp-v1", "none")
+MLP_METHODS = (
+    "best",
+    "corp",
+    "corp-v1",
+    "grail",
+    "grail, symmetric closed loop",
+    "grail-fold",
+    "fold",
+    "vbp",
+    "none",
+)
 SPARSITIES = (0.3, 0.5, 0.7, 0.875)
 
 
@@ -34,25 +45,35 @@ def _interval(value: Sequence[float | None] | None) -> str:
     return f"{value[0]:.2f}" + ("" if low is None or high is None else f" ({low:.2f} to {high:.2f})")
 
 
-def methods(record: dict[str, Any]) -> str:
-    """Relative logit error of joint reductions, mean over the calibration seeds."""
+def _errors(record: dict[str, Any], kind: str, methods: Sequence[str]) -> str:
+    """One row a model and method that the record has: mean error and accuracy over the calibration seeds."""
     rows = []
     for model in record["models"]:
-        name = model["name"]
-        for method in METHODS:
+        for method in methods:
+            key = model["name"], kind, method
+            every = [row for row in record["rows"] if (row["model"], row["kind"], row["method"]) == key]
+            if not every:
+                continue
             cells = []
             for sparsity in SPARSITIES:
-                found = [
-                    row
-                    for row in record["rows"]
-                    if (row["model"], row["kind"], row["sparsity"], row["method"]) == (name, "joint", sparsity, method)
-                ]
+                found = [row for row in every if row["sparsity"] == sparsity]
                 error, accuracy = (mean(row[key] for row in found) for key in ("relative_error", "accuracy"))
                 cells.append(f"{error:.4f} ({accuracy:.1%})")
-            rows.append([f"{name} (dense {model['accuracy']:.1%})", method, *cells])
+            rows.append([f"{model['name']} (dense {model['accuracy']:.1%})", method, *cells])
+    return _table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
+
+
+def methods(record: dict[str, Any]) -> str:
+    """Relative logit error of joint reductions, and of the presets that are about MLPs on those alone."""
     text = "Relative logit error (and accuracy) on held-out images at equal widths, joint MLP and Q/K sparsity, "
     text += f"{record['calibration_images']} calibration images, mean of the calibration seeds:"
-    return text + "\n\n" + _table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
+    parts = [
+        text,
+        _errors(record, "joint", METHODS),
+        "The same of MLPs alone, with the presets that reduce nothing else:",
+    ]
+    parts.append(_errors(record, "mlp", MLP_METHODS))
+    return "\n\n".join([*parts, *record.get("remarks", [])])
 
 
 def text_encoder(record: dict[str, Any]) -> str:
@@ -151,12 +172,12 @@ def reduction(record: dict[str, Any]) -> str:
 
 def proof_cost(record: dict[str, Any]) -> str:
     """What a proof costs beside the passes that it can't do without."""
-    verify, artefacts = record["verify"], len(record["pass_cpu_s"])
+    verify = record["verify"]
     return (
         f"Verifying {record['model']}, its half and the half's FP32 and FP16 graphs on {record['images']} images at "
         f"batches {', '.join(map(str, record['batches']))}, {record['threads']} threads, {record['cpu']}: "
-        f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times one pass over the images by each of the "
-        f"{artefacts}, and {verify['peak_mb'] / 1e3:.1f} GB."
+        f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times the passes over the images that it can't do "
+        f"without (each of the four, and the dense model in FP16), and {verify['peak_mb'] / 1e3:.1f} GB."
     )
 
 
