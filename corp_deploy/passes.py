@@ -1,4 +1,4 @@
-"""What commands cost in bare forward passes over the same images, at 512 images, rounded up. Imports nothing.
+"""What commands cost in bare forward passes over the same images, at 512 images, rounded. Imports nothing.
 
 benchmarks/results/passes.json is the record; a test holds these figures to it. With fewer images solving weighs more.
 """
