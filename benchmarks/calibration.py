@@ -196,7 +196,8 @@ def main() -> None:
         return
     before = environment(arguments.device)
     record: dict[str, Any] = {"kind": "benchmark.calibration", "version": VERSION, "environment": before}
-    record |= {"options": {name: str(value) for name, value in vars(arguments).items()}, "speed": speed(arguments)}
+    options = {name: str(value) for name, value in vars(arguments).items() if name != "output"}
+    record |= {"options": options, "speed": speed(arguments)}
     if arguments.device == "cpu":
         command = [sys.executable, "-m", "benchmarks.calibration", *sys.argv[1:], "--memory-only"]
         finished = subprocess.run(command, capture_output=True, text=True, check=True)
