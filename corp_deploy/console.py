@@ -57,7 +57,8 @@ class Output:
             click.echo(json.dumps(record, indent=2, allow_nan=False))
         elif not self.quiet:
             for item in shown:
-                _console(stderr=False).print(item)
+                # A line of text stays one line, so that its path or command can be copied and searched for.
+                _console(stderr=False).print(item, soft_wrap=isinstance(item, str))
 
     def note(self, text: str) -> None:
         """One line about what is going on, for people only."""

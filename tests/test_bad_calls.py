@@ -196,6 +196,12 @@ def test_brackets_in_names_are_shown_as_they_are(home: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
 
 
+def test_a_line_is_not_broken_where_the_width_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "x" * 90 + " " + "y" * 90
+    Output(json=False, quiet=False).result({}, line)
+    assert capsys.readouterr().out == f"{line}\n"
+
+
 def test_every_renderable_shows_its_text_whole(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table(ODD)
     table.add_row(ODD)
