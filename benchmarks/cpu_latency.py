@@ -14,15 +14,15 @@ from typing import Any
 import click
 from torch import nn
 
-from corp_deploy import vit
-from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
-from corp_deploy.choices import HeadGeometry, aligned_width
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.model_cost import macs
 from corp_deploy.files import write_json
-from corp_deploy.graphs import export_checkpoint
 from corp_deploy.machine import versions
-from corp_deploy.model_cost import macs
-from corp_deploy.side_by_side import Running, measure
-from corp_deploy.speed_table import speed_record
+from corp_deploy.proof.speed import Running, measure
+from corp_deploy.reduction.method import HeadGeometry, aligned_width
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.views.speed import speed_record
 from perf.timing import Plan
 
 SHARE_KEPT = 0.5

@@ -21,9 +21,9 @@ import timm
 import torch
 from torch import nn
 
-from corp_deploy import vit
-from corp_deploy.attention import Geometry
-from corp_deploy.model_cost import macs
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.model_cost import macs
 from export.choices import BatchProfile, BuildChoices
 from export.engine import build_engine
 from export.libraries import open_library

@@ -30,41 +30,38 @@ from benchmarks.procedural_images import made
 from calib.collect import collect
 from calib.images import Images
 from calib.moments import MlpMoments, Moments
-from corp_deploy import (
+from corp_deploy.algebra import channels as recover_mlp
+from corp_deploy.algebra import fold as fold_channels
+from corp_deploy.algebra import obs, output_error, regression_sums, swap
+from corp_deploy.algebra import quadratic as ridge
+from corp_deploy.algebra import queries_keys as recover_attention
+from corp_deploy.algebra import regression as refit
+from corp_deploy.algebra import scores as select
+from corp_deploy.algebra import values as recover_values
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction import (
     branch_sums,
     closed_loop,
     correct,
-    fold_channels,
     folded_mlp,
-    obs,
-    output_error,
     read_tokens,
     rebuilt_branch,
-    recover_attention,
-    recover_mlp,
-    recover_values,
-    reduce_attention,
-    reduce_folded,
-    reduce_mlp,
-    reduce_site,
-    refit,
-    regression_sums,
-    ridge,
-    select,
     streams,
-    swap,
     symmetric_loop,
-    vit,
 )
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.choices import Choices, HeadWidths, Widths, choices_from_preset
-from corp_deploy.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.inputs import images_for_model, lineage_for_moments
-from corp_deploy.obs import Elimination
-from corp_deploy.reduce import reduce
-from corp_deploy.reduce_mlp import elimination
-from corp_deploy.reduce_site import layers_of
-from corp_deploy.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction import channels as reduce_mlp
+from corp_deploy.reduction import folded as reduce_folded
+from corp_deploy.reduction import heads as reduce_attention
+from corp_deploy.reduction import site as reduce_site
+from corp_deploy.reduction.channels import elimination
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.method import Choices, HeadWidths, Widths, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.site import layers_of
+from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.inputs import images_for_model, lineage_for_moments
 from examples.digits.images import load
 
 Kind = Literal["mlp", "attention", "joint"]

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from corp_deploy import site_pool
-from corp_deploy.obs import Elimination, obs
-from corp_deploy.recover_mlp import affine
-from corp_deploy.select import combined, kept_from_scores
-from corp_deploy.swap import Swapped, swap
+from corp_deploy.algebra.channels import affine
+from corp_deploy.algebra.obs import Elimination, obs
+from corp_deploy.algebra.scores import combined, kept_from_scores
+from corp_deploy.algebra.swap import Swapped, swap
+from corp_deploy.reduction import pool as site_pool
 from perf.environment import cpu_name
 
 RIDGE_REL = 1e-4

@@ -22,15 +22,15 @@ import torch
 
 from calib import store
 from calib.images import Images
-from corp_deploy import vit
-from corp_deploy.calibration import calibrate
-from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture
-from corp_deploy.choices import choices_from_preset, loop_from
+from corp_deploy.families import timm_vit as vit
 from corp_deploy.files import write_json
-from corp_deploy.inputs import images_for_model
 from corp_deploy.machine import versions
-from corp_deploy.planning import Asked, Budget
-from corp_deploy.reducing import reduce_checkpoint
+from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.plan import Asked, Budget
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import choices_from_preset, loop_from
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.store.inputs import images_for_model
 from perf.environment import cpu_name
 
 PIECE = 4

@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from corp_deploy import vit
-from corp_deploy.calibration import calibrate
-from corp_deploy.candidates import Logits, Pixels, Run, candidate_from_path, logits_at
-from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
-from corp_deploy.choices import choices_from_preset
+from corp_deploy.families import timm_vit as vit
 from corp_deploy.files import write_json
-from corp_deploy.graphs import export_checkpoint
-from corp_deploy.inputs import images_for_model
 from corp_deploy.machine import versions
-from corp_deploy.reduce import reduce
+from corp_deploy.proof.candidates import Logits, Pixels, Run, candidate_from_path, logits_at
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.onnx_file import export_checkpoint
 from export.precision import typed_copy
 from perf.environment import cpu_name
 

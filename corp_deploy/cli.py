@@ -29,7 +29,7 @@ from .commands.release import check, release
 from .commands.report import report
 from .commands.sweep import sweep
 from .commands.verify import verify
-from .console import printable
+from .views.console import printable
 
 BAD_INPUT = (calib.errors.BadInput, errors.BadInput, export.errors.BadInput, perf.errors.BadInput)
 MISSING = (calib.errors.RankLost, errors.Missing, export.errors.Missing, perf.errors.Missing)

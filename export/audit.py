@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .check_onnx import load_onnx
-from .choices import BatchProfile, BuildChoices
-from .engine import build_engine
-from .errors import Missing
-from .fusion import Fusion
-from .libraries import Library, missing_message
-from .messages import Progress
+from export.check_onnx import load_onnx
+from export.choices import BatchProfile, BuildChoices
+from export.engine import build_engine
+from export.errors import Missing
+from export.fusion import Fusion
+from export.libraries import Library, missing_message
+from export.messages import Progress
 
 VERSION = 1
 KIND = "fusion-audit"

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from .choices import BatchProfile
-from .server_releases import IMAGE
-from .signature import Tensor
+from export.choices import BatchProfile
+from export.server_releases import IMAGE
+from export.signature import Tensor
 
 SCRIPT_NAME = "build_plan.sh"
 PENDING_NAME = "plan.config.pbtxt"

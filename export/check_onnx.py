@@ -9,9 +9,9 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, TensorProto
 
-from .errors import BadInput
-from .files import regular
-from .weights import element_types, matmul_weights
+from export.errors import BadInput
+from export.files import regular
+from export.weights import element_types, matmul_weights
 
 OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
 BACKENDS = ("tensorrt", "tensorrt-rtx", "onnxruntime")

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from .check_onnx import require_onnx
-from .choices import BatchProfile, BuildChoices
-from .errors import BadInput
-from .fusion import Fusion, fusion_of
-from .interrupt import interruptible
-from .libraries import Library, open_library
-from .messages import Progress
-from .record import EngineRecord, ports, precision_of, record_path, sha256_of
-from .session import Session
-from .weights import half_weight_share, matmuls_2_4
+from export.check_onnx import require_onnx
+from export.choices import BatchProfile, BuildChoices
+from export.errors import BadInput
+from export.fusion import Fusion, fusion_of
+from export.interrupt import interruptible
+from export.libraries import Library, open_library
+from export.messages import Progress
+from export.record import EngineRecord, ports, precision_of, record_path, sha256_of
+from export.session import Session
+from export.weights import half_weight_share, matmuls_2_4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import BadInput
-from .files import json_object, regular
-from .triton_config import Variant
+from export.errors import BadInput
+from export.files import json_object, regular
+from export.triton_config import Variant
 
 EXPECTED_NAME = "expected.json"
 VERSION = 1

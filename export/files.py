@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import BadInput
+from export.errors import BadInput
 
 
 def regular(path: Path) -> Path:

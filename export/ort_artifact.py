@@ -7,15 +7,15 @@ from pathlib import Path
 
 import onnx
 
-from .check_onnx import require_onnx
-from .engine import Engine
-from .errors import BadInput, Missing
-from .fusion import Fusion, Kernel, attention_sites
-from .libraries import missing_message
-from .messages import Progress
-from .record import EngineRecord, ports, precision_of, sha256_of
-from .to_onnx import onnx_bytes
-from .weights import half_weight_share
+from export.check_onnx import require_onnx
+from export.engine import Engine
+from export.errors import BadInput, Missing
+from export.fusion import Fusion, Kernel, attention_sites
+from export.libraries import missing_message
+from export.messages import Progress
+from export.record import EngineRecord, ports, precision_of, sha256_of
+from export.to_onnx import onnx_bytes
+from export.weights import half_weight_share
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .choices import BatchProfile
-from .errors import BadInput
-from .expected import Expected
-from .triton_config import Serving
-from .versions import require_name
+from export.choices import BatchProfile
+from export.errors import BadInput
+from export.expected import Expected
+from export.triton_config import Serving
+from export.versions import require_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

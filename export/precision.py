@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import BadInput
+from export.errors import BadInput
 
 PRECISIONS = ("fp32", "fp16", "mixed")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from .choices import BatchProfile
-from .errors import BadInput
-from .files import json_object
+from export.choices import BatchProfile
+from export.errors import BadInput
+from export.files import json_object
 
 VERSION = 1
 KIND = "engine"

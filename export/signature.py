@@ -6,10 +6,10 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, ValueInfoProto
 
-from .check_onnx import load_onnx
-from .choices import BatchProfile
-from .errors import BadInput
-from .record import EngineRecord, Port
+from export.check_onnx import load_onnx
+from export.choices import BatchProfile
+from export.errors import BadInput
+from export.record import EngineRecord, Port
 
 _SERVED_TYPES: dict[int, str] = {
     TensorProto.FLOAT: "TYPE_FP32",

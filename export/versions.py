@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import BadInput
-from .expected import EXPECTED_NAME, expected_text, read_expected
-from .files import regular, replacing
+from export.errors import BadInput
+from export.expected import EXPECTED_NAME, expected_text, read_expected
+from export.files import regular, replacing
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

@@ -8,24 +8,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from time import perf_counter_ns
 
-from .environment import environment
-from .errors import BadInput, Missing
-from .memory import Ledger, is_out_of_memory
-from .runners import Images, Runner, Streams, batch_of
-from .runs import Bench, Block, Described, Flat, Row, Scalar, Trial
-from .stability import warnings_of
-from .timing import (
-    Bound,
-    Clock,
-    Plan,
-    WarmUp,
-    calls_per_block,
-    measure_pair,
-    measure_rounds,
-    settle_calls,
-    warm_up,
-)
-from .watch import Watch, unwatched
+from perf.environment import environment
+from perf.errors import BadInput, Missing
+from perf.memory import Ledger, is_out_of_memory
+from perf.runners import Images, Runner, Streams, batch_of
+from perf.runs import Bench, Block, Described, Flat, Row, Scalar, Trial
+from perf.stability import warnings_of
+from perf.timing import Bound, Clock, Plan, WarmUp, calls_per_block, measure_pair, measure_rounds, settle_calls, warm_up
+from perf.watch import Watch, unwatched
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"

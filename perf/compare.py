@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .runs import Bench, Scalar, differing_keys
-from .stats import Interval
-from .summary import Side, Summary, summarise
+from perf.runs import Bench, Scalar, differing_keys
+from perf.stats import Interval
+from perf.summary import Side, Summary, summarise
 
 Change = Literal["faster", "slower", "not significant", "unknown"]
 

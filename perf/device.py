@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from .errors import Missing
-from .runners import Images
-from .timing import Clock, Laps
+from perf.errors import Missing
+from perf.runners import Images
+from perf.timing import Clock, Laps
 
 
 class Event(Protocol):

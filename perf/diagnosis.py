@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import nn
 
+from perf.locate import Located, block_errors, locate, noise_of
+from perf.tolerance import exact
+
 from . import module_blocks, onnx_blocks
-from .locate import Located, block_errors, locate, noise_of
-from .tolerance import exact
 
 Array = NDArray[np.float32]
 

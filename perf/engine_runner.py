@@ -11,12 +11,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from .device import Staging, captured, open_stream, require_cuda
-from .errors import BadInput, Missing
-from .memory import DeviceMemory, Gauge
-from .runners import Images, Logits, as_images
-from .runs import Flat
-from .timing import Bound
+from perf.device import Staging, captured, open_stream, require_cuda
+from perf.errors import BadInput, Missing
+from perf.memory import DeviceMemory, Gauge
+from perf.runners import Images, Logits, as_images
+from perf.runs import Flat
+from perf.timing import Bound
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
 

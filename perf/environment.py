@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from .runs import ENVIRONMENT_MUST_MATCH, Flat, Scalar
+from perf.runs import ENVIRONMENT_MUST_MATCH, Flat, Scalar
 
 PACKAGES = ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx")
 

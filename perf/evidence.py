@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import BadInput
-from .kept import samples
-from .rule import COUNTED, TIMED, Rule
-from .runs import Bench, Described
-from .stats import Interval, needed_samples, percentile_interval
-from .summary import Summary, SummaryRow, summarise
+from perf.errors import BadInput
+from perf.kept import samples
+from perf.rule import COUNTED, TIMED, Rule
+from perf.runs import Bench, Described
+from perf.stats import Interval, needed_samples, percentile_interval
+from perf.summary import Summary, SummaryRow, summarise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import io
 import math
 from collections.abc import Iterator
 
-from .stats import Interval, Percentile
-from .story import Story
-from .summary import SummaryRow
+from perf.stats import Interval, Percentile
+from perf.story import Story
+from perf.summary import SummaryRow
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
 SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")

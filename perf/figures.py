@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from perf.parity import Parity
+from perf.plots import Bounded, Change, Gain, Point, Samples, Series
+from perf.stats import Interval
+from perf.story import SiteLine, Story
+from perf.summary import Side, Summary, SummaryRow
+
 from . import plots
-from .parity import Parity
-from .plots import Bounded, Change, Gain, Point, Samples, Series
-from .stats import Interval
-from .story import SiteLine, Story
-from .summary import Side, Summary, SummaryRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import BadInput
+from perf.errors import BadInput
 
 MOST_BYTES = 2**28
 DEEPEST = 40

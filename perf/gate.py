@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .errors import BadInput
-from .evidence import Evidence, Reading, exact
-from .rule import BASELINE, TIMED, Rule
-from .runs import differing_keys
-from .stats import Interval
-from .summary import finite
+from perf.errors import BadInput
+from perf.evidence import Evidence, Reading, exact
+from perf.rule import BASELINE, TIMED, Rule
+from perf.runs import differing_keys
+from perf.stats import Interval
+from perf.summary import finite
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
 EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "UNJUDGED": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}

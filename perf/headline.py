@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .numerals import percent, signed_percent
-from .story import Story
-from .summary import SummaryRow
+from perf.numerals import percent, signed_percent
+from perf.story import Story
+from perf.summary import SummaryRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

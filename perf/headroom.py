@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from .errors import BadInput
-from .locate import HALF_LIMIT
-from .onnx_blocks import by_site, half_values, largest_activations
-from .structure import Finding
+from perf.errors import BadInput
+from perf.locate import HALF_LIMIT
+from perf.onnx_blocks import by_site, half_values, largest_activations
+from perf.structure import Finding
 
 
 def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.float32]) -> Finding:

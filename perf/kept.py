@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .runs import Block
-from .stats import MIN_ROUNDS, Floats
+from perf.runs import Block
+from perf.stats import MIN_ROUNDS, Floats
 
 # A call whose threads waited longer than this share of it for a CPU that others had says little about itself.
 LOST_REL = 0.02

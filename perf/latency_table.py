@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from .environment import environment, fingerprint
-from .errors import BadInput, Missing
-from .files import read_json, whole
-from .kept import is_disturbed, samples
-from .memory import is_out_of_memory
-from .runners import Images, Runner
-from .runs import Flat
-from .stats import median
-from .timing import Clock, Plan, calls_per_block, measure_rounds, warm_up
-from .watch import Watch, unwatched
+from perf.environment import environment, fingerprint
+from perf.errors import BadInput, Missing
+from perf.files import read_json, whole
+from perf.kept import is_disturbed, samples
+from perf.memory import is_out_of_memory
+from perf.runners import Images, Runner
+from perf.runs import Flat
+from perf.stats import median
+from perf.timing import Clock, Plan, calls_per_block, measure_rounds, warm_up
+from perf.watch import Watch, unwatched
 
 VERSION = 1
 Progress = Callable[[float, str], None]

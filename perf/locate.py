@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import BadInput
-from .tolerance import FLOAT16_UNIT
+from perf.errors import BadInput
+from perf.tolerance import FLOAT16_UNIT
 
 HALF_LIMIT = 65504.0
 Arrays = Mapping[str, NDArray[np.floating]]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .accuracy import wilson
-from .errors import BadInput
+from perf.accuracy import wilson
+from perf.errors import BadInput
 
 Floats = NDArray[np.float64]
 

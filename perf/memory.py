@@ -52,7 +52,7 @@ class TorchAllocator:
     def reset_peak(self) -> None:
         import torch
 
-        from .device import require_cuda
+        from perf.device import require_cuda
 
         require_cuda()
         torch.cuda.reset_peak_memory_stats()
@@ -76,7 +76,7 @@ class DeviceMemory:
     _at_reset: int = field(default=0, init=False)
 
     def reset_peak(self) -> None:
-        from .device import require_cuda
+        from perf.device import require_cuda
 
         require_cuda()
         self._at_reset = self.now()

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .onnx_blocks import site_of
+from perf.onnx_blocks import site_of
 
 Array = NDArray[np.float32]
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from .device import Staging, captured, open_stream, require_cuda
-from .errors import BadInput
-from .memory import Gauge, TorchAllocator, resident_gauge
-from .runners import HostBound, Images, Logits, as_images
-from .runs import Flat
-from .timing import Bound
+from perf.device import Staging, captured, open_stream, require_cuda
+from perf.errors import BadInput
+from perf.memory import Gauge, TorchAllocator, resident_gauge
+from perf.runners import HostBound, Images, Logits, as_images
+from perf.runs import Flat
+from perf.timing import Bound
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

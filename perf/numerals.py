@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .stats import Interval, Percentile
+from perf.stats import Interval, Percentile
 
 NOTHING = "–"
 MINUS = "−"

@@ -14,8 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
-from .errors import BadInput, Missing
-from .rounding import element_types, rounded_graph
+from perf.errors import BadInput, Missing
+from perf.rounding import element_types, rounded_graph
 
 Array = NDArray[np.float32]
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)

@@ -9,12 +9,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from .device import Staging, open_stream
-from .errors import BadInput, Missing
-from .memory import DeviceMemory, Gauge, is_out_of_memory, resident_gauge
-from .runners import HostBound, Images, Logits, as_images
-from .runs import Flat
-from .timing import Bound
+from perf.device import Staging, open_stream
+from perf.errors import BadInput, Missing
+from perf.memory import DeviceMemory, Gauge, is_out_of_memory, resident_gauge
+from perf.runners import HostBound, Images, Logits, as_images
+from perf.runs import Flat
+from perf.timing import Bound
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 PROVIDERS: dict[Provider, str] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from .svg import MARKS, PALETTE
+from perf.svg import MARKS, PALETTE
 
 LAYOUT = """
 * { box-sizing: border-box }

@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .accuracy import Accuracy, Comparison
-from .errors import BadInput
-from .locate import Located
-from .measures import Measures, measures, per_image
-from .rows import json_from_row, row_from_json
-from .shift import Shift
-from .structure import Finding
-from .tolerance import Tolerance
+from perf.accuracy import Accuracy, Comparison
+from perf.errors import BadInput
+from perf.locate import Located
+from perf.measures import Measures, measures, per_image
+from perf.rows import json_from_row, row_from_json
+from perf.shift import Shift
+from perf.structure import Finding
+from perf.tolerance import Tolerance
 
 KIND, VERSION = "parity", 1
 # Under this share of the reference's variation over images, outputs are called constant.

@@ -13,12 +13,12 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from .scales import Scale, linear, logarithmic
-from .svg import MARKS as MARKS
-from .svg import PALETTE as PALETTE
-from .svg import WIDTH as WIDTH
-from .svg import figure, grid_x, grid_y, legend, text
-from .svg import standalone as standalone
+from perf.scales import Scale, linear, logarithmic
+from perf.svg import MARKS as MARKS
+from perf.svg import PALETTE as PALETTE
+from perf.svg import WIDTH as WIDTH
+from perf.svg import figure, grid_x, grid_y, legend, text
+from perf.svg import standalone as standalone
 
 HEAD, ROW_PX = 36, 38  # of figures with one row a batch, so that two of them line up
 

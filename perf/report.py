@@ -7,14 +7,14 @@ from html import escape
 from typing import Any
 from xml.etree import ElementTree
 
-from .facts import csv_from_story
-from .figures import Figure, fidelity_figures, speed_figures
-from .headline import lead, tiles, verdicts, where
-from .numerals import NOTHING
-from .page import page
-from .story import Story, story_from_record
-from .svg import standalone
-from .tables import Table, tables
+from perf.facts import csv_from_story
+from perf.figures import Figure, fidelity_figures, speed_figures
+from perf.headline import lead, tiles, verdicts, where
+from perf.numerals import NOTHING
+from perf.page import page
+from perf.story import Story, story_from_record
+from perf.svg import standalone
+from perf.tables import Table, tables
 
 TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
     ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"

@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .errors import BadInput
-from .quantity import BATCH, Quantity, Real, shown
+from perf.errors import BadInput
+from perf.quantity import BATCH, Quantity, Real, shown
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,

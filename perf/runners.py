@@ -15,11 +15,11 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import BadInput
-from .memory import Gauge
-from .runs import Flat
-from .timing import Bound, Clock, Laps
-from .watch import LostTime, lost_time
+from perf.errors import BadInput
+from perf.memory import Gauge
+from perf.runs import Flat
+from perf.timing import Bound, Clock, Laps
+from perf.watch import LostTime, lost_time
 
 Images = NDArray[np.float32]
 Logits = NDArray[np.float32]

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from .errors import BadInput, NotComparable
-from .files import object_from_file, require_kind, whole
+from perf.errors import BadInput, NotComparable
+from perf.files import object_from_file, require_kind, whole
 
 VERSION = 1
 STATUSES = ("ok", "oom", "failed")

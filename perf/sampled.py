@@ -11,11 +11,11 @@ from typing import Self
 
 import numpy as np
 
-from .memory import Gauge
-from .runners import HostBound, Images, Logits, Runner
-from .runs import Flat
-from .structure import Finding, timed_run
-from .timing import Bound
+from perf.memory import Gauge
+from perf.runners import HostBound, Images, Logits, Runner
+from perf.runs import Flat
+from perf.structure import Finding, timed_run
+from perf.timing import Bound
 
 BOUND = 1e-4
 

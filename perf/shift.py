@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import BadInput
-from .rows import row_from_json
+from perf.errors import BadInput
+from perf.rows import row_from_json
 
 Floats = NDArray[np.float64]
 # Far off is what noise doesn't explain (its expected distance times this) and what is large for the site as well.

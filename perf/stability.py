@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .kept import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
-from .runs import Block, Row
-from .stats import coefficient_of_variation, trend, trend_score
+from perf.kept import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
+from perf.runs import Block, Row
+from perf.stats import coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
 DRIFT_LIMIT_REL = 0.03

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .errors import BadInput
-from .files import whole
-from .parity import Parity, parity_from_json
-from .rows import row_from_json
-from .runs import Bench, bench_from_json
-from .summary import Summary, summarise
+from perf.errors import BadInput
+from perf.files import whole
+from perf.parity import Parity, parity_from_json
+from perf.rows import row_from_json
+from perf.runs import Bench, bench_from_json
+from perf.summary import Summary, summarise
 
 Line = TypeVar("Line")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .kept import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
-from .knee import Knee, knee
-from .runs import Bench, Block, Row, Trial
-from .stats import (
+from perf.kept import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
+from perf.knee import Knee, knee
+from perf.runs import Bench, Block, Row, Trial
+from perf.stats import (
     Floats,
     Interval,
     Percentile,

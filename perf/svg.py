@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from .scales import Scale, short
+from perf.scales import Scale, short
 
 WIDTH = 460
 PALETTE = """

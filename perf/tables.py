@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from .numerals import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
-from .parity import Link
-from .story import ModelLine, SiteLine, Story
-from .summary import Side, SummaryRow
+from perf.numerals import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
+from perf.parity import Link
+from perf.story import ModelLine, SiteLine, Story
+from perf.summary import Side, SummaryRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

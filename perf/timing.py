@@ -13,11 +13,11 @@ from itertools import count
 from statistics import fmean
 from typing import Protocol
 
-from .errors import BadInput
-from .kept import comparison_measure, quiet_spans, samples
-from .runs import Block
-from .stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score
-from .watch import Watch, unwatched
+from perf.errors import BadInput
+from perf.kept import comparison_measure, quiet_spans, samples
+from perf.runs import Block
+from perf.stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score
+from perf.watch import Watch, unwatched
 
 Clock = Callable[[], int]
 LOOKS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import BadInput
-from .measures import Measures
+from perf.errors import BadInput
+from perf.measures import Measures
 
 FLOAT32_UNIT = 2.0**-24
 FLOAT16_UNIT = 2.0**-11

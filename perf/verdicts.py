@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from .gate import Gate, Judged
-from .stats import Interval
-from .summary import Side, Summary, finite
+from perf.gate import Gate, Judged
+from perf.stats import Interval
+from perf.summary import Side, Summary, finite
 
 VERSION = 1
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .runs import Flat, GpuState, Scalar
+from perf.runs import Flat, GpuState, Scalar
 
 # NVML's bits (nvmlClocksEventReasons*), named as nvidia-smi names them.
 THROTTLE_REASONS = {

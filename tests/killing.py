@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from corp_deploy.stages import STATE, Place, Stage, locked, run
+from corp_deploy.release.incremental import STATE, Place, Stage, locked, run
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod", "mid-file")
 
@@ -120,10 +120,11 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     """A real release, killed and resumed once for each point; says how many stages stood after each kill."""
     import torch
 
-    from corp_deploy import release_steps, steps
-    from corp_deploy.baseline import Baseline
-    from corp_deploy.recipe import load_recipe
-    from corp_deploy.release import release
+    from corp_deploy.release import own_steps as release_steps
+    from corp_deploy.release import steps
+    from corp_deploy.release.baseline import Baseline
+    from corp_deploy.release.pipeline import release
+    from corp_deploy.release.recipe import load_recipe
 
     assert release_steps is not steps
     torch.set_num_threads(1)

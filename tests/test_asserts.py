@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import save
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]

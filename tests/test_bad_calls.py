@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 
 from calib import store
 from calib.moments import MlpMoments
-from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
-from corp_deploy.console import Output
-from corp_deploy.graphs import PREFIX
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import PREFIX
+from corp_deploy.views.console import Output
 from export.package import Package
 from export.record import record_path
 from export.triton import write_repository

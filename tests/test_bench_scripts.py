@@ -13,9 +13,9 @@ from benchmarks import calibration, passes, proof_cost, readme_tables, sweep_cos
 from benchmarks.readme_tables import calibration as calibration_sentence
 from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
-from corp_deploy import passes as told
-from corp_deploy import vit
-from corp_deploy.choices import HeadWidths
+from corp_deploy.commands import passes as told
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.method import HeadWidths
 from tests import tiny
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}

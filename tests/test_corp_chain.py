@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from corp_deploy import chain
-from corp_deploy.candidates import candidate_from_path
-from corp_deploy.chain import Limits, given_from_images, prove
-from corp_deploy.checkpoint import load_checkpoint, save
-from corp_deploy.graphs import export_checkpoint
-from corp_deploy.inputs import images_for_model
+from corp_deploy.proof import chain
+from corp_deploy.proof.candidates import candidate_from_path
+from corp_deploy.proof.chain import Limits, given_from_images, prove
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.onnx_file import export_checkpoint
 from perf.module_runner import ModuleRunner
 from perf.onnx_runner import OnnxRunner
 

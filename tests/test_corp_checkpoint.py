@@ -12,10 +12,10 @@ from torch import nn
 
 import corp_deploy
 import perf.errors
-from corp_deploy import vit
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.dense_model import load_dense
 from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
 from tests import tiny
 
 

@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import corp_deploy
-from corp_deploy.checkpoint import load_checkpoint, save
 from corp_deploy.cli import main
 from corp_deploy.files import replacing
+from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -282,7 +282,7 @@ def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch
     def broken(*_: object) -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr("corp_deploy.inspection.inspection_of_model", broken)
+    monkeypatch.setattr("corp_deploy.families.inspection.inspection_of_model", broken)
     result = run("inspect", "--model", home / "dense")
     assert result.exit_code == 70
     assert "bug in corp-deploy" in result.stderr
@@ -294,7 +294,7 @@ def test_an_interruption_exits_with_130_and_leaves_no_file(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("corp_deploy.calibrating.save", interrupted)
+    monkeypatch.setattr("corp_deploy.reduction.calibrating.save", interrupted)
     result = calibrate(home, tmp_path / "m.safetensors")
     assert result.exit_code == 130
     assert list(tmp_path.iterdir()) == []

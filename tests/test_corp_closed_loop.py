@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from calib.collect import collect
 from calib.images import Images, open_images
-from corp_deploy import vit
-from corp_deploy.branch_sums import dense_advanced
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
-from corp_deploy.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.correct import correction
+from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.errors import BadInput
-from corp_deploy.inputs import lineage_for_moments
-from corp_deploy.reduce import Reduction, reduce
-from corp_deploy.regression_sums import RegressionSums
-from corp_deploy.streams import Streams
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.branch_sums import dense_advanced
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.correct import correction
+from corp_deploy.reduction.method import Choices, HeadWidths, choices_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.streams import Streams
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import lineage_for_moments
 from examples.digits.images import load
 from tests import tiny
 
@@ -86,7 +86,7 @@ def test_the_reduced_stream_is_the_reduced_models_own(monkeypatch: pytest.Monkey
     model, images = tiny.checkpoint(init_values=0.4).model, tiny.images(12)
     kept: list[Streams] = []
     monkeypatch.setattr(
-        "corp_deploy.closed_loop.Streams",
+        "corp_deploy.reduction.closed_loop.Streams",
         lambda *args, **kwargs: kept.append(Streams(*args, **kwargs)) or kept[-1],  # type: ignore[func-returns-value]
     )
     reduction = reduce_closed_loop(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5))

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from corp_deploy import vit
-from corp_deploy.attention import HeadAttention
-from corp_deploy.choices import HeadGeometry, HeadWidths
-from corp_deploy.cost import attention_macs
-from corp_deploy.counting import count
-from corp_deploy.inspection import inspection_of_model
-from corp_deploy.model_cost import counted, macs, parameters
-from corp_deploy.site_cost import Currency, site_costs
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.cost import attention_macs
+from corp_deploy.families.counting import count
+from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.families.model_cost import counted, macs, parameters
+from corp_deploy.families.site_cost import Currency, site_costs
+from corp_deploy.reduction.method import HeadGeometry, HeadWidths
 from perf.tolerance import exact
 from tests import tiny
 

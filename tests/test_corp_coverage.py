@@ -10,14 +10,14 @@ from click.testing import CliRunner, Result
 
 from calib.images import open_images
 from calib.store import save as save_moments
-from corp_deploy import vit
-from corp_deploy.calibration import calibrate
-from corp_deploy.checkpoint import Architecture, Checkpoint, load_checkpoint, save
-from corp_deploy.choices import HeadWidths, choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.coverage import coverage, require_as_asked
 from corp_deploy.errors import BadInput
-from corp_deploy.model_cost import macs
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.model_cost import macs
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.coverage import coverage, require_as_asked
+from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from perf.parity import ImageSet, Parity, link
 from perf.tolerance import limits
 from tests import tiny

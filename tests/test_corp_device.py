@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from calib.images import Batch, Images, open_images
 from calib.moments import AttentionMoments, Moments, on_device
-from corp_deploy import checkpoint as checkpoints
-from corp_deploy import vit
-from corp_deploy.budget import dense_cost, eliminations, offers, spend
-from corp_deploy.calibration import Wanted, calibrate
-from corp_deploy.choices import Choices, choices_from_preset
-from corp_deploy.closed_loop import reduce_closed_loop
-from corp_deploy.probe import Probe
-from corp_deploy.reduce import Reduction, reduce
-from corp_deploy.reduce_folded import BATCH_SIZE
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
+from corp_deploy.planning.probe import Probe
+from corp_deploy.reduction.calibrate import Wanted, calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.folded import BATCH_SIZE
+from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.store import checkpoint as checkpoints
 from tests import tiny
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
@@ -138,7 +138,7 @@ def test_calibrating_elsewhere_leaves_the_callers_model_where_it_is(
     def take(model: nn.Module, sites: Any, *_: Any, **options: Any) -> None:
         seen.update(model=model, sites=sites, device=options["device"])
 
-    monkeypatch.setattr("corp_deploy.calibration.passes.calibrate", take)
+    monkeypatch.setattr("corp_deploy.reduction.calibrate.passes.calibrate", take)
     calibrate(checkpoint, images, batch_size=8, device="meta")
     assert seen["device"] == "meta"
     assert {parameter.device.type for parameter in seen["model"].parameters()} == {"meta"}

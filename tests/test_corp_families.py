@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from calib.images import Images, open_images
 from calib.moments import AttentionMoments, Moments
-from corp_deploy import vit
-from corp_deploy.attention import HeadAttention
-from corp_deploy.budget import dense_cost, eliminations, offers, spend
-from corp_deploy.calibration import calibrate
-from corp_deploy.checkpoint import Architecture, Checkpoint, load_checkpoint, save
-from corp_deploy.choices import Choices, HeadWidths, choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.closed_loop import reduce_closed_loop
 from corp_deploy.errors import BadInput
-from corp_deploy.graphs import facts_of_onnx, metadata_of_checkpoint
-from corp_deploy.head_choice import choose_heads
-from corp_deploy.inputs import images_for_model
-from corp_deploy.model_cost import macs, parameters
-from corp_deploy.probe import Probe
-from corp_deploy.reduce import reduce
-from corp_deploy.site_cost import Currency
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.site_cost import Currency
+from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
+from corp_deploy.planning.head_choice import choose_heads
+from corp_deploy.planning.probe import Probe
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.method import Choices, HeadWidths, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
 from tests import tiny
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corp_deploy.fold_channels import Folding, cluster_rows, fold, recovered_from_gram
+from corp_deploy.algebra.fold import Folding, cluster_rows, fold, recovered_from_gram
 
 
 def merged(x: Tensor, folding: Folding) -> Tensor:

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from calib.images import Images, open_images, parted
 from calib.moments import Moments
 from calib.store import save as save_moments
-from corp_deploy import release_commands, vit
-from corp_deploy.calibration import Wanted, calibrate
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.choices import choices_from_preset
+from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
-from corp_deploy.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.errors import BadInput
-from corp_deploy.fold_channels import cluster_rows
-from corp_deploy.recipe import load_recipe
-from corp_deploy.reduce import Reduction, reduce
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.calibrate import Wanted, calibrate
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.release import calls as release_commands
+from corp_deploy.release.recipe import load_recipe
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from examples.digits.images import load
 from tests import tiny
 

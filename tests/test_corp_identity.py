@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from calib.images import Images, open_images
 from calib.moments import Moments
 from calib.store import save as save_moments
-from corp_deploy import folded_mlp, recover_attention, recover_values, reduce_mlp, select, vit
-from corp_deploy.calibration import Wanted, calibrate
-from corp_deploy.checkpoint import load_checkpoint, save
-from corp_deploy.choices import PRESETS, HeadWidths, choices_from_preset
+from corp_deploy.algebra import queries_keys as recover_attention
+from corp_deploy.algebra import scores as select
+from corp_deploy.algebra import values as recover_values
 from corp_deploy.cli import main
-from corp_deploy.reduce import reduce
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction import channels as reduce_mlp
+from corp_deploy.reduction import folded_mlp
+from corp_deploy.reduction.calibrate import Wanted, calibrate
+from corp_deploy.reduction.method import PRESETS, HeadWidths, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny
 
 SHRINKING = ("grail", "grail-fold")  # their published ridge shrinks the whole layer, at full width too

@@ -16,12 +16,12 @@ from calib.checkpoint import Checkpoint as Saved
 from calib.memory import AttentionShape, bytes_of_system
 from calib.moments import AttentionMoments, Moments
 from calib.store import load
-from corp_deploy import vit
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.choices import choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.reduce import reduce
-from corp_deploy.reduce_attention import qk_at_site
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.heads import qk_at_site
+from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
 
 ALIGN = "head=8"
@@ -252,7 +252,7 @@ def test_a_release_goes_on_from_the_states_of_both_passes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted in the first pass, between the two, and in the second one."""
-    monkeypatch.setattr("corp_deploy.release_commands.SAVE_EVERY_IMAGES", 8)
+    monkeypatch.setattr("corp_deploy.release.calls.SAVE_EVERY_IMAGES", 8)
     folder = release_home(home, tmp_path, 'attention_system = "kept"')
     moments = ".stages/moments.safetensors"
     assert run("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES).exit_code == 0

@@ -10,11 +10,12 @@ from typing import Any, Self
 import pytest
 from torch import nn
 
-from corp_deploy import latency_grid, vit
-from corp_deploy.budget import Offer, spend
-from corp_deploy.checkpoint import Checkpoint
-from corp_deploy.choices import aligned_widths, choices_from_preset
-from corp_deploy.latency_grid import Tables, Where, measure_tables, offers_in_time
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.planning import latency as latency_grid
+from corp_deploy.planning.budget import Offer, spend
+from corp_deploy.planning.latency import Tables, Where, measure_tables, offers_in_time
+from corp_deploy.reduction.method import aligned_widths, choices_from_preset
+from corp_deploy.store.checkpoint import Checkpoint
 from perf import latency_table
 from perf.memory import Gauge
 from perf.runners import Images, Logits

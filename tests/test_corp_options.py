@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from corp_deploy import option_table, side_by_side
-from corp_deploy.checkpoint import save
-from corp_deploy.choices import PRESETS
 from corp_deploy.cli import main
 from corp_deploy.commands.options import ModelChoice
 from corp_deploy.errors import Missing
-from corp_deploy.graphs import facts_of_onnx
-from corp_deploy.honours import Axis, words_of
-from corp_deploy.option_table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
-from corp_deploy.side_by_side import Running, measure
+from corp_deploy.invocation import table as option_table
+from corp_deploy.invocation.honours import Axis, words_of
+from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
+from corp_deploy.proof import speed as side_by_side
+from corp_deploy.proof.speed import Running, measure
+from corp_deploy.reduction.method import PRESETS
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import facts_of_onnx
 from export.choices import BuildChoices
 from export.record import EngineRecord, Port, record_path, sha256_of
 from perf.timing import Plan
@@ -280,7 +281,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Missing(REACHED)
 
     monkeypatch.setattr(ModelChoice, "load", load)
-    monkeypatch.setattr("corp_deploy.inputs.require_device", lambda device: None)
+    monkeypatch.setattr("corp_deploy.store.inputs.require_device", lambda device: None)
 
 
 def checked(result: Result, axis: Axis, way: str, option: str, value: object) -> None:

@@ -13,15 +13,15 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from calib.store import read_lineage
-from corp_deploy import vit
-from corp_deploy.checkpoint import load_checkpoint
 from corp_deploy.cli import main
-from corp_deploy.dense_model import load_dense
 from corp_deploy.errors import BadInput
-from corp_deploy.inputs import images_for_model
-from corp_deploy.preprocessing import Preprocessing
-from corp_deploy.recipe import load_recipe
-from corp_deploy.recipe_text import text_of_recipe
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.release.recipe import load_recipe
+from corp_deploy.release.recipe_toml import text_of_recipe
+from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store.dense_model import load_dense
+from corp_deploy.store.inputs import images_for_model
 from tests import tiny
 
 KEYS = tiny.ARCHITECTURE.kwargs

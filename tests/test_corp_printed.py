@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from corp_deploy import demo
-from corp_deploy.baseline import Baseline
-from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
-from corp_deploy.demo_commands import ITSELF, Scale
+from corp_deploy.demo import run as demo
+from corp_deploy.demo.calls import ITSELF, Scale
 from corp_deploy.files import read_json
-from corp_deploy.recipe import SECTIONS, load_recipe
-from corp_deploy.recipe_text import toml_value
-from corp_deploy.release import stages_of
-from corp_deploy.stages import STATE, Stage, files_of
+from corp_deploy.release.baseline import Baseline
+from corp_deploy.release.incremental import STATE, Stage, files_of
+from corp_deploy.release.pipeline import stages_of
+from corp_deploy.release.recipe import SECTIONS, load_recipe
+from corp_deploy.release.recipe_toml import toml_value
+from corp_deploy.store.checkpoint import save
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]

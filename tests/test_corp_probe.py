@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from corp_deploy import site_pool, vit
-from corp_deploy.budget import eliminations
-from corp_deploy.calibration import calibrate
-from corp_deploy.choices import HeadWidths, choices_from_preset
-from corp_deploy.inputs import images_for_model
-from corp_deploy.probe import Probe, Trial
-from corp_deploy.reduce import reduce
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.planning.budget import eliminations
+from corp_deploy.planning.probe import Probe, Trial
+from corp_deploy.reduction import pool as site_pool
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.inputs import images_for_model
 
 from . import tiny
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from calib.images import Images, open_images
 from calib.moments import Moments
-from corp_deploy import vit
-from corp_deploy.calibration import calibrate
-from corp_deploy.choices import Choices, choices_from_preset
-from corp_deploy.fold_channels import cluster_rows
-from corp_deploy.reduce import reduce
+from corp_deploy.algebra.fold import cluster_rows
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.model import reduce
 from tests import tiny
 
 Array = NDArray[np.floating[Any]]

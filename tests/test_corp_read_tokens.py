@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from calib.collect import collect
 from calib.images import Images, open_images
-from corp_deploy import vit
-from corp_deploy.checkpoint import save
-from corp_deploy.choices import choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.inputs import model_digest, preprocessing_text
-from corp_deploy.read_tokens import named, tokens_read, tokens_to_fit
-from corp_deploy.reduce import reduce
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.read_tokens import named, tokens_read, tokens_to_fit
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.inputs import model_digest, preprocessing_text
 from tests import tiny
 
 SMALL = tiny.ARCHITECTURE.kwargs

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy import release_commands
-from corp_deploy.baseline import Baseline
 from corp_deploy.errors import BadInput
-from corp_deploy.recipe import SECTIONS, load_recipe
-from corp_deploy.recipe_text import starter, text_of_recipe, toml_value
-from corp_deploy.release import stages_of
+from corp_deploy.release import calls as release_commands
+from corp_deploy.release.baseline import Baseline
+from corp_deploy.release.pipeline import stages_of
+from corp_deploy.release.recipe import SECTIONS, load_recipe
+from corp_deploy.release.recipe_toml import starter, text_of_recipe, toml_value
 
 ROOT = Path(__file__).parents[1]
 LEAST = """
@@ -263,7 +263,7 @@ def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
 
 def test_reading_and_planning_import_neither_torch_nor_onnx() -> None:
     code = (
-        "import sys; import corp_deploy.release, corp_deploy.commands.release; "
+        "import sys; import corp_deploy.release.pipeline, corp_deploy.commands.release; "
         "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corp_deploy import recover_attention as qk
-from corp_deploy.image_system import ImageSystem, logit_system, whole_system
+from corp_deploy.algebra import queries_keys as qk
+from corp_deploy.algebra.image_system import ImageSystem, logit_system, whole_system
 
 Array = NDArray[np.floating[Any]]
 IMAGES, HEADS, TOKENS, DIM = 7, 2, 9, 6

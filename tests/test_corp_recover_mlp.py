@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corp_deploy import recover_mlp
-from corp_deploy.recover_mlp import MlpRecovery
-from corp_deploy.ridge import solve_ridge
+from corp_deploy.algebra import channels as recover_mlp
+from corp_deploy.algebra.channels import MlpRecovery
+from corp_deploy.algebra.quadratic import solve_ridge
 
 Array = NDArray[np.floating[Any]]
 FORMS = (recover_mlp.none, recover_mlp.bias, recover_mlp.gram, recover_mlp.affine, recover_mlp.affine_v1)

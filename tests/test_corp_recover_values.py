@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corp_deploy import recover_values
-from corp_deploy.recover_values import ValueRecovery
+from corp_deploy.algebra import values as recover_values
+from corp_deploy.algebra.values import ValueRecovery
 
 Array = NDArray[np.floating[Any]]
 HEADS, DIM, OUTPUTS = 3, 5, 8

@@ -12,12 +12,12 @@ from torch import nn
 
 from calib.images import open_images
 from calib.moments import Moments
-from corp_deploy import vit
-from corp_deploy.calibration import Wanted, calibrate
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.choices import Choices, choices_from_preset
 from corp_deploy.errors import BadInput
-from corp_deploy.reduce import reduce
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.calibrate import Wanted, calibrate
+from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from examples.digits.images import load
 from tests import tiny
 

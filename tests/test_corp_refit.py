@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corp_deploy.refit import Regression, refit_held_out, refit_toward
+from corp_deploy.algebra.regression import Regression, refit_held_out, refit_toward
 
 
 def data(seed: int, tokens: int = 80, *, noise: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,17 +15,18 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from corp_deploy import release as releases
-from corp_deploy import release_steps, steps
-from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.files import sha256_of_file
-from corp_deploy.invocation import Invocation
-from corp_deploy.recipe import Recipe, Target
-from corp_deploy.records import MANIFEST_KIND
-from corp_deploy.release_commands import MOMENTS
-from corp_deploy.stages import Place, locked
+from corp_deploy.invocation.call import Invocation
+from corp_deploy.proof.report_input import MANIFEST_KIND
+from corp_deploy.release import own_steps as release_steps
+from corp_deploy.release import pipeline as releases
+from corp_deploy.release import steps
+from corp_deploy.release.calls import MOMENTS
+from corp_deploy.release.incremental import Place, locked
+from corp_deploy.release.recipe import Recipe, Target
+from corp_deploy.store.checkpoint import save
 from perf.onnx_runner import OnnxRunner
 from perf.runners import HostBound
 from perf.timing import Bound
@@ -468,7 +469,7 @@ def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatc
             zeros = np.zeros((len(images), 7), np.float32)
             return HostBound(lambda: [zeros])
 
-    monkeypatch.setattr("corp_deploy.side_by_side.OnnxRunner", Stale)
+    monkeypatch.setattr("corp_deploy.proof.speed.OnnxRunner", Stale)
     edit(home, "block_ms = 1", "block_ms = 1.5")
     release(home)
     warnings = record_of_bench(home)["warnings"]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corp_deploy import select
-from corp_deploy.obs import Elimination, obs
-from corp_deploy.swap import swap
+from corp_deploy.algebra import scores as select
+from corp_deploy.algebra.obs import Elimination, obs
+from corp_deploy.algebra.swap import swap
 
 Array = NDArray[np.floating[Any]]
 

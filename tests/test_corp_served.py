@@ -8,8 +8,8 @@ import torch
 from click.testing import CliRunner
 
 import corp_deploy
-from corp_deploy.checkpoint import save
 from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import save
 from tests import tiny
 from tests.triton_server import Server, lack, run_clients
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from corp_deploy.errors import BadInput
-from corp_deploy.stages import STATE, Outcome, Place, Stage, locked, plan, run
+from corp_deploy.release.incremental import STATE, Outcome, Place, Stage, locked, plan, run
 from tests.killing import fake_stages, tree
 
 ROOT = Path(__file__).parents[1]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from calib.images import Images, open_images
 from calib.store import save as save_moments
-from corp_deploy import vit
-from corp_deploy.calibration import calibrate
-from corp_deploy.checkpoint import save
-from corp_deploy.choices import HeadWidths, choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.reduce import reduce
-from corp_deploy.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.store.checkpoint import save
 from tests import tiny
 
 RIDGE = 1e-3

@@ -14,20 +14,20 @@ import torch
 from click.testing import CliRunner, Result
 
 from calib.store import load
-from corp_deploy import vit
-from corp_deploy.budget import dense_cost, eliminations, offers, spend, uniform_for_share
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.choices import aligned_width, aligned_widths, choices_from_preset
 from corp_deploy.cli import main
-from corp_deploy.diagnosing import mend_command
 from corp_deploy.errors import BadInput
-from corp_deploy.graphs import facts_of_onnx
-from corp_deploy.head_choice import choose_heads
-from corp_deploy.mixed import Mixed
-from corp_deploy.model_cost import macs
-from corp_deploy.probe import Probe
-from corp_deploy.reduce import reduce
-from corp_deploy.sweep import logits
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.model_cost import macs
+from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend, uniform_for_share
+from corp_deploy.planning.head_choice import choose_heads
+from corp_deploy.planning.probe import Probe
+from corp_deploy.planning.sweep import logits
+from corp_deploy.proof.locate import mend_command
+from corp_deploy.proof.mixed_precision import Mixed
+from corp_deploy.reduction.method import aligned_width, aligned_widths, choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.onnx_file import facts_of_onnx
 from perf.measures import measures
 from tests import tiny
 
@@ -417,7 +417,7 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
         sought.append(geometry)
         return Mixed(kept=(), relative_error=0.0)
 
-    monkeypatch.setattr("corp_deploy.mixed.sites_to_keep", nothing)
+    monkeypatch.setattr("corp_deploy.proof.mixed_precision.sites_to_keep", nothing)
     narrow = reduced(home, tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
     words = ["export", "--model", narrow, "--images", home / "images.npy", "--auto", "--batch", 2, "--heads", "ragged"]
     result = done(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")

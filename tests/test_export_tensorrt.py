@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from corp_deploy.engines import engine_table
+from corp_deploy.views.engine import engine_table
 from export.choices import BatchProfile, BuildChoices
 from export.engine import Engine, build_engine
 from export.errors import BadInput, Missing

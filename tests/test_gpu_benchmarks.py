@@ -23,9 +23,9 @@ from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, w
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workshop import Workshop
-from corp_deploy import vit
-from corp_deploy.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.errors import Missing
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from export.errors import Missing as NoLibrary
 from perf.device import Staging, require_cuda
 from perf.errors import Missing as NoGpu

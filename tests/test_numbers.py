@@ -10,11 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 import export.choices
-from corp_deploy import errors, quantities
+from corp_deploy import errors
 from corp_deploy.cli import main
 from corp_deploy.commands.numbers import Alignment, Channels, Number, Numbers, Profile
 from corp_deploy.commands.options import JsonObject, Words
-from corp_deploy.recipe import SECTIONS, load_recipe
+from corp_deploy.invocation import quantities
+from corp_deploy.release.recipe import SECTIONS, load_recipe
 from perf.errors import BadInput
 from perf.quantity import BATCH, Count, Real
 from perf.rule import rule_from_text

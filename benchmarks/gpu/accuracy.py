@@ -24,8 +24,8 @@ from benchmarks.gpu.record import NotYet, Record, Row, Task
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.gpu.workshop import Loop, Workshop, models_copy
 from calib.images import open_images
-from corp_deploy.choices import Choices, choices_from_preset
-from corp_deploy.inputs import model_digest
+from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.store.inputs import model_digest
 
 JOINT, MLP_ONLY = ("best", "corp", "corp-v1", "none"), ("grail", "vbp")
 
@@ -83,7 +83,7 @@ class Case:
 
 def open_loop(case: Case, shop: Workshop) -> Row:
     """The row of one reduction from the dense model's moments."""
-    from corp_deploy.reduce import reduce
+    from corp_deploy.reduction.model import reduce
 
     choices = case.choices(shop.setting)
     calibrated = shop.calibrated(case.seed, case.images)
@@ -100,7 +100,7 @@ def open_loop(case: Case, shop: Workshop) -> Row:
 
 def closed_loop(case: Case, shop: Workshop) -> Row:
     """The row of one reduction block by block; its images go through a file, as the closed loop reads them."""
-    from corp_deploy.closed_loop import reduce_closed_loop
+    from corp_deploy.reduction.closed_loop import reduce_closed_loop
 
     size, choices = shop.setting.image_size, case.choices(shop.setting)
 

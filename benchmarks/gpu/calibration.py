@@ -22,7 +22,7 @@ from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
-from corp_deploy import vit
+from corp_deploy.families import timm_vit as vit
 from perf.memory import Gauge, TorchAllocator, resident_gauge
 
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu import models
 from benchmarks.gpu.record import Record, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
-from corp_deploy.checkpoint import Architecture, Checkpoint, save
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, save
 from export.errors import Missing
 from perf.errors import BadInput as NotLoaded
 
@@ -49,7 +49,7 @@ def checkpoint_of(variant: str, setting: Setting) -> Checkpoint:
 @contextmanager
 def graph_of(variant: str, setting: Setting, precision: str = "fp16") -> Iterator[Path]:
     """The variant's ONNX file for as long as the context is open."""
-    from corp_deploy.graphs import export_checkpoint
+    from corp_deploy.store.onnx_file import export_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{variant}.onnx"
@@ -64,7 +64,7 @@ def pixels(setting: Setting, count: int) -> NDArray[np.float32]:
 
 def built(path: Path, backend: str) -> Row:
     """Build a plan beside the graph and say what it holds."""
-    from corp_deploy.engines import write_whole_engine
+    from corp_deploy.views.engine import write_whole_engine
     from export.choices import BatchProfile, BuildChoices
     from export.engine import build_engine
     from export.libraries import open_library
@@ -130,14 +130,14 @@ def tensorrt(variant: str, setting: Setting) -> Row:
 
 def speed(variant: str, setting: Setting, runs: Callable[[Path, Path], Any]) -> Row:
     """Dense beside one geometry, engine against engine or graph against graph."""
-    from corp_deploy.speed_table import speed_record
+    from corp_deploy.views.speed import speed_record
 
     with graph_of("dense", setting) as dense, graph_of(variant, setting) as reduced:
         return {"row": "speed", "model": model_name(setting), "variant": variant, **speed_record(runs(dense, reduced))}
 
 
 def in_tensorrt(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.side_by_side import Running, measure
+    from corp_deploy.proof.speed import Running, measure
     from perf.timing import Plan
 
     for path in (dense, reduced):
@@ -148,7 +148,7 @@ def in_tensorrt(dense: Path, reduced: Path) -> Any:
 
 
 def in_onnxruntime(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.side_by_side import Running, measure
+    from corp_deploy.proof.speed import Running, measure
     from perf.timing import Plan
 
     return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=Running(provider="cuda"))
@@ -156,9 +156,9 @@ def in_onnxruntime(dense: Path, reduced: Path) -> Any:
 
 def proved(setting: Setting, backend: str | None) -> Row:
     """The chain: dense torch, reduced torch, ONNX FP32, ONNX FP16 and, where there is a backend, its engine."""
-    from corp_deploy.candidates import candidate_from_path
-    from corp_deploy.chain import Limits, prove, random_inputs
-    from corp_deploy.graphs import export_checkpoint
+    from corp_deploy.proof.candidates import candidate_from_path
+    from corp_deploy.proof.chain import Limits, prove, random_inputs
+    from corp_deploy.store.onnx_file import export_checkpoint
 
     dense, reduced = (checkpoint_of(variant, setting) for variant in ("dense", "padded"))
     with tempfile.TemporaryDirectory() as folder:

@@ -21,8 +21,8 @@ from benchmarks.gpu.kernels import profiled
 from benchmarks.gpu.record import Record, Refused, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Images, Mode, Subject, compile_blocks
-from corp_deploy import vit
-from corp_deploy.attention import Geometry
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.head_attention import Geometry
 from perf.kept import samples
 from perf.module_runner import DTYPES
 from perf.runs import Block

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
-from corp_deploy import vit
-from corp_deploy.attention import Geometry
-from corp_deploy.choices import aligned_width
-from corp_deploy.model_cost import macs
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.model_cost import macs
+from corp_deploy.reduction.method import aligned_width
 from perf.module_runner import DTYPES, Precision
 
 LAYER_SCALE = 0.3

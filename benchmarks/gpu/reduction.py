@@ -5,7 +5,7 @@ from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from calib.collect import Collector
-from corp_deploy import vit
+from corp_deploy.families import timm_vit as vit
 
 SPARSITY = 0.5
 
@@ -16,9 +16,9 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     On a GPU the sums are put there site by site, which is counted. On a CPU the seconds of the blocks timed are scaled
     to all of them.
     """
-    from corp_deploy.choices import choices_from_preset
-    from corp_deploy.inputs import lineage_of_model
-    from corp_deploy.reduce import reduce, uniform_widths
+    from corp_deploy.reduction.method import choices_from_preset
+    from corp_deploy.reduction.model import reduce, uniform_widths
+    from corp_deploy.store.inputs import lineage_of_model
 
     size, device = sizes(setting), setting.device
     model = models.dense(name, setting)

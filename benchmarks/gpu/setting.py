@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.procedural_images import CLASSES
-from corp_deploy.attention import Geometry
+from corp_deploy.families.head_attention import Geometry
 from perf.module_runner import Precision
 
 MODELS = {

@@ -13,12 +13,12 @@ from benchmarks.gpu.record import NotYet, Row, reason_of
 from benchmarks.gpu.setting import Setting
 from calib.collect import collect
 from calib.moments import Moments
-from corp_deploy import vit
-from corp_deploy.budget import eliminations
-from corp_deploy.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.choices import Choices
-from corp_deploy.inputs import lineage_of_model, model_digest
-from corp_deploy.obs import Elimination
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.planning.budget import eliminations
+from corp_deploy.reduction.method import Choices
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import lineage_of_model, model_digest
 from perf.accuracy import wilson
 
 Loop = Literal["open", "closed"]

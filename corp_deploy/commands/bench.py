@@ -5,9 +5,10 @@ from pathlib import Path
 
 import click
 
-from ..console import Output, output_options
-from ..option_table import BENCH
-from ..quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
+from corp_deploy.invocation.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
+from corp_deploy.invocation.table import BENCH
+from corp_deploy.views.console import Output, output_options
+
 from .numbers import Number
 from .options import ANY_PATH, BATCHES, FILE, given_options
 
@@ -105,12 +106,11 @@ def bench(
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
+    from corp_deploy.files import replacing
+    from corp_deploy.proof.speed import Running, measure
+    from corp_deploy.views.speed import best_batch, speed_record, speed_table
     from perf.runs import save_bench
     from perf.timing import Plan
-
-    from ..files import replacing
-    from ..side_by_side import Running, measure
-    from ..speed_table import best_batch, speed_record, speed_table
 
     running = Running(**{name: value for name, value in given_options().items() if name in BENCH.options})
     plan = Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)

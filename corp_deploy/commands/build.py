@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..console import Output, output_options
-from ..option_table import AUDIT, BUILD
-from ..quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
+from corp_deploy.invocation.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
+from corp_deploy.invocation.table import AUDIT, BUILD
+from corp_deploy.views.console import Output, output_options
+
 from .numbers import Number, Profile
 from .options import FILE, given_options
 
@@ -97,11 +98,10 @@ def build(
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
+    from corp_deploy.views.engine import engine_table, write_whole_engine
     from export.choices import BuildChoices
     from export.engine import build_engine
     from export.ort_artifact import build_ort_artifact
-
-    from ..engines import engine_table, write_whole_engine
 
     way = f"{backend}-{device}" if backend == "onnxruntime" else backend
     BUILD.refuse([("", way)], given_options())
@@ -158,10 +158,9 @@ def audit(
 
     Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
     """
+    from corp_deploy.files import write_text
+    from corp_deploy.views.engine import audit_table
     from export.audit import audit_fusion, audit_to_json
-
-    from ..engines import audit_table
-    from ..files import write_text
 
     AUDIT.refuse([("", backend)], given_options())
     targets = sm if backend == "tensorrt-rtx" else ()

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..console import Output, output_options
-from ..option_table import CALIBRATE
-from ..quantities import IMAGES, SHARE_REMOVED
+from corp_deploy.invocation.quantities import IMAGES, SHARE_REMOVED
+from corp_deploy.invocation.table import CALIBRATE
+from corp_deploy.views.console import Output, output_options
+
 from .numbers import Alignment, Number, Numbers
 from .options import (
     FILE,
@@ -127,11 +128,11 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from ..calibrating import Asked, Restriction, Running, write_moments
-    from ..calibration import Wanted, line_of_moments, ranks_of_this_run, reference_of_summary
-    from ..files import write_json
-    from ..inputs import images_for_model, require_device
-    from ..preprocessing_view import preprocessing_line, preprocessing_record
+    from corp_deploy.files import write_json
+    from corp_deploy.reduction.calibrate import Wanted, line_of_moments, ranks_of_this_run, reference_of_summary
+    from corp_deploy.reduction.calibrating import Asked, Restriction, Running, write_moments
+    from corp_deploy.store.inputs import images_for_model, require_device
+    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
 
     CALIBRATE.refuse([("", device)], given_options())
     require_device(device)

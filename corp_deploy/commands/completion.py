@@ -27,7 +27,7 @@ def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> N
     """The versions that a result depends on, read from the packages' metadata without importing them."""
     if not value or ctx.resilient_parsing:
         return
-    from ..machine import versions
+    from corp_deploy.machine import versions
 
     click.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
     ctx.exit()

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from ..console import Output, output_options
+from corp_deploy.views.console import Output, output_options
+
 from .options import DIRECTORY
 
 
@@ -16,8 +17,8 @@ def demo(output: Path, out: Output) -> None:
 
     Example: corp-deploy demo -o demo-out
     """
-    from ..demo import STEPS, run_demo
-    from ..demo_view import demo_record, demo_tables
+    from corp_deploy.demo.run import STEPS, run_demo
+    from corp_deploy.demo.table import demo_record, demo_tables
 
     with out.progress("demo", len(STEPS), unit="steps") as step:
         found = run_demo(output, said=out.note, step=step)

@@ -2,7 +2,7 @@
 
 import click
 
-from ..console import Output, output_options
+from corp_deploy.views.console import Output, output_options
 
 
 @click.command()
@@ -15,7 +15,7 @@ def doctor(out: Output) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..machine import record
+    from corp_deploy.machine import record
 
     found = record()
     table = Table("what", "found", "its lack disables")

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.invocation.quantities import OPSET
+from corp_deploy.invocation.table import EXPORT, EXPORT_HEADS
+from corp_deploy.views.console import Output, output_options
 from perf.quantity import BATCH
 
-from ..console import Output, output_options
-from ..option_table import EXPORT, EXPORT_HEADS
-from ..quantities import OPSET
 from .numbers import Number
 from .options import ANY_PATH, FILE, ModelChoice, Words, given_options, model_options, samples_option, seed_option
 
 if TYPE_CHECKING:
-    from ..attention import Geometry
-    from ..checkpoint import Checkpoint
+    from corp_deploy.families.head_attention import Geometry
+    from corp_deploy.store.checkpoint import Checkpoint
 
 
 @click.command("export")
@@ -75,9 +75,9 @@ def export_command(
 
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
-    from .. import vit
-    from ..files import sha256_of_file
-    from ..graphs import export_checkpoint, facts_of_onnx, paths_by_precision
+    from corp_deploy.families import timm_vit as vit
+    from corp_deploy.files import sha256_of_file
+    from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx, paths_by_precision
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load(out)
@@ -127,7 +127,7 @@ def _refuse_mixed_options(
 
 def _without_mixed(paths: "dict[str, Path]", output: Path) -> "dict[str, Path]":
     """The same with an fp16 graph in place of the mixed one, which has nothing to keep."""
-    from ..graphs import paths_by_precision
+    from corp_deploy.store.onnx_file import paths_by_precision
 
     if len(paths) == 1:
         return {"fp16": output}
@@ -143,10 +143,10 @@ def _kept(
     opset: int | None,
     heads: "Geometry | None",
 ) -> tuple[str, ...]:
-    from ..chain import given_from_images
-    from ..dense_model import model_of_directory
-    from ..inputs import images_for_model
-    from ..mixed import sites_to_keep
+    from corp_deploy.proof.chain import given_from_images
+    from corp_deploy.proof.mixed_precision import sites_to_keep
+    from corp_deploy.store.dense_model import model_of_directory
+    from corp_deploy.store.inputs import images_for_model
 
     source = images_for_model(checkpoint.model, images, samples=samples, seed=seed)
     yardstick = checkpoint if dense is None else model_of_directory(Path(dense))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from ..console import Output, output_options
+from corp_deploy.views.console import Output, output_options
+
 from .options import DIRECTORY, FILE
 
 RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
@@ -41,11 +42,7 @@ def gate(
     """
     import json
 
-    from perf.gate import Gate
-    from perf.rule import rule_from_text
-
-    from ..baseline import Baseline
-    from ..gating import (
+    from corp_deploy.proof.gate import (
         evidence_of_files,
         gate_as_json,
         gate_table,
@@ -55,6 +52,9 @@ def gate(
         write_gate,
         write_tracking,
     )
+    from corp_deploy.release.baseline import Baseline
+    from perf.gate import Gate
+    from perf.rule import rule_from_text
 
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
@@ -90,11 +90,10 @@ def compare(before: Path, after: Path, out: Output) -> None:
 
     Example: corp-deploy compare last-week.json bench.json
     """
+    from corp_deploy.proof.gate import comparison_as_json
     from perf.compare import compare as compare_records
     from perf.compare import markdown_from_comparison
     from perf.runs import load_bench
-
-    from ..gating import comparison_as_json
 
     found = compare_records(load_bench(before), load_bench(after))
     out.result(comparison_as_json(found), markdown_from_comparison(found))

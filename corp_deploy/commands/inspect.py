@@ -2,7 +2,8 @@
 
 import click
 
-from ..console import Output, output_options
+from corp_deploy.views.console import Output, output_options
+
 from .options import ModelChoice, model_options
 
 
@@ -16,8 +17,8 @@ def inspect(model: ModelChoice, out: Output) -> None:
     """
     from rich.table import Table
 
-    from ..inspection import inspection_of_model
-    from ..preprocessing_view import preprocessing_line, preprocessing_record
+    from corp_deploy.families.inspection import inspection_of_model
+    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
 
     checkpoint = model.load(out)
     found = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from ..console import Output, output_options
-from ..quantities import THREADS
+from corp_deploy.invocation.quantities import THREADS
+from corp_deploy.views.console import Output, output_options
+
 from .numbers import Alignment, Number
 from .options import BATCHES, DIRECTORY, ModelChoice, model_options
 
@@ -43,8 +44,8 @@ def latency_table(
     """
     from rich.table import Table
 
-    from ..choices import choices_from_preset
-    from ..latency_grid import Where, measure_tables
+    from corp_deploy.planning.latency import Where, measure_tables
+    from corp_deploy.reduction.method import choices_from_preset
 
     choices = choices_from_preset("best", geometry=heads, align_hidden=align.get("mlp"), align_head=align.get("head"))
     where = Where(

@@ -6,10 +6,9 @@ import click
 
 import export.errors
 import perf.errors
+from corp_deploy.invocation.quantities import ALIGNMENT
 from export.choices import BatchProfile
 from perf.quantity import Count, Quantity, shown
-
-from ..quantities import ALIGNMENT
 
 
 class Number(click.ParamType[int | float]):

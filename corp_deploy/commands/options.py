@@ -10,16 +10,16 @@ import click
 from click.core import ParameterSource
 
 import perf.errors
+from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
+from corp_deploy.invocation.quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
+from corp_deploy.views.console import Output
 from perf.files import object_from_text
 from perf.quantity import BATCH, shown
 
-from ..console import Output
-from ..preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
-from ..quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
 from .numbers import Channels, Number, Numbers
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from corp_deploy.store.checkpoint import Checkpoint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,7 +86,7 @@ class ModelChoice:
 
     def load(self, out: Output) -> "Checkpoint":
         """The model, after what there is to say about its weights."""
-        from ..dense_model import load_dense
+        from corp_deploy.store.dense_model import load_dense
 
         checkpoint = load_dense(
             self.model, weights=self.weights, kwargs=self.kwargs, ema=self.ema, preprocessing=self.preprocessing

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from ..console import Output, output_options
-from ..quantities import MODEL_VERSION
+from corp_deploy.invocation.quantities import MODEL_VERSION
+from corp_deploy.views.console import Output, output_options
+
 from .numbers import Number
 from .options import DIRECTORY, FILE
 
@@ -27,9 +28,8 @@ def package(
 
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
+    from corp_deploy.release.serving import package_of_directory
     from export.triton import write_repository
-
-    from ..packaging import package_of_directory
 
     what, notes = package_of_directory(directory, name=name, version=model_version, labels=labels, server=server)
     written = write_repository(what, output)

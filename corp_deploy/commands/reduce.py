@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.invocation.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
+from corp_deploy.invocation.table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
+from corp_deploy.views.console import Output, output_options
 from perf.quantity import BATCH
 
-from ..choices import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
-from ..console import Output, output_options
-from ..option_table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
-from ..passes import BUDGET, CLOSED_LOOP, cost
-from ..quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from .numbers import Alignment, Number
 from .options import (
     ANY_PATH,
@@ -27,11 +26,12 @@ from .options import (
     seed_option,
     workers_option,
 )
+from .passes import BUDGET, CLOSED_LOOP, cost
 
 if TYPE_CHECKING:
-    from ..choices import Choices, LoopName
-    from ..planning import Budget
-    from ..read_tokens import Reads
+    from corp_deploy.planning.plan import Budget
+    from corp_deploy.reduction.method import Choices, LoopName
+    from corp_deploy.reduction.read_tokens import Reads
 
 
 class Ranking(click.ParamType[dict[str, str]]):
@@ -56,8 +56,8 @@ class Ranking(click.ParamType[dict[str, str]]):
 def _budget(
     shares: dict[str, float | None], mlp: float | None, attn: float | None, tables: Path | None, batch: int | None
 ) -> "Budget | None":
-    from ..latency_grid import Where
-    from ..planning import Budget
+    from corp_deploy.planning.latency import Where
+    from corp_deploy.planning.plan import Budget
 
     given = {currency: share for currency, share in shares.items() if share is not None}
     if len(given) > 1:
@@ -91,7 +91,7 @@ def choices_from_options(
     select: Mapping[str, str] = MappingProxyType({}),
 ) -> "Choices":
     """The preset with what was asked for; a combination that makes no sense is a usage error."""
-    from ..choices import choices_from_preset
+    from corp_deploy.reduction.method import choices_from_preset
 
     try:
         return choices_from_preset(
@@ -237,12 +237,11 @@ def reduce_command(
     moments.safetensors --mlp 0.5 --attn 0.5 -o reduced
     """
     from calib.store import load as load_moments
-
-    from ..checkpoint import on_device
-    from ..inputs import images_for_model, require_device
-    from ..planning import Asked
-    from ..reducing import measured_speedup, record_of_reduction, reduce_checkpoint
-    from ..site_view import site_table, ways_table
+    from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
+    from corp_deploy.planning.plan import Asked
+    from corp_deploy.store.checkpoint import on_device
+    from corp_deploy.store.inputs import images_for_model, require_device
+    from corp_deploy.views.reduction import site_table, ways_table
 
     PRESET.refuse([("", preset)], given_options())
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)

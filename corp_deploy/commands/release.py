@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..console import Output, output_options
+from corp_deploy.views.console import Output, output_options
+
 from .options import ANY_PATH, DIRECTORY, FILE
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..baseline import Baseline
-    from ..recipe import Recipe
-    from ..release import Released
-    from ..stages import Planned, Stage
+    from corp_deploy.release.baseline import Baseline
+    from corp_deploy.release.incremental import Planned, Stage
+    from corp_deploy.release.pipeline import Released
+    from corp_deploy.release.recipe import Recipe
 
 EXIT_MISSING = 4
 
@@ -57,8 +58,8 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
-    from ..baseline import Baseline
-    from ..recipe import load_recipe
+    from corp_deploy.release.baseline import Baseline
+    from corp_deploy.release.recipe import load_recipe
 
     if init_model is not None:
         _init(recipe, init_model, images, held_out, labels, out)
@@ -83,8 +84,8 @@ def release(
 def _init(
     recipe: Path, model: str, images: Path | None, held_out: Path | None, labels: Path | None, out: Output
 ) -> None:
-    from ..files import write_text
-    from ..recipe_text import starter
+    from corp_deploy.files import write_text
+    from corp_deploy.release.recipe_toml import starter
 
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
@@ -102,7 +103,7 @@ def _rows(planned: "Sequence[Planned]", out: Output, *notes: str) -> None:
 
 
 def _dry_run(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
-    from ..release import plan_release
+    from corp_deploy.release.pipeline import plan_release
 
     planned = plan_release(recipe, output, baseline)
     open_stages = sum(row.state != "cached" for row in planned)
@@ -110,7 +111,7 @@ def _dry_run(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) 
 
 
 def _plan_only(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
-    from ..release import write_script
+    from corp_deploy.release.pipeline import write_script
 
     script, planned = write_script(recipe, output, baseline)
     if not planned:
@@ -125,7 +126,7 @@ def _told(out: Output) -> Callable[["Stage", str], None]:
 
 def _say_of_weights(made: Sequence[str], output: Path, out: Output) -> None:
     """Which weights the dense model was just given and what was left out or changed, as every other command says."""
-    from ..files import read_json
+    from corp_deploy.files import read_json
 
     if "dense" in made:
         lineage = read_json(output / "dense" / "config.json", kind="corp-deploy/model")["lineage"]
@@ -134,7 +135,7 @@ def _say_of_weights(made: Sequence[str], output: Path, out: Output) -> None:
 
 
 def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
-    from ..release import run_only
+    from corp_deploy.release.pipeline import run_only
 
     outcome = run_only(recipe, output, names, baseline, told=_told(out))
     _say_of_weights(outcome.made, output, out)
@@ -143,7 +144,7 @@ def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Basel
 
 
 def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
-    from ..release import release as make_release
+    from corp_deploy.release.pipeline import release as make_release
 
     done = make_release(recipe, output, baseline, told=_told(out))
     outcome = done.outcome
@@ -174,7 +175,7 @@ def _summary(done: "Released") -> str:
 def _gate_rows(output: Path) -> "list[Table]":
     from rich.table import Table
 
-    from ..files import read_json
+    from corp_deploy.files import read_json
 
     table = Table("fails if", "verdict", "why")
     for row in read_json(output / "gate.json", kind="gate")["rules"]:
@@ -191,7 +192,7 @@ def check(ctx: click.Context, directory: Path, out: Output) -> None:
 
     Example: corp-deploy check release
     """
-    from ..release_check import check as check_release
+    from corp_deploy.release.check import check as check_release
 
     found = check_release(directory)
     replayed = "samples replayed" if found.graphs_replayed else "samples not replayed, as files differ"

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ..invocation import Invocation, Pairs
+from corp_deploy.invocation.call import Invocation, Pairs
+
 from .numbers import Alignment
 from .options import given_options
 

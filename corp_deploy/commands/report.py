@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from ..console import Output, output_options
+from corp_deploy.views.console import Output, output_options
+
 from .options import DIRECTORY, FILE
 
 
@@ -18,10 +19,9 @@ def report(directory: Path, output: Path, title: str | None, out: Output) -> Non
 
     Example: corp-deploy report release -o release/report.html
     """
+    from corp_deploy.files import write_text
+    from corp_deploy.proof.report_input import record_of_directory
     from perf.report import csv, html, junit, markdown
-
-    from ..files import write_text
-    from ..records import record_of_directory
 
     writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
     if output.suffix not in writers:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..choices import PRESETS
-from ..console import Output, output_options
-from ..option_table import ATTENTION, PRESET
-from ..quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
+from corp_deploy.invocation.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
+from corp_deploy.invocation.table import ATTENTION, PRESET
+from corp_deploy.reduction.method import PRESETS
+from corp_deploy.views.console import Output, output_options
+
 from .numbers import Alignment, Number, Numbers
 from .options import (
     ANY_PATH,
@@ -27,7 +28,7 @@ from .options import (
 from .reduce import choices_from_options
 
 if TYPE_CHECKING:
-    from ..sweep import Trial
+    from corp_deploy.planning.sweep import Trial
 
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
 
@@ -117,12 +118,11 @@ def sweep(
     import torch
 
     from calib.store import load
-
-    from ..files import write_json, write_text
-    from ..inputs import images_for_model, labels_from_path
-    from ..sweep import Scored, Wanted, logits, record_of_sweep, smallest_that_agrees
-    from ..sweep import sweep as sweep_of
-    from ..sweep_view import csv_of_sweep, sweep_plot, sweep_table
+    from corp_deploy.files import write_json, write_text
+    from corp_deploy.planning.sweep import Scored, Wanted, logits, record_of_sweep, smallest_that_agrees
+    from corp_deploy.planning.sweep import sweep as sweep_of
+    from corp_deploy.store.inputs import images_for_model, labels_from_path
+    from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
 
     mlp, attn = parts != "attn", parts != "mlp"
     touching = [name for name in preset if attn and PRESET.ways[name].takes("attn", attn)]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
+from corp_deploy.invocation.quantities import ERROR, FACTOR, SHARE
+from corp_deploy.invocation.table import VERIFY
+from corp_deploy.views.console import Output, output_options
 from perf.quantity import BATCH
 
-from ..console import Output, output_options
-from ..option_table import VERIFY
-from ..quantities import ERROR, FACTOR, SHARE
 from .numbers import Number
 from .options import (
     ANY_PATH,
@@ -83,11 +83,10 @@ def verify(
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
     from calib.store import load as load_moments
-
-    from ..candidates import candidate_from_path
-    from ..chain import Limits, given_from_images, prove, random_inputs
-    from ..inputs import images_for_model, labels_from_path
-    from ..proofs import EXIT_CODES, parity_table, save_proof
+    from corp_deploy.proof.candidates import candidate_from_path
+    from corp_deploy.proof.chain import Limits, given_from_images, prove, random_inputs
+    from corp_deploy.proof.record import EXIT_CODES, parity_table, save_proof
+    from corp_deploy.store.inputs import images_for_model, labels_from_path
 
     if output.suffix == ".npz":
         raise click.BadParameter(f"{output}: the per-image figures go there; expected .json", param_hint="--output")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from corp_deploy.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
+from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
 from examples.digits.images import IMAGE_SIZE, MEAN, STD, load
 
 SEED = 0

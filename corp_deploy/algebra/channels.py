@@ -1,0 +1,144 @@
+"""What the second linear layer of an MLP becomes when some of its inputs are gone: five closed forms.
+
+Each takes the moments of the input x, the layer y = W x + b and the kept channels, and returns the new layer with its
+error on the calibration distribution, computed exactly from the moments (CORP, eq. 52-54 and 63-65).
+
+Legend: F channels, K kept, P pruned, O outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .output_error import variance
+from .quadratic import Solved, solve_ridge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpRecovery:
+    """The new layer y' = weight x_K + bias.
+
+    residual: E||y - y'||^2; residual_uncompensated: the same if the channels were just dropped (eq. 63);
+    r2: share of the variance of what was dropped that the kept channels explain (eq. 65); condition, ridge: of the
+    solve, 1 and 0 where there is none.
+    """
+
+    weight_OK: Tensor
+    bias_O: Tensor
+    residual: float
+    residual_uncompensated: float
+    r2: float
+    condition: float
+    ridge: float
+
+    def __post_init__(self) -> None:
+        assert self.residual >= 0.0, self.residual
+        assert self.weight_OK.shape[0] == self.bias_O.shape[0], (self.weight_OK.shape, self.bias_O.shape)
+
+
+def _pruned(kept_K: Tensor, channels: int) -> Tensor:
+    mask_F = torch.ones(channels, dtype=torch.bool, device=kept_K.device)
+    mask_F[kept_K] = False
+    return mask_F.nonzero().squeeze(1)
+
+
+def _judged(
+    mean_F: Tensor,
+    second_FF: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor,
+    kept_K: Tensor,
+    new_weight_OK: Tensor,
+    new_bias_O: Tensor,
+    solved: Solved | None,
+) -> MlpRecovery:
+    """Put the exact errors beside the new layer; see output_error."""
+    covariance_FF = second_FF - torch.outer(mean_F, mean_F)
+    pruned_P = _pruned(kept_K, mean_F.numel())
+    dropped_OP, mean_P = weight_OF[:, pruned_P], mean_F[pruned_P]
+    dropped_variance = variance(dropped_OP, covariance_FF[pruned_P[:, None], pruned_P])
+    change_OF = weight_OF.clone()
+    change_OF[:, kept_K] -= new_weight_OK
+    left_variance = variance(change_OF, covariance_FF)
+    shift_O = change_OF @ mean_F + bias_O - new_bias_O
+    return MlpRecovery(
+        weight_OK=new_weight_OK,
+        bias_O=new_bias_O,
+        residual=left_variance + float(shift_O.square().sum()),
+        residual_uncompensated=dropped_variance + float((dropped_OP @ mean_P).square().sum()),
+        r2=1.0 - left_variance / dropped_variance if dropped_variance > 0.0 else 1.0,
+        condition=1.0 if solved is None else solved.condition,
+        ridge=0.0 if solved is None else solved.ridge,
+    )
+
+
+def _bias_or_zero(bias_O: Tensor | None, weight_OF: Tensor) -> Tensor:
+    return weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O
+
+
+def none(
+    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+) -> MlpRecovery:
+    """Drop the columns and nothing else. `ridge_rel` has no part in it."""
+    old_O = _bias_or_zero(bias_O, weight_OF)
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], old_O.clone(), None)
+
+
+def bias(
+    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+) -> MlpRecovery:
+    """b' = b + W_P mu_P (FLAP, variance-based pruning). `ridge_rel` has no part in it."""
+    old_O = _bias_or_zero(bias_O, weight_OF)
+    pruned_P = _pruned(kept_K, mean_F.numel())
+    new_O = old_O + weight_OF[:, pruned_P] @ mean_F[pruned_P]
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], new_O, None)
+
+
+def gram(
+    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+) -> MlpRecovery:
+    """W' = W B, x ~ B x_K, B = G_:K (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL, 3.1).
+
+    ridge = ridge_rel * mean diagonal of G_KK. The kept channels go through it too, as published, so that a large one
+    shrinks the layer and can lose to dropping.
+    """
+    old_O = _bias_or_zero(bias_O, weight_OF)
+    cross_OK = weight_OF @ second_FF[:, kept_K]
+    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, solved.solution_OK, old_O.clone(), solved)
+
+
+def affine_v1(
+    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+) -> MlpRecovery:
+    """CORP's first version, eq. 9-11: `affine` with uncentred moments, B = G_PK (G_KK + ridge I)^-1, c = mu_P - B mu_K.
+
+    ridge = ridge_rel * mean diagonal of G_KK. B is not the best one for that c, so it can lose to `bias`.
+    """
+    old_O = _bias_or_zero(bias_O, weight_OF)
+    pruned_P = _pruned(kept_K, mean_F.numel())
+    dropped_OP = weight_OF[:, pruned_P]
+    cross_OK = dropped_OP @ second_FF[pruned_P[:, None], kept_K]
+    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)  # W_P B
+    new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_F[kept_K]
+    new_OK = weight_OF[:, kept_K] + solved.solution_OK
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
+
+
+def affine(
+    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+) -> MlpRecovery:
+    """x_P ~ B x_K + c with B = C_PK (C_KK + ridge I)^-1, c = mu_P - B mu_K, folded: W' = W_K + W_P B, b' = b + W_P c.
+
+    CORP, eq. 9, 50 and 51. ridge = ridge_rel * mean diagonal of C_KK.
+    """
+    old_O = _bias_or_zero(bias_O, weight_OF)
+    pruned_P = _pruned(kept_K, mean_F.numel())
+    dropped_OP, mean_K = weight_OF[:, pruned_P], mean_F[kept_K]
+    cross_PK = second_FF[pruned_P[:, None], kept_K] - torch.outer(mean_F[pruned_P], mean_K)
+    covariance_KK = second_FF[kept_K[:, None], kept_K] - torch.outer(mean_K, mean_K)
+    solved = solve_ridge(dropped_OP @ cross_PK, covariance_KK, ridge_rel=ridge_rel)  # W_P B, without forming B
+    new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_K
+    new_OK = weight_OF[:, kept_K] + solved.solution_OK
+    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)

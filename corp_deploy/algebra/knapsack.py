@@ -1,0 +1,113 @@
+"""Which width every site gets under one budget: the multiple-choice knapsack, solved exactly.
+
+Partial choices are kept as a frontier of (cost, error) that no other one beats in both. A price on cost bounds it: at
+that price the best completion of a partial choice is known at once, and a partial choice whose bound lies above a
+feasible solution already in hand cannot be part of the best. Any price gives a valid bound (Lagrange); the one at
+which the budget is just met gives a sharp one.
+
+Legend: N choices of a site, S partial choices.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from corp_deploy.errors import BadInput
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """One site's widths with the cost of each (any unit, the budget's) and its error, already weighted."""
+
+    site: str
+    widths: tuple[int, ...]
+    costs: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.widths) == len(self.costs) == len(self.errors) > 0, self
+        numbers = (*self.costs, *self.errors)
+        assert all(np.isfinite(numbers)), self
+        assert min(numbers) >= 0.0, self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The width of every site, and what they cost and lose together."""
+
+    widths: Mapping[str, int]
+    cost: float
+    error: float
+
+
+def _priced(sites: Sequence[Choices], price: float) -> list[int]:
+    """Every site's best choice at a price on cost, the cheaper one on a tie."""
+    return [min(range(len(s.widths)), key=lambda n: (s.errors[n] + price * s.costs[n], s.costs[n])) for s in sites]
+
+
+def _total_cost(sites: Sequence[Choices], picks: Sequence[int]) -> float:
+    return sum(site.costs[pick] for site, pick in zip(sites, picks, strict=True))
+
+
+def _total_error(sites: Sequence[Choices], picks: Sequence[int]) -> float:
+    return sum(site.errors[pick] for site, pick in zip(sites, picks, strict=True))
+
+
+def _price_of_budget(sites: Sequence[Choices], budget: float) -> float:
+    """The least price (to rounding) at which every site choosing for itself stays within the budget."""
+    if _total_cost(sites, _priced(sites, 0.0)) <= budget:
+        return 0.0
+    low, high = 0.0, 1e-30
+    while _total_cost(sites, _priced(sites, high)) > budget:
+        low, high = high, high * 16.0
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if _total_cost(sites, _priced(sites, middle)) <= budget else (middle, high)
+    return high
+
+
+def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
+    """Indices, by cost, of the partial choices that no cheaper or equally cheap one matches in error."""
+    order = np.lexsort((error_S, cost_S))
+    best_before = np.concatenate(([np.inf], np.minimum.accumulate(error_S[order])[:-1]))
+    return order[error_S[order] < best_before]
+
+
+def allocate(sites: Sequence[Choices], budget: float) -> Allocation:
+    """The widths of least total error whose total cost is at most `budget`; exact, the cheaper one on a tie.
+
+    Raises BadInput when even the cheapest choices cost more than the budget.
+    """
+    least = sum(min(site.costs) for site in sites)
+    if least > budget * (1.0 + 1e-12):
+        raise BadInput(f"budget {budget:g} is less than the {least:g} that the narrowest widths cost; raise the budget")
+    limit = max(budget, least) * (1.0 + 1e-12)
+    price = _price_of_budget(sites, limit)
+    ceiling = _total_error(sites, _priced(sites, price))
+    slack = 1e-9 * ceiling + 1e-14 * len(sites) * price * limit  # rounding of the bound below
+    rest_bound = [min(e + price * c for e, c in zip(s.errors, s.costs, strict=True)) for s in sites]
+    rest_cost = [min(s.costs) for s in sites]
+
+    cost_S: Array = np.zeros(1)
+    error_S: Array = np.zeros(1)
+    trail: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    for position, site in enumerate(sites):
+        grown_cost: Array = np.add.outer(cost_S, np.asarray(site.costs)).ravel()
+        grown_error: Array = np.add.outer(error_S, np.asarray(site.errors)).ravel()
+        bound = grown_error + price * (grown_cost - limit) + sum(rest_bound[position + 1 :])
+        possible = np.flatnonzero((grown_cost + sum(rest_cost[position + 1 :]) <= limit) & (bound <= ceiling + slack))
+        stay = possible[_frontier(grown_cost[possible], grown_error[possible])]
+        trail.append(np.divmod(stay, len(site.widths)))
+        cost_S, error_S = grown_cost[stay], grown_error[stay]
+
+    state = int(error_S.argmin())
+    cost, error = float(cost_S[state]), float(error_S[state])
+    widths: dict[str, int] = {}
+    for site, (parent, pick) in zip(reversed(sites), reversed(trail), strict=True):
+        widths[site.site] = site.widths[int(pick[state])]
+        state = int(parent[state])
+    return Allocation(widths={site.site: widths[site.site] for site in sites}, cost=cost, error=error)

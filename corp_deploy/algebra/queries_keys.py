@@ -1,0 +1,231 @@
+"""What queries and keys become at a smaller head width: four closed forms.
+
+Each returns, per head, the maps that q and k go through (weights and biases with them); the softmax scale stays that of
+the dense head. With E = I - q_map' k_map the logits lose Q E K', and a recovery is judged on what it minimises:
+
+* `per-image`: sum over images of ||Q_b E K_b'||_F^2, exact, from the summed products of images (CORP, eq. 14-17);
+* `aggregated`: tr(S_q E S_k E'), from second moments over all tokens.
+
+Legend: H heads, D dimensions of a head, R reduced dimensions.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .image_system import ImageSystem, logit_system, lost_per_image
+from .quadratic import solve_ridge
+from .scores import kept_from_scores
+
+Objective = Literal["per-image", "aggregated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkRecovery:
+    """New q = q_map q, new k = k_map k, per head.
+
+    residual_H: `objective` at the result; residual_uncompensated_H: the same with nothing fitted;
+    r2: 1 - their ratio, summed over heads (eq. 93); condition: the worst head's; ridge: the largest head's.
+    """
+
+    q_map_HRD: Tensor
+    k_map_HRD: Tensor
+    objective: Objective
+    residual_H: Tensor
+    residual_uncompensated_H: Tensor
+    r2: float
+    condition: float
+    ridge: float
+
+    def __post_init__(self) -> None:
+        assert self.q_map_HRD.shape == self.k_map_HRD.shape, (self.q_map_HRD.shape, self.k_map_HRD.shape)
+        assert bool((self.residual_H >= 0.0).all()), self.residual_H
+
+
+def _explained(residual_H: Tensor, uncompensated_H: Tensor) -> float:
+    total = float(uncompensated_H.sum())
+    return 1.0 - float(residual_H.sum()) / total if total > 0.0 else 1.0
+
+
+def _selection(kept_HR: Tensor, head_dim: int) -> Tensor:
+    return torch.nn.functional.one_hot(kept_HR, head_dim).to(torch.float64)
+
+
+def _identity(like_HDD: Tensor) -> Tensor:
+    return torch.eye(like_HDD.shape[-1], dtype=torch.float64, device=like_HDD.device)
+
+
+def _lost(q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """E = I - q_map' k_map."""
+    return _identity(q_map_HRD) - q_map_HRD.mT @ k_map_HRD
+
+
+def residual_aggregated(q_second_HDD: Tensor, k_second_HDD: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """tr(S_q E S_k E') per head: any maps on the aggregated objective."""
+    lost_HDD = _lost(q_map_HRD, k_map_HRD)
+    return ((q_second_HDD @ lost_HDD @ k_second_HDD) * lost_HDD).sum(dim=(1, 2)).clamp_min(0.0)
+
+
+def residual_per_image(system: ImageSystem, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """Sum over images of ||Q_b E K_b'||_F^2 per head: any maps that the system covers, on the per-image objective."""
+    assert system.covers(q_map_HRD), system.covered_HS
+    assert system.covers(k_map_HRD), system.covered_HS
+    return lost_per_image(system, _lost(q_map_HRD, k_map_HRD))
+
+
+def select(
+    kept_HR: Tensor,
+    *,
+    q_second_HDD: Tensor,
+    k_second_HDD: Tensor,
+    system: ImageSystem | None = None,
+) -> QkRecovery:
+    """Keep those dimensions as they are. Judged per image where the system is given, else on the second moments."""
+    map_HRD = _selection(kept_HR, q_second_HDD.shape[-1])
+    if system is None:
+        residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
+    else:
+        residual_H = residual_per_image(system, map_HRD, map_HRD)
+    return QkRecovery(
+        q_map_HRD=map_HRD,
+        k_map_HRD=map_HRD,
+        objective="aggregated" if system is None else "per-image",
+        residual_H=residual_H,
+        residual_uncompensated_H=residual_H.clone(),
+        r2=0.0,
+        condition=1.0,
+        ridge=0.0,
+    )
+
+
+def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """I + M = U S V': q_map = (U S^1/2)' on the kept rows, k_map = (V S^1/2)' (eq. 16)."""
+    u_HRR, s_HR, vt_HRR = torch.linalg.svd(_identity(m_HRR) + m_HRR)
+    root_HR1 = s_HR.sqrt().unsqueeze(-1)
+    rows_HRD = _selection(kept_HR, head_dim)
+    return (root_HR1 * u_HRR.mT) @ rows_HRD, (root_HR1 * vt_HRR) @ rows_HRD
+
+
+def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
+    """CORP, eq. 14-16: the missing logits of every image ~ Q_S M K_S', I + M folded by its SVD, not symmetrised.
+
+    ridge = ridge_rel * mean diagonal of G. The residual is eq. 81, on the per-image objective.
+    """
+    ms, residuals, missing, conditions, ridges = [], [], [], [], []
+    for head, kept_R in enumerate(kept_HR):
+        of_head = logit_system(system, head, kept_R)
+        solved = solve_ridge(of_head.cross.unsqueeze(0), of_head.gram, ridge_rel=ridge_rel)
+        m = solved.solution_OK.squeeze(0)
+        residuals.append(max(of_head.missing - 2.0 * float(m @ of_head.cross) + float(m @ (of_head.gram @ m)), 0.0))
+        ms.append(m.view(kept_R.numel(), kept_R.numel()).T)
+        missing.append(of_head.missing)
+        conditions.append(solved.condition)
+        ridges.append(solved.ridge)
+    residual_H = system.energy_H.new_tensor(residuals)
+    uncompensated_H = system.energy_H.new_tensor(missing)
+    q_map_HRD, k_map_HRD = _folded(torch.stack(ms), kept_HR, system.head_dim)
+    return QkRecovery(
+        q_map_HRD=q_map_HRD,
+        k_map_HRD=k_map_HRD,
+        objective="per-image",
+        residual_H=residual_H,
+        residual_uncompensated_H=uncompensated_H,
+        r2=_explained(residual_H, uncompensated_H),
+        condition=max(conditions),
+        ridge=max(ridges),
+    )
+
+
+def _block(matrix_HDD: Tensor, rows_HRD: Tensor, columns_HRD: Tensor) -> Tensor:
+    return rows_HRD @ matrix_HDD @ columns_HRD.mT
+
+
+def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
+    """CORP's first version: one equation on summed Grams, S_q,SS M S_k,SS + ridge M = S_q,SP S_k,PS, by two eigenbases.
+
+    ridge = ridge_rel * mean diagonal of S_k,SS (x) S_q,SS. Directions in which that product and the ridge both vanish
+    are left out of M.
+    """
+    head_dim = q_second_HDD.shape[-1]
+    rows_HRD = _selection(kept_HR, head_dim)
+    pruned_HDD = _identity(rows_HRD) - rows_HRD.mT @ rows_HRD
+    q_HRR, k_HRR = _block(q_second_HDD, rows_HRD, rows_HRD), _block(k_second_HDD, rows_HRD, rows_HRD)
+    cross_HRR = rows_HRD @ q_second_HDD @ pruned_HDD @ k_second_HDD @ rows_HRD.mT
+    q_value_HR, q_basis_HRR = torch.linalg.eigh(q_HRR)
+    k_value_HR, k_basis_HRR = torch.linalg.eigh(k_HRR)
+    ridge_H = ridge_rel * q_HRR.diagonal(dim1=1, dim2=2).mean(1) * k_HRR.diagonal(dim1=1, dim2=2).mean(1)
+    values_HRR = (
+        q_value_HR.clamp_min(0.0).unsqueeze(2) * k_value_HR.clamp_min(0.0).unsqueeze(1) + ridge_H[:, None, None]
+    )
+    largest_H11 = values_HRR.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    inverse_HRR = torch.where(values_HRR > 1e-14 * largest_H11, 1.0 / values_HRR, 0.0)
+    m_HRR = q_basis_HRR @ ((q_basis_HRR.mT @ cross_HRR @ k_basis_HRR) * inverse_HRR) @ k_basis_HRR.mT
+    q_map_HRD, k_map_HRD = _folded(m_HRR, kept_HR, head_dim)
+    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map_HRD, k_map_HRD)
+    uncompensated_H = residual_aggregated(q_second_HDD, k_second_HDD, rows_HRD, rows_HRD)
+    smallest_H = values_HRR.amin(dim=(1, 2)).clamp_min(torch.finfo(torch.float64).eps * largest_H11.flatten())
+    return QkRecovery(
+        q_map_HRD=q_map_HRD,
+        k_map_HRD=k_map_HRD,
+        objective="aggregated",
+        residual_H=residual_H,
+        residual_uncompensated_H=uncompensated_H,
+        r2=_explained(residual_H, uncompensated_H),
+        condition=float((largest_H11.flatten() / smallest_H).max()),
+        ridge=float(ridge_H.max()),
+    )
+
+
+def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor]:
+    """S^1/2, S^-1/2 and the largest over the smallest eigenvalue, none below floor_rel * the mean one."""
+    value_HD, basis_HDD = torch.linalg.eigh(second_HDD)
+    floor_H1 = (floor_rel * value_HD.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
+    root_HD = torch.maximum(value_HD, floor_H1).sqrt()
+    root_HDD = (basis_HDD * root_HD.unsqueeze(1)) @ basis_HDD.mT
+    inverse_HDD = (basis_HDD / root_HD.unsqueeze(1)) @ basis_HDD.mT
+    return root_HDD, inverse_HDD, (root_HD[:, -1] / root_HD[:, 0]).square()
+
+
+def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel: float = 1e-6) -> QkRecovery:
+    """The best maps of this rank on the aggregated objective, whatever dimensions they mix (Eckart-Young).
+
+    S_q^1/2 S_k^1/2 = U S V': q_map = (S_q^-1/2 U_r S_r^1/2)', k_map = (S_k^-1/2 V_r S_r^1/2)'. Give k's second
+    moment centred per image: softmax ignores what is constant along a query's row. Eigenvalues are raised to
+    floor_rel * their mean, so that directions that calibration never showed stay represented and full width gives back
+    every logit. A head that would lose more than by dropping its dimensions of least energy (possible only under that
+    floor) drops those instead; that dropping is the uncompensated case.
+    """
+    q_root_HDD, q_inverse_HDD, q_condition_H = _roots(q_second_HDD, floor_rel)
+    k_root_HDD, k_inverse_HDD, k_condition_H = _roots(k_second_HDD, floor_rel)
+    u_HDD, s_HD, vt_HDD = torch.linalg.svd(q_root_HDD @ k_root_HDD)
+    root_HR1 = s_HD[:, :width].sqrt().unsqueeze(-1)
+    q_map_HRD = root_HR1 * (u_HDD[:, :, :width].mT @ q_inverse_HDD)
+    k_map_HRD = root_HR1 * (vt_HDD[:, :width] @ k_inverse_HDD)
+    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map_HRD, k_map_HRD)
+
+    energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
+    plain_HRD = _selection(kept_from_scores(energy_HD, width), energy_HD.shape[1])
+    plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain_HRD, plain_HRD)
+    worse_H11 = (residual_H > plain_H)[:, None, None]
+    residual_H = torch.minimum(residual_H, plain_H)
+    return QkRecovery(
+        q_map_HRD=torch.where(worse_H11, plain_HRD, q_map_HRD),
+        k_map_HRD=torch.where(worse_H11, plain_HRD, k_map_HRD),
+        objective="aggregated",
+        residual_H=residual_H,
+        residual_uncompensated_H=plain_H,
+        r2=_explained(residual_H, plain_H),
+        condition=float(torch.maximum(q_condition_H, k_condition_H).max()),
+        ridge=floor_rel * float(q_second_HDD.diagonal(dim1=1, dim2=2).mean(1).max()),
+    )
+
+
+def lowrank_spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor) -> Tensor:
+    """[H, D + 1]: the aggregated objective of `lowrank` at widths 0..D, by the tails of the singular values."""
+    q_root_HDD, _, _ = _roots(q_second_HDD, 0.0)
+    k_root_HDD, _, _ = _roots(k_second_HDD, 0.0)
+    energy_HD = torch.linalg.svdvals(q_root_HDD @ k_root_HDD).square()
+    tail_HD = energy_HD.flip(1).cumsum(1).flip(1)
+    return torch.cat((tail_HD, torch.zeros_like(tail_HD[:, :1])), dim=1)

@@ -1,0 +1,187 @@
+"""What values and the output projection become at a smaller value width.
+
+The projection reads z, all heads side by side, and gives y = W z + b. Each head's slice of z may pass through a map of
+its own, folded into the value rows and their bias (attention rows sum to one, so constants pass through); W then
+reads the shorter z. Errors are exact on the calibration distribution.
+
+Legend: H heads, V dimensions of a head, C = H V, R reduced dimensions, K = H R, O outputs.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .output_error import variance
+from .quadratic import Solved, solve_ridge
+from .scores import kept_from_scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRecovery:
+    """New v = v_map v per head (rows orthonormal), new projection y' = weight [v_map z] + bias.
+
+    residual: E||y - y'||^2; residual_uncompensated: the same if as many coordinates were just dropped, those of least
+    E[z_i^2] ||W_:,i||^2 per head; r2: 1 - their ratio; condition, ridge: of the joint refit, 1 and 0 where there is
+    none.
+    """
+
+    v_map_HRV: Tensor
+    weight_OK: Tensor
+    bias_O: Tensor
+    residual: float
+    residual_uncompensated: float
+    r2: float
+    condition: float
+    ridge: float
+
+    def __post_init__(self) -> None:
+        heads, width, _ = self.v_map_HRV.shape
+        assert self.weight_OK.shape[1] == heads * width, (self.weight_OK.shape, self.v_map_HRV.shape)
+        assert self.residual >= 0.0, self.residual
+
+    @property
+    def as_dense_OC(self) -> Tensor:
+        """Values and projection together as a projection of the dense z."""
+        return self.weight_OK @ _beside(self.v_map_HRV)
+
+
+def _beside(v_map_HRV: Tensor) -> Tensor:
+    """All maps as one: [H, R, V] -> block diagonal [K, C]."""
+    out_KC: Tensor = torch.block_diag(*v_map_HRV)
+    return out_KC
+
+
+def _head_blocks(matrix_CC: Tensor, heads: int) -> Tensor:
+    """[C, C] -> the diagonal blocks [H, V, V]."""
+    head_dim = matrix_CC.shape[0] // heads
+    return matrix_CC.view(heads, head_dim, heads, head_dim).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _head_slices(weight_OC: Tensor, heads: int) -> Tensor:
+    """[O, C] -> [H, O, V]."""
+    return weight_OC.view(weight_OC.shape[0], heads, -1).transpose(0, 1)
+
+
+def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
+    """E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
+    score_C = second_CC.diagonal() * weight_OC.square().sum(dim=0)
+    kept_HR = kept_from_scores(score_C.view(heads, -1), width)
+    change_HOV = _head_slices(weight_OC, heads).clone()
+    change_HOV.scatter_(2, kept_HR.unsqueeze(1).expand(-1, weight_OC.shape[0], -1), 0.0)
+    return variance(change_HOV.transpose(0, 1).flatten(1), second_CC)
+
+
+def keep(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
+    """Everything as it is."""
+    head_dim = weight_OC.shape[1] // heads
+    return ValueRecovery(
+        v_map_HRV=torch.eye(head_dim, dtype=torch.float64, device=weight_OC.device).expand(heads, -1, -1),
+        weight_OK=weight_OC.clone(),
+        bias_O=weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O.clone(),
+        residual=0.0,
+        residual_uncompensated=0.0,
+        r2=1.0,
+        condition=1.0,
+        ridge=0.0,
+    )
+
+
+def _roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
+    """Roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
+    value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
+    floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV
+
+
+def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The best weight_HOR v_map_HRV of this rank: the SVD of the full map times its input's S^1/2, in its eigenbasis.
+
+    Maps with orthonormal rows keep the new values at the scale of the old ones, which half precision needs.
+    """
+    u_HOV, s_HV, vt_HVV = torch.linalg.svd(whitened_HOV, full_matrices=False)
+    rows_HRV = (vt_HVV[:, :width] / root_HV.unsqueeze(1)) @ basis_HVV.mT
+    q_HVR, r_HRR = torch.linalg.qr(rows_HRV.mT)
+    return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
+
+
+def _refitted(covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float) -> Solved:
+    """The weights over all heads' new values at once: a ridge toward the ones so far."""
+    map_KC = _beside(v_map_HRV)
+    spread_CK = covariance_CC @ map_KC.T
+    step = solve_ridge((weight_OC - new_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
+    return replace(step, solution_OK=new_OK + step.solution_OK)
+
+
+def _swept(
+    covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
+) -> tuple[Tensor, Tensor]:
+    """Each head in turn fitted anew to what the others leave: a reduced-rank ridge toward the map that it has."""
+    _, width, head_dim = v_map_HRV.shape
+    v_map_HRV, new_OK = v_map_HRV.clone(), new_OK.clone()
+    left_OC = weight_OC - new_OK @ _beside(v_map_HRV)
+    for head, v_map_RV in enumerate(v_map_HRV):
+        own, new = slice(head * head_dim, (head + 1) * head_dim), slice(head * width, (head + 1) * width)
+        had_OV = new_OK[:, new] @ v_map_RV
+        left_OC[:, own] += had_OV
+        moment_VV = covariance_CC[own, own].clone()
+        ridge = ridge_rel * float(moment_VV.diagonal().mean())
+        moment_VV.diagonal().add_(ridge)
+        cross_OV = left_OC @ covariance_CC[:, own] + ridge * had_OV
+        root_1V, basis_1VV = _roots(moment_VV.unsqueeze(0), 1e-12)
+        maps_1RV, cut_1OR = _cut((cross_OV @ basis_1VV) / root_1V.unsqueeze(1), root_1V, basis_1VV, width)
+        v_map_HRV[head], new_OK[:, new] = maps_1RV[0], cut_1OR[0]
+        left_OC[:, own] -= new_OK[:, new] @ v_map_HRV[head]
+    return v_map_HRV, new_OK
+
+
+def lowrank(
+    mean_C: Tensor,
+    second_CC: Tensor,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    heads: int,
+    width: int,
+    *,
+    ridge_rel: float,
+    floor_rel: float = 1e-6,
+    sweeps: int = 1,
+) -> ValueRecovery:
+    """Per head the truncated SVD of W_O,h S_z,h^1/2, the mean folded exactly into the bias, one refit over all heads.
+
+    The refit is a ridge toward the weights so far: with M all maps side by side and C the covariance of z,
+    W' + (W - W' M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. `sweeps` times, each
+    head's map is then chosen again for what the others leave over, and the refit repeated; nothing raises the error.
+    Eigenvalues of S_z,h are raised to floor_rel * their mean.
+    """
+    covariance_CC = second_CC - torch.outer(mean_C, mean_C)
+    root_HV, basis_HVV = _roots(_head_blocks(covariance_CC, heads), floor_rel)
+    whitened_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
+    v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)
+    solved = _refitted(covariance_CC, weight_OC, v_map_HRV, cut_HOR.transpose(0, 1).flatten(1), ridge_rel)
+    for _ in range(sweeps):
+        v_map_HRV, swept_OK = _swept(covariance_CC, weight_OC, v_map_HRV, solved.solution_OK, ridge_rel)
+        solved = _refitted(covariance_CC, weight_OC, v_map_HRV, swept_OK, ridge_rel)
+    new_OK = solved.solution_OK
+    change_OC = weight_OC - new_OK @ _beside(v_map_HRV)
+    old_O = weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O
+    residual, dropped = variance(change_OC, covariance_CC), _dropped(second_CC, weight_OC, heads, width)
+    return ValueRecovery(
+        v_map_HRV=v_map_HRV,
+        weight_OK=new_OK,
+        bias_O=old_O + change_OC @ mean_C,
+        residual=residual,
+        residual_uncompensated=dropped,
+        r2=1.0 - residual / dropped if dropped > 0.0 else 1.0,
+        condition=solved.condition,
+        ridge=solved.ridge,
+    )
+
+
+def lowrank_spectrum(mean_C: Tensor, second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
+    """[H, V + 1]: what each head's truncation alone loses at widths 0..V, before the joint refit."""
+    covariance_HVV = _head_blocks(second_CC - torch.outer(mean_C, mean_C), heads)
+    value_HV, basis_HVV = torch.linalg.eigh(covariance_HVV)
+    rooted_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * value_HV.clamp_min(0.0).sqrt().unsqueeze(1)
+    tail_HV = torch.linalg.svdvals(rooted_HOV).square().flip(1).cumsum(1).flip(1)
+    return torch.cat((tail_HV, torch.zeros_like(tail_HV[:, :1])), dim=1)

@@ -1,0 +1,106 @@
+"""The demo's commands as values: what it runs from, and what stands in its manifest and report."""
+
+from dataclasses import dataclass
+
+from corp_deploy.invocation.call import Invocation, Pairs
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL
+from corp_deploy.store.checkpoint import CONFIG, WEIGHTS
+
+ITSELF = Invocation(command="demo", options={"output": "."})
+SPARSITY = 0.5
+TITLE = "The digits example: dense against reduced"
+ONLY_DEMO = ("images/calibration.npz", "images/held-out.npz", "effects.json")
+MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much of the example is used: images to calibrate on (None: all) and to leave out of the fit, timing."""
+
+    samples: int | None = None
+    hold_out: int = 200
+    batches: tuple[int, ...] = (1, 8, 32)
+    time_limit: float = 8.0
+
+
+SCALE = Scale()
+
+
+def invocations(scale: Scale) -> dict[tuple[str, ...], Invocation]:
+    """Every command of the demo by the files that it makes, all in the demo's directory."""
+    calibrate = {
+        "model": "dense",
+        "images": "images/calibration.npz",
+        "samples": scale.samples,
+        "seed": 0,
+        "batch_size": 64,
+        "device": "cpu",
+        "workers": 0,
+        "max_bad": 0,
+        "attention_system": False,
+        "attn": None,
+        "hold_out": scale.hold_out,
+        "checkpoint_every": None,
+        "summary": None,
+        "output": "moments.safetensors",
+    }
+    reduce = {
+        "model": "dense",
+        "moments": "moments.safetensors",
+        "held_out": "moments.held-out.safetensors",
+        "mlp": SPARSITY,
+        "attn": SPARSITY,
+        "preset": "best",
+        "select": None,
+        "heads": "padded",
+        "closed_loop": False,
+        "allow_partial": False,
+        "align": Pairs(mlp=64, head=16),
+        "ridge": DEFAULT_RIDGE_REL,
+        "device": "cpu",
+        "output": "reduced",
+    }
+    verify = {
+        "images": "images/held-out.npz",
+        "labels": "images/held-out.npz",
+        "samples": None,
+        "seed": 0,
+        "moments": "moments.safetensors",
+        "batch": (1, 7, 32),
+        "min_agreement": 0.98,
+        "max_error": 0.05,
+        "half_factor": 4.0,
+        "output": "parity.json",
+    }
+    bench = {
+        "batch": scale.batches,
+        "images": "images/held-out.npz",
+        "time_limit": scale.time_limit,
+        "half_width": 0.01,
+        "block_ms": 25.0,
+        "min_rounds": 16,
+        "output": "bench.json",
+    }
+    graphs = {name: (f"{name}/model.onnx", f"{name}/model.fp16.onnx") for name in ("dense", "reduced")}
+    made = {
+        ("moments.safetensors", "moments.held-out.safetensors"): Invocation(command="calibrate", options=calibrate),
+        ("reduced/config.json", "reduced/model.safetensors"): Invocation(command="reduce", options=reduce),
+    }
+    for name, files in graphs.items():
+        export = {"model": name, "precision": ("fp32", "fp16"), "keep_fp32": [], "output": files[0]}
+        made[files] = Invocation(command="export", options=export)
+    chain = ("dense", "reduced", *graphs["reduced"])
+    pair = (graphs["dense"][0], graphs["reduced"][0])
+    return made | {
+        ("parity.json", "parity.npz"): Invocation(command="verify", arguments=chain, options=verify),
+        ("bench.json",): Invocation(command="bench", arguments=pair, options=bench),
+        ("report.html",): Invocation(
+            command="report", arguments=(".",), options={"title": TITLE, "output": "report.html"}
+        ),
+    }
+
+
+def made_by(scale: Scale) -> dict[str, str]:
+    """The command that makes each file; what no other command makes the demo does."""
+    made = {name: str(run) for names, run in invocations(scale).items() for name in names}
+    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(ITSELF)) | made

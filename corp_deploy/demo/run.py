@@ -1,0 +1,145 @@
+"""The whole pipeline on the digits example: trained weights and real images in, a smaller model with its proof and
+report out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from calib.store import load as load_moments
+from corp_deploy.errors import Missing
+from corp_deploy.files import replacing, write_json
+from corp_deploy.invocation.call import Invocation
+from corp_deploy.proof.report_input import EFFECTS_KIND
+from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.release import steps
+from corp_deploy.release.incremental import Place
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.manifest import write_manifest
+from perf.measures import measures
+from perf.parity import Parity
+from perf.runs import Bench
+
+from .calls import ITSELF, SCALE, SPARSITY, Scale, invocations, made_by
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
+STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """What the demo found, for its table."""
+
+    dense: Checkpoint
+    reduced: Checkpoint
+    parity: Parity
+    bench: Bench
+    effects: list[dict[str, Any]]
+
+
+def _require_example() -> None:
+    if not (EXAMPLE / "model").is_dir():
+        raise Missing(f"{EXAMPLE}: the digits example is not here; run the demo from a clone of the repository")
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise Missing("the demo's images come with scikit-learn, which is absent; pip install scikit-learn") from None
+
+
+def _write_images(directory: Path) -> None:
+    """The calibration images without labels, the held-out ones with."""
+    from examples.digits.images import load
+
+    train, held_out = load("train"), load("held-out")
+    with replacing(directory / "calibration.npz") as temporary:
+        np.savez_compressed(temporary, images=train.images)
+    with replacing(directory / "held-out.npz") as temporary:
+        np.savez_compressed(temporary, images=held_out.images, labels=held_out.labels)
+
+
+def _effect(
+    preset: str, model: nn.Module, dense: NDArray[np.float32], pixels: torch.Tensor, labels: NDArray[np.int64]
+) -> dict[str, Any]:
+    with torch.inference_mode():
+        logits = model(pixels).numpy()
+    errors = measures(dense, logits)
+    return {
+        "preset": preset,
+        "relative_error": errors.relative_error,
+        "agreement": errors.top1_agreement,
+        "accuracy": float((logits.argmax(1) == labels).mean()),
+    }
+
+
+def _effects(directory: Path, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
+    """The same widths without repair and with it, on the held-out images."""
+    path = directory / "images" / "held-out.npz"
+    held_out = images_for_model(dense.model, path)
+    labels, pixels = labels_from_path(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
+    choices = choices_from_preset("none", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY)
+    without = reduce(dense.model, load_moments(directory / "moments.safetensors"), choices).model
+    with torch.inference_mode():
+        reference = dense.model(pixels).numpy()
+    pairs = (("none", without), ("best", reduced))
+    return [_effect(preset, model, reference, pixels, labels) for preset, model in pairs]
+
+
+def run_demo(
+    directory: Path, *, said: Callable[[str], None], step: Callable[[int], None], scale: Scale | None = None
+) -> Demo:
+    """Run every step into `directory`. `said` hears what is done next, `step` how many steps are finished.
+
+    Raises Missing when the example or what it needs is absent.
+    """
+    _require_example()
+    scale = scale or SCALE
+    place = Place(root=directory, into=directory, unfinished=directory / ".unfinished.safetensors")
+    of_command: dict[str, list[Invocation]] = {}
+    for run in invocations(scale).values():
+        of_command.setdefault(run.command, []).append(run)
+
+    said("writing the example's images and model")
+    _write_images(directory / "images")
+    dense = load_checkpoint(EXAMPLE / "model")
+    save(dense, directory / "dense")
+    step(1)
+
+    said("calibrating on unlabelled images")
+    steps.write_moments(place, *of_command["calibrate"])
+    step(2)
+
+    said("reducing to half the channels and head dimensions")
+    steps.write_reduced(place, *of_command["reduce"])
+    reduced = load_checkpoint(directory / "reduced")
+    step(3)
+
+    said("exporting typed ONNX graphs")
+    for run in of_command["export"]:
+        steps.write_graphs(place, run)
+    step(4)
+
+    said("proving parity on held-out images")
+    parity = steps.write_parity(place, *of_command["verify"])
+    effects = _effects(directory, dense, reduced.model)
+    write_json(directory / "effects.json", {"kind": EFFECTS_KIND, "version": 1, "rows": effects})
+    step(5)
+
+    said("timing dense against reduced")
+    bench = steps.write_bench(place, *of_command["bench"])
+    step(6)
+
+    said("writing the report")
+    # Once for the report to tell of, once more with the report in it.
+    write_manifest(directory, made_by(scale), command=str(ITSELF))
+    steps.write_report(place, *of_command["report"])
+    write_manifest(directory, made_by(scale), command=str(ITSELF))
+    step(7)
+    return Demo(dense=dense, reduced=reduced, parity=parity, bench=bench, effects=effects)

@@ -1,0 +1,78 @@
+"""What may be set of how an image becomes a model's input, in timm's words. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from corp_deploy.errors import BadInput
+from corp_deploy.files import read_json
+from corp_deploy.invocation.quantities import DEVIATION, MEAN, SHARE_KEPT
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preprocessing:
+    """The evaluation preprocessing; None leaves a value to timm's configuration of the model's name."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    crop_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, values, quantity in (("mean", self.mean, MEAN), ("std", self.std, DEVIATION)):
+            if values is not None and not (values and all(map(quantity.holds, values))):
+                raise BadInput(f"{name} is {values!r:.100}, expected {quantity} for all channels, or one for each")
+        if self.crop_pct is not None and not SHARE_KEPT.holds(self.crop_pct):
+            raise BadInput(f"crop_pct is {self.crop_pct!r}, expected {SHARE_KEPT}")
+        for name, word, known in (
+            ("interpolation", self.interpolation, INTERPOLATIONS),
+            ("crop_mode", self.crop_mode, CROP_MODES),
+        ):
+            if word is not None and word not in known:
+                raise BadInput(f"{name} is {word!r}, expected one of {', '.join(known)}")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is set, by timm's names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def for_channels(self, channels: int) -> "Preprocessing":
+        """One mean and std for each channel. Raises BadInput when there are neither as many nor a single one."""
+        mean = None if self.mean is None else _spread("mean", self.mean, channels)
+        std = None if self.std is None else _spread("std", self.std, channels)
+        return replace(self, mean=mean, std=std)
+
+
+def _spread(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    if len(values) not in (1, channels):
+        raise BadInput(f"{name} has {len(values)} numbers, expected 1 or {channels}: one for each channel")
+    return values * (channels // len(values))
+
+
+def preprocessing_from_json(record: Mapping[str, Any], *, where: str) -> Preprocessing:
+    """The values of a record; what it doesn't have stays None. Raises BadInput for values of another type."""
+    try:
+        return Preprocessing(
+            mean=_numbers(record.get("mean")),
+            std=_numbers(record.get("std")),
+            crop_pct=None if record.get("crop_pct") is None else float(record["crop_pct"]),
+            interpolation=record.get("interpolation"),
+            crop_mode=record.get("crop_mode"),
+        )
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{where}: {error}; the preprocessing there can't be used") from None
+
+
+def recorded_preprocessing(config: Path) -> dict[str, Any]:
+    """The preprocessing in the config.json of a model directory, all of it, as JSON values."""
+    record: dict[str, Any] = read_json(config, kind="corp-deploy/model")["input"]["preprocessing"]
+    return record
+
+
+def _numbers(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(float(value) for value in values)

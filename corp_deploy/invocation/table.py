@@ -1,0 +1,264 @@
+"""The table of which backend honours which option, command by command. Imports nothing heavy."""
+
+from collections.abc import Mapping
+
+from corp_deploy.reduction.method import PRESETS, Choices
+from export.choices import REFUSALS
+
+from .honours import ANY, Axis, Values, Way
+
+ON_GRAPHS = "a graph's precision is in its types: export it with --precision fp16"
+OF_ENGINES = "an engine's precision is in its plan: export with --precision fp16 and build that graph"
+PRECISIONS = ("fp32", "fp16", "mixed")
+ENGINE: Mapping[str, Values] = {"device": ("cuda",), "mode": ("eager", "cuda_graph"), "streams": ANY, "flush_l2": ANY}
+GRAPH = "an .onnx file or a model directory"
+
+
+def _onnxruntime(provider: str) -> Way:
+    """ONNX Runtime by one of its execution providers."""
+    on_gpu = provider != "cpu"
+    own: dict[str, Values] = {"mode": ("eager", "cuda_graph"), "flush_l2": ANY} if on_gpu else {"threads": ANY}
+    where = {"cpu": "on the CPU", "cuda": "on a GPU", "tensorrt": "through TensorRT"}[provider]
+    return Way(
+        words=f"ONNX Runtime {where}",
+        ask=f"{GRAPH}, --provider {provider}",
+        honours={
+            "backend": ("onnxruntime",),
+            "provider": (provider,),
+            "device": ("cuda" if on_gpu else "cpu",),
+            "mode": ("eager",),
+            "streams": ANY,
+            **own,
+        },
+        instead={"dtype": ON_GRAPHS, "device": "ONNX Runtime runs on a GPU with --provider cuda"},
+    )
+
+
+# By what runs the two models; `picks`: a model directory beside an engine needs its backend named.
+BENCH = Axis(
+    command="bench",
+    picks=frozenset({"backend", "provider"}),
+    ways={
+        "torch-cpu": Way(
+            words="torch on the CPU",
+            ask="a model directory, --backend torch",
+            honours={
+                "backend": ("torch",),
+                "device": ("cpu",),
+                "dtype": ANY,
+                "mode": ("eager", "compiled"),
+                "threads": ANY,
+                "streams": ANY,
+            },
+        ),
+        "torch-cuda": Way(
+            words="torch on a GPU",
+            ask="a model directory, --backend torch --device cuda",
+            honours={
+                "backend": ("torch",),
+                "device": ("cuda",),
+                "dtype": ANY,
+                "mode": ("eager", "compiled", "cuda_graph"),
+                "streams": ANY,
+                "flush_l2": ANY,
+            },
+        ),
+        "onnxruntime-cpu": _onnxruntime("cpu"),
+        "onnxruntime-cuda": _onnxruntime("cuda"),
+        "onnxruntime-tensorrt": _onnxruntime("tensorrt"),
+        "tensorrt": Way(
+            words="TensorRT", ask="a .plan of build --backend tensorrt", honours=ENGINE, instead={"dtype": OF_ENGINES}
+        ),
+        "tensorrt-rtx": Way(
+            words="TensorRT-RTX",
+            ask="a .plan of build --backend tensorrt-rtx",
+            honours=ENGINE,
+            instead={"dtype": OF_ENGINES},
+        ),
+    },
+)
+
+# The options of `build` by the names that export's choices have.
+ENGINE_OPTIONS = {
+    "batch": "profiles",
+    "sm": "sms",
+    "timing_cache": "timing_cache",
+    "optimization_level": "optimization_level",
+    "workspace_mib": "workspace_bytes",
+    "version_compatible": "version_compatible",
+    "sparse": "sparse",
+}
+
+
+def _engine_builder(backend: str, words: str) -> Way:
+    refused = REFUSALS[backend]
+    return Way(
+        words=words,
+        ask=f"--backend {backend}",
+        honours={"precision": PRECISIONS}
+        | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
+        instead={name: refused[field] for name, field in ENGINE_OPTIONS.items() if field in refused}
+        | {"device": "an engine is built for a GPU in any case"},
+    )
+
+
+def _graph_optimiser(device: str, words: str) -> Way:
+    # The CPU's kernels compute FP16 graphs in float32.
+    precision = PRECISIONS[:1] if device == "cpu" else PRECISIONS
+    return Way(
+        words=words,
+        ask=f"--backend onnxruntime --device {device}",
+        honours={"precision": precision, "device": (device,)},
+        instead=dict.fromkeys(ENGINE_OPTIONS, "the rest shapes engines, and an optimised graph takes any batch"),
+    )
+
+
+BUILD = Axis(
+    command="build",
+    ways={
+        "tensorrt": _engine_builder("tensorrt", "TensorRT"),
+        "tensorrt-rtx": _engine_builder("tensorrt-rtx", "TensorRT-RTX"),
+        "onnxruntime-cpu": _graph_optimiser("cpu", "ONNX Runtime on the CPU"),
+        "onnxruntime-cuda": _graph_optimiser("cuda", "ONNX Runtime on a GPU"),
+    },
+)
+
+AUDIT = Axis(
+    command="audit",
+    ways={
+        "tensorrt": Way(
+            words="TensorRT", ask="--backend tensorrt", honours={}, instead={"sm": REFUSALS["tensorrt"]["sms"]}
+        ),
+        "tensorrt-rtx": Way(words="TensorRT-RTX", ask="--backend tensorrt-rtx", honours={"sm": ANY}),
+    },
+)
+
+# By precision; several may be at work at once.
+EXPORT = Axis(
+    command="export",
+    picks=frozenset({"keep_fp32", "auto", "images", "samples", "seed", "dense"}),
+    ways={
+        "fp32": Way(words="precision fp32", ask="--precision fp32", honours={}),
+        "fp16": Way(words="precision fp16", ask="--precision fp16", honours={}),
+        "mixed": Way(
+            words="precision mixed with its sites named",
+            ask="--precision mixed without --auto",
+            honours={"keep_fp32": ANY},
+        ),
+        "mixed-auto": Way(
+            words="precision mixed that finds its sites",
+            ask="--precision mixed --auto --images P",
+            honours={"auto": ANY, "images": ANY, "samples": ANY, "seed": ANY, "dense": ANY},
+        ),
+    },
+)
+
+# By the head geometry of the model itself.
+EXPORT_HEADS = Axis(
+    command="export",
+    ways={
+        "even": Way(words="a model whose queries and values have one width", ask="as trained, or square", honours={}),
+        "uneven": Way(
+            words="a model with queries narrower than its values", ask="reduce --attn", honours={"heads": ANY}
+        ),
+    },
+)
+
+VERIFY = Axis(
+    command="verify",
+    ways={
+        "images": Way(
+            words="real images",
+            ask="--images P",
+            honours={"labels": ANY, "moments": ANY, "samples": ANY, "seed": ANY},
+        ),
+        "random": Way(words="random inputs", ask="--random N", honours={"seed": ANY}),
+    },
+)
+
+CALIBRATE = Axis(
+    command="calibrate",
+    ways={
+        "cpu": Way(words="the CPU", ask="--device cpu", honours={"dtype": ("float32", "bfloat16")}),
+        "cuda": Way(words="a GPU", ask="--device cuda", honours={"dtype": ("float32", "bfloat16", "tf32")}),
+    },
+)
+
+
+def _preset(name: str, choices: Choices) -> Way:
+    """What a preset does to attention, and whether it has the curves that a budget follows."""
+    curves = choices.mlp_selection == "obs" and choices.qk_recovery == "lowrank"
+    heads = ("padded", "ragged") if choices.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
+    attention: dict[str, Values] = {} if choices.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
+    parts = ("joint", "mlp", "attn") if attention else ("joint", "mlp")
+    budgets = dict.fromkeys(("macs", "params", "latency"), ANY) if curves else {}
+    fitted = {"calibration_images": ANY} if choices.merges else {}
+    return Way(
+        words=f"preset {name}",
+        ask=f"--preset {name}",
+        honours={"mlp": ANY, "parts": parts, **attention, **budgets, **fitted},
+    )
+
+
+# By preset; a sweep has several at work, and the geometry is of those that touch attention.
+PRESET = Axis(
+    command="reduce",
+    picks=frozenset({"heads", "calibration_images"}),
+    ways={name: _preset(name, choices) for name, choices in PRESETS.items()},
+)
+
+# By what happens to attention.
+ATTENTION = Axis(
+    command="reduce",
+    ways={
+        "kept": Way(words="a reduction of the MLPs alone", ask="--mlp alone", honours={}),
+        "reduced": Way(
+            words="a reduction of attention", ask="--attn above 0, a budget or --heads auto", honours={"heads": ANY}
+        ),
+    },
+)
+
+# By what settles the widths.
+WIDTHS = Axis(
+    command="reduce",
+    ways={
+        "sparsities": Way(words="--mlp and --attn", ask="--mlp 0.5 --attn 0.5", honours={}),
+        "macs": Way(words="a budget of MACs", ask="--macs 0.6", honours={}),
+        "params": Way(words="a budget of parameters", ask="--params 0.6", honours={}),
+        "latency": Way(
+            words="a budget of latency",
+            ask="--latency 0.6 --latency-tables DIR",
+            honours={"latency_tables": ANY, "batch": ANY},
+        ),
+    },
+)
+
+# By whether anything looks at images.
+IMAGES = Axis(
+    command="reduce",
+    ways={
+        "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
+        "images": Way(
+            words="what looks at images",
+            ask="a budget, --heads auto, --closed-loop, or a preset that merges channels (grail-fold, fold)",
+            honours={"images": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
+        ),
+    },
+)
+
+# By which streams a block is repaired on.
+LOOP = Axis(
+    command="reduce",
+    ways={
+        "open": Way(words="the open loop", ask="no --closed-loop", honours={}),
+        "asymmetric": Way(words="the closed loop", ask="--closed-loop", honours={"reads": ("all", "pooled")}),
+        "symmetric": Way(
+            words="the symmetric closed loop",
+            ask="--closed-loop symmetric",
+            honours={},
+            instead={"reads": "it is fitted to nothing that is read behind the last block"},
+        ),
+    },
+)
+
+AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, PRESET, ATTENTION, WIDTHS, IMAGES, LOOP)

@@ -1,0 +1,142 @@
+"""Reduce a checkpoint as a command asks for it, and write the smaller model with its lineage."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calib.images import Images
+from calib.moments import Moments
+from calib.store import load as load_moments
+from corp_deploy.errors import BadInput, Missing
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.files import sha256_of_file
+from corp_deploy.proof.speed import measure
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.coverage import coverage, require_as_asked
+from corp_deploy.reduction.method import NOT_HELD_OUT
+from corp_deploy.reduction.model import Reduction, reduce, require_apart, require_same_model, uniform_widths
+from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.store.inputs import model_digest
+from perf.summary import summarise
+from perf.timing import Plan
+
+from .plan import Asked, Planned, plan
+
+
+def record_of_reduction(reduction: Reduction, planned: Planned) -> dict[str, Any]:
+    """The reduction and what was decided for it, as JSON values."""
+    return reduction.as_json() | {
+        "decided": [*planned.said, *reduction.said],
+        "ways": [asdict(way) for way in planned.ways],
+    }
+
+
+def _reduced_checkpoint(
+    dense: Checkpoint, reduction: Reduction, planned: Planned, asked: Asked, moments: Path, held_out: Moments | None
+) -> Checkpoint:
+    """The reduced model with what led to it."""
+    carried = load_moments(moments).lineage
+    lineage = {
+        "dense": model_digest(dense.model),
+        "moments": sha256_of_file(moments),
+        "images": carried["images"],
+        "preset": asked.preset,
+        "reduction": record_of_reduction(reduction, planned),
+    }
+    if "source" in dense.lineage:
+        lineage["source"] = dense.lineage["source"]
+    if held_out is not None:
+        lineage["held_out_images"] = held_out.lineage["images"]
+    return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)
+
+
+def _refuse_partial(dense: Checkpoint, asked: Asked) -> None:
+    """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
+    if asked.allow_partial or asked.budget is not None:
+        return
+    # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
+    choices = replace(asked.choices, geometry="square") if asked.auto_heads else asked.choices
+    widths = uniform_widths(dense.model, choices)
+    require_as_asked(coverage(vit.parts(dense.model), choices, widths, by_site=False), choices)
+
+
+def reduce_as_asked(
+    dense: Checkpoint,
+    moments: Moments,
+    asked: Asked,
+    *,
+    images: Images | None = None,
+    held_out: Moments | None = None,
+    done: Callable[[int], None] | None = None,
+) -> tuple[Reduction, Planned]:
+    """Plan, then reduce in one pass over the moments or in the closed loop over the images.
+
+    `held_out`, moments of other images, judges every site again. Raises BadInput for it with the closed loop, which
+    holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
+    for a model of which less would be removed than was asked for, unless that is allowed.
+    """
+    require_same_model(dense.model, moments)
+    if asked.closed_loop is not None and held_out is not None:
+        raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
+    if held_out is not None:
+        require_same_model(dense.model, held_out)
+        require_apart(moments, held_out)
+    _refuse_partial(dense, asked)
+    with torch.inference_mode():
+        planned = plan(dense, moments, asked, images)
+    if asked.closed_loop == "symmetric":
+        assert images is not None
+        widths = planned.widths
+        return reduce_symmetric_loop(dense.model, images, planned.choices, widths=widths, done=done), planned
+    if asked.closed_loop == "asymmetric":
+        assert images is not None
+        loop = Loop(reads=asked.reads)
+        return reduce_closed_loop(
+            dense.model, images, planned.choices, widths=planned.widths, loop=loop, done=done
+        ), planned
+    reduction = reduce(
+        dense.model,
+        moments,
+        planned.choices,
+        widths=planned.widths,
+        eliminations=planned.eliminations,
+        held_out=held_out,
+        images=images,
+        done=done,
+    )
+    return reduction, planned
+
+
+def reduce_checkpoint(
+    dense: Checkpoint,
+    moments: Path,
+    asked: Asked,
+    *,
+    directory: Path,
+    images: Images | None = None,
+    held_out: Moments | None = None,
+    done: Callable[[int], None] | None = None,
+) -> tuple[Reduction, Planned]:
+    """Reduce where the dense model is, and write; nothing is written unless all of it succeeds."""
+    reduction, planned = reduce_as_asked(
+        dense, load_moments(moments), asked, images=images, held_out=held_out, done=done
+    )
+    reduction = replace(reduction, model=reduction.model.cpu())
+    save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)
+    return reduction, planned
+
+
+def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
+    """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
+    with tempfile.TemporaryDirectory() as scratch:
+        save(dense, Path(scratch))
+        bench = measure(Path(scratch), directory, batches=(batch,), plan=Plan(time_limit_s=5.0, noise_rounds=0))
+    (row,) = summarise(bench).rows
+    if row.speedup is None:
+        raise Missing(f"{directory}: written, but its speed-up can't be measured here: {'; '.join(bench.warnings)}")
+    return row.speedup.value

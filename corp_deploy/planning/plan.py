@@ -1,0 +1,164 @@
+"""Settle what a reduction does before it is done: the widths of a budget, the geometry of the heads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from calib.images import Images
+from calib.moments import Moments
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.method import Choices, LoopName, Widths
+from corp_deploy.reduction.read_tokens import Reads
+from corp_deploy.store.checkpoint import Checkpoint
+
+from . import budget as budgets
+from .head_choice import choose_heads
+from .latency import Where, measure_tables, offers_in_time
+from .probe import Probe
+
+PROBE_IMAGES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A share of the dense model's MACs, parameters or latency that may stay, in (0, 1]; `where` tells latency's."""
+
+    currency: Literal["macs", "params", "latency"]
+    share: float
+    where: Where | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A reduction as a user asks for it; a budget, `auto_heads`, the closed loop and merged channels need images.
+
+    `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
+    closed loop's last block is fitted to, see tokens_to_fit.
+    """
+
+    preset: str
+    choices: Choices
+    budget: Budget | None = None
+    auto_heads: bool = False
+    closed_loop: LoopName | None = None
+    allow_partial: bool = False
+    reads: Reads | None = None
+
+    @property
+    def needs_images(self) -> bool:
+        return self.budget is not None or self.auto_heads or self.closed_loop is not None or self.choices.merges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to spend a budget: the share of the dense cost that stays, the relative logit error that the curves
+    predict, and the one found on the images of the probe.
+    """
+
+    name: str
+    share: float
+    predicted_error: float
+    measured_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Choices and widths settled (None: uniform), with a sentence on each thing that was decided.
+
+    `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
+    """
+
+    choices: Choices
+    widths: Widths | None
+    said: tuple[str, ...]
+    predicted_speedup: float | None = None
+    ways: tuple[Way, ...] = ()
+    eliminations: Mapping[str, Elimination] | None = None
+
+
+def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images) -> Probe:
+    pixels = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(vit.device(dense.model))
+    known = budgets.eliminations(dense.model, moments, choices)
+    return Probe(model=dense.model, moments=moments, choices=choices, images=pixels, eliminations=known)
+
+
+def _way(name: str, probe: Probe, found: budgets.Allocated) -> Way:
+    measured = probe.effect(found.widths) ** 0.5
+    return Way(name=name, share=found.share, predicted_error=found.predicted_error, measured_error=measured)
+
+
+def _beside_uniform(
+    probe: Probe, found: budgets.Allocated, sites: list[budgets.Offer], dense: int, share: float
+) -> tuple[Way, ...]:
+    """The allocated widths and, where there are any, uniform ones of the same budget."""
+    by_site = _way("by site", probe, found)
+    uniform = budgets.uniform_for_share(probe.model, probe.choices, sites, dense, share)
+    if uniform is None:
+        return (by_site,)
+    sparsity, allocated = uniform
+    return by_site, _way(f"uniform sparsity {sparsity:.2f}", probe, allocated)
+
+
+def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Planned:
+    where = budget.where
+    assert where is not None, budget
+    tables = measure_tables(dense, probe.choices, where)
+    batch = where.batches[0]
+    sites, total = offers_in_time(list(budgets.offers(probe, "macs")), tables, dense, probe.choices, batch)
+    found = budgets.spend(sites, total, budget.share)
+    said = (
+        f"budget: {found.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
+        f"{found.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}"
+    )
+    return Planned(
+        choices=probe.choices,
+        widths=found.widths,
+        said=(said,),
+        predicted_speedup=1.0 / found.share,
+        ways=_beside_uniform(probe, found, sites, total, budget.share),
+        eliminations=probe.eliminations,
+    )
+
+
+def _allocated(probe: Probe, budget: Budget) -> Planned:
+    assert budget.currency != "latency", budget
+    dense = budgets.dense_cost(probe.model, budget.currency)
+    sites = list(budgets.offers(probe, budget.currency))
+    found = budgets.spend(sites, dense, budget.share)
+    said = f"budget: {found.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
+    return Planned(
+        choices=probe.choices,
+        widths=found.widths,
+        said=(said,),
+        ways=_beside_uniform(probe, found, sites, dense, budget.share),
+        eliminations=probe.eliminations,
+    )
+
+
+def plan(dense: Checkpoint, moments: Moments, asked: Asked, images: Images | None) -> Planned:
+    """Settle geometry and widths. Raises BadInput when images are needed and missing."""
+    if asked.needs_images and images is None:
+        raise BadInput(
+            "a budget, --heads auto, --closed-loop and presets that merge channels (grail-fold, fold) look at the "
+            "calibration images; give them with --images"
+        )
+    if images is None or not (asked.budget or asked.auto_heads):
+        return Planned(choices=asked.choices, widths=None, said=())
+    probe = _probe(dense, moments, asked.choices, images)
+    if asked.auto_heads:
+        if asked.budget is not None and asked.budget.currency != "macs":
+            raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
+        taken = choose_heads(probe, None if asked.budget is None else asked.budget.share)
+        return Planned(
+            choices=taken.choices,
+            widths=taken.allocated.widths,
+            said=(taken.reason,),
+            ways=tuple(_way(name, probe, found) for name, found in taken.ways.items()),
+            eliminations=probe.eliminations,
+        )
+    assert asked.budget is not None
+    if asked.budget.currency == "latency":
+        return _allocated_in_time(dense, probe, asked.budget)
+    return _allocated(probe, asked.budget)

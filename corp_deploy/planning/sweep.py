@@ -1,0 +1,173 @@
+"""Many sparsities from the same moments: what each costs, how far it is from the dense model, and the best of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from calib.images import Images
+from calib.moments import Moments
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.errors import BadInput
+from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.model import Reduction, reduce
+from perf.measures import measures
+
+from .budget import Offer, eliminations, offers, spend
+from .probe import Probe
+
+KIND = "corp-deploy/sweep"
+PROBE_IMAGES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense logits.
+
+    `sites_reduced` became smaller; `sites_refused` were asked to and can't.
+    """
+
+    preset: str
+    mlp_sparsity: float
+    attention_sparsity: float
+    geometry: str
+    budget: float | None
+    macs: int
+    macs_share: float
+    parameters: int
+    relative_error: float
+    agreement: float
+    accuracy: float | None
+    sites_reduced: int
+    sites_refused: int
+    on_front: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One model to try: a preset's choices at uniform sparsities, or at a share of the dense MACs to keep."""
+
+    preset: str
+    choices: Choices
+    budget: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Images with the dense model's logits on them, and labels where there are any."""
+
+    images: torch.Tensor
+    dense_NC: NDArray[np.float32]
+    labels_N: NDArray[np.int64] | None
+    batch_size: int
+
+    def trial(self, wanted: Wanted, reduction: Reduction, dense_macs: int) -> Trial:
+        """Score one reduced model."""
+        model = reduction.model
+        choices = wanted.choices
+        logits_NC = logits(model, self.images, self.batch_size)
+        errors = measures(self.dense_NC, logits_NC)
+        cost = macs(model)
+        accuracy = None if self.labels_N is None else float((logits_NC.argmax(1) == self.labels_N).mean())
+        return Trial(
+            preset=wanted.preset,
+            budget=wanted.budget,
+            mlp_sparsity=choices.mlp_sparsity or 0.0,
+            attention_sparsity=choices.attention_sparsity or 0.0,
+            geometry=choices.geometry,
+            macs=cost,
+            macs_share=cost / dense_macs,
+            parameters=parameters(model),
+            relative_error=errors.relative_error,
+            agreement=errors.top1_agreement,
+            accuracy=accuracy,
+            sites_reduced=len(reduction.coverage.reduced),
+            sites_refused=len(reduction.coverage.refused),
+        )
+
+
+def logits(model: nn.Module, images: torch.Tensor, batch_size: int) -> NDArray[np.float32]:
+    """Logits [N, classes] of all images."""
+    with torch.inference_mode():
+        rows: list[NDArray[np.float32]] = [model(part).numpy() for part in images.split(batch_size)]
+    return np.concatenate(rows)
+
+
+def _front(trials: Sequence[Trial]) -> set[int]:
+    """Positions of the trials that no other one beats in MACs and error at once."""
+    order = sorted(range(len(trials)), key=lambda n: (trials[n].macs, trials[n].relative_error))
+    front: set[int] = set()
+    best = float("inf")
+    for position in order:
+        if trials[position].relative_error < best:
+            best = trials[position].relative_error
+            front.add(position)
+    return front
+
+
+def sweep(
+    model: nn.Module,
+    moments: Moments,
+    wanted: Iterable[Wanted],
+    scored: Scored,
+    *,
+    calibration: Images | None = None,
+    done: Callable[[int], None] | None = None,
+) -> list[Trial]:
+    """Reduce and score every choice with the costly work shared: one elimination per MLP serves every width, one set
+    of probes every budget of a geometry. `calibration`: the images that presets which merge channels are fitted to.
+    Raises BadInput for moments of another model and budgets out of reach.
+    """
+    known: dict[float, dict[str, Elimination]] = {}
+    market: dict[str, list[Offer]] = {}
+    dense_macs = macs(model)
+    trials: list[Trial] = []
+    for each in wanted:
+        choices = each.choices
+        if choices.mlp_selection == "obs" and choices.ridge_rel not in known:
+            known[choices.ridge_rel] = eliminations(model, moments, choices)
+        shared = known.get(choices.ridge_rel, {})
+        widths = None
+        if each.budget is not None:
+            if choices.geometry not in market:
+                images = scored.images[:PROBE_IMAGES]
+                probe = Probe(model=model, moments=moments, choices=choices, images=images, eliminations=shared)
+                market[choices.geometry] = list(offers(probe, "macs"))
+            widths = spend(market[choices.geometry], dense_macs, each.budget).widths
+        reduction = reduce(model, moments, choices, widths=widths, eliminations=shared, images=calibration)
+        trials.append(scored.trial(each, reduction, dense_macs))
+        if done is not None:
+            done(len(trials))
+    front = _front(trials)
+    return [_marked(trial, position in front) for position, trial in enumerate(trials)]
+
+
+def _marked(trial: Trial, on_front: bool) -> Trial:
+    return Trial(**{**asdict(trial), "on_front": on_front})
+
+
+def smallest_that_agrees(trials: Sequence[Trial], least: float) -> Trial:
+    """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
+    agreeing = [trial for trial in trials if trial.agreement >= least]
+    if not agreeing:
+        best = max(trials, key=lambda trial: trial.agreement)
+        raise BadInput(
+            f"no trial agrees on {least:.2%} of the images, the best reaches {best.agreement:.2%} "
+            f"({best.preset}, {best.macs_share:.2f} of the MACs); sweep lower sparsities or lower --min-agreement"
+        )
+    return min(agreeing, key=lambda trial: (trial.macs, trial.relative_error))
+
+
+def record_of_sweep(trials: Sequence[Trial], answer: Trial | None) -> dict[str, Any]:
+    """The sweep as JSON values."""
+    return {
+        "kind": KIND,
+        "version": 1,
+        "trials": [asdict(trial) for trial in trials],
+        "smallest_that_agrees": None if answer is None else asdict(answer),
+    }

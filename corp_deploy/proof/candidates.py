@@ -1,0 +1,132 @@
+"""The steps of a parity chain: model directories, typed graphs, engines; each with how it is run and what it claims."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from corp_deploy.errors import BadInput
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.onnx_file import facts_of_onnx
+from export.record import record_from_json, record_path
+from perf.engine_runner import EngineRunner
+from perf.module_runner import ModuleRunner
+from perf.onnx_runner import OnnxRunner
+from perf.rounding import round_file
+
+Pixels = NDArray[np.float32]
+Logits = NDArray[np.float32]
+Run = Callable[[Pixels], Logits]
+Form = Literal["torch", "graph", "engine"]
+HALF_PRECISIONS = ("fp16", "mixed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One step: what it is called in the record, its form and precision, and its fixed batch if it has one.
+
+    `shown` is its path as a printed command names it, where that is another.
+    """
+
+    label: str
+    name: str
+    form: Form
+    path: Path
+    half: bool
+    batch: int | None = None
+    backend: str = ""
+    checkpoint: Checkpoint | None = None
+    shown: Path | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[Run]:
+        """The step as a function from images [N,3,H,W] to logits, at any N."""
+        with tempfile.TemporaryDirectory() as scratch, self._runner(Path(scratch)) as runner:
+            yield runner if self.batch is None else lambda given: logits_at(runner, given, self.batch or 1)
+
+    def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | EngineRunner:
+        if self.form == "torch":
+            assert self.checkpoint is not None, self.label
+            return ModuleRunner(self.checkpoint.model)
+        if self.form == "engine":
+            return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
+        if not self.half:
+            return OnnxRunner(self.path)
+        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows; this one rounds as its types say.
+        rounded = scratch / "rounded.onnx"
+        round_file(self.path, rounded)
+        return OnnxRunner(rounded)
+
+    def graph(self) -> onnx.ModelProto:
+        """The graph of a step that is one."""
+        assert self.form == "graph", self.label
+        return onnx.load(str(self.path))
+
+
+def logits_at(run: Run, images: Pixels, batch: int) -> Logits:
+    """Logits of all images at one batch size; the last batch is filled up with repeats, so that every run has it."""
+    rows = []
+    for start in range(0, len(images), batch):
+        part = images[start : start + batch]
+        filled = part if len(part) == batch else np.resize(part, (batch, *part.shape[1:]))
+        rows.append(run(filled)[: len(part)])
+    return np.concatenate(rows)
+
+
+def _from_directory(path: Path, shown: Path) -> Candidate:
+    return Candidate(
+        label=f"{path.name} torch fp32",
+        name=path.name,
+        form="torch",
+        path=path,
+        shown=shown,
+        half=False,
+        checkpoint=model_of_directory(path),
+    )
+
+
+def _from_engine(path: Path, shown: Path) -> Candidate:
+    beside = record_path(path)
+    if not beside.is_file():
+        raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
+    record = record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
+    return Candidate(
+        label=f"{path.parent.name}/{path.name} {record.backend} {record.precision}",
+        name=f"{path.parent.name}-{record.backend}-{record.precision}",
+        form="engine",
+        path=path,
+        shown=shown,
+        half=record.precision in HALF_PRECISIONS,
+        backend=record.backend,
+    )
+
+
+def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:
+    """A model directory, a graph or an engine as a step; a relative path starts `below`. Raises BadInput for others."""
+    shown, path = Path(shown), below / shown
+    if path.is_dir():
+        return _from_directory(path, shown)
+    if path.suffix == ".plan":
+        return _from_engine(path, shown)
+    if path.suffix != ".onnx":
+        raise BadInput(
+            f"{path}: expected a directory written by corp-deploy, a snapshot of one of timm's repositories, an .onnx "
+            "file or a .plan"
+        )
+    facts = facts_of_onnx(path)
+    return Candidate(
+        label=f"{path.parent.name}/{path.name} ONNX {facts.precision}",
+        name=f"{path.parent.name}-onnx-{facts.precision}",
+        form="graph",
+        path=path,
+        shown=shown,
+        half=facts.precision in HALF_PRECISIONS,
+        batch=facts.batch,
+    )

@@ -1,0 +1,109 @@
+"""The gate on files: evidence read, judged beside an older record, verdicts written."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from corp_deploy.errors import BadInput
+from corp_deploy.files import read_json, replacing, write_text
+from perf.compare import Comparison
+from perf.evidence import Evidence
+from perf.files import object_from_file
+from perf.gate import PARITY, Gate, Judged, judge
+from perf.parity import parity_from_json
+from perf.rule import Rule
+from perf.runs import load_bench
+from perf.summary import summarise
+from perf.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+
+
+def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
+    """At most one bench and one parity record, told apart by their kind. Raises BadInput for anything else."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        kind = _kind(path)
+        if kind in found:
+            raise BadInput(f"{path}: a second {kind} record beside {found[kind]}; give one of each kind")
+        found[kind] = path
+    return found
+
+
+def evidence_of_files(bench: Path | None, parity: Path | None) -> Evidence:
+    """What the two records hold."""
+    return Evidence(
+        bench=None if bench is None else load_bench(bench),
+        parity=None if parity is None else read_json(parity, kind="parity"),
+    )
+
+
+def _kind(path: Path) -> str:
+    kind = object_from_file(path).get("kind")
+    if kind not in ("bench", "parity"):
+        raise BadInput(f"{path}: a record of kind {str(kind)[:100]!r}, expected bench or parity")
+    return str(kind)
+
+
+def parity_row(path: Path) -> Judged:
+    """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
+    parity = parity_from_json(read_json(path, kind="parity"), where=str(path))
+    return Judged(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
+
+
+def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, starting: bool) -> tuple[Judged, ...]:
+    """Every rule beside the older record; with `starting`, those that ask for one where there is none wait for it."""
+    if not rules:
+        return ()
+    before = None if older is None else Evidence(bench=load_bench(older))
+    return judge(rules, now, before, starting=starting).rules
+
+
+def gate_as_json(gate: Gate) -> str:
+    """The gate's record as text."""
+    return json.dumps({"verdict": gate.verdict, "exit_code": gate.exit_code, "rules": [asdict(r) for r in gate.rules]})
+
+
+def gate_table(gate: Gate) -> Table:
+    """One row a rule."""
+    table = Table("fails if", "verdict", "why")
+    for rule in gate.rules:
+        table.add_row(rule.rule, rule.verdict, rule.message)
+    return table
+
+
+def write_gate(gate: Gate, path: Path) -> None:
+    """gate.json, Markdown or JUnit, by suffix."""
+    if path.suffix == ".json":
+        with replacing(path) as temporary:
+            save_gate(gate, temporary)
+    else:
+        write_text(path, markdown_from_gate(gate) if path.suffix == ".md" else junit_from_gate(gate))
+
+
+def write_tracking(now: Evidence, directory: Path) -> None:
+    """The two files that benchmark-tracking actions read. Raises BadInput without a bench record."""
+    if now.bench is None:
+        raise BadInput("--track writes timings; give a bench.json among the records")
+    summary = summarise(now.bench)
+    write_text(directory / "smaller-is-better.json", tracked_from_summary(summary, "smaller"))
+    write_text(directory / "bigger-is-better.json", tracked_from_summary(summary, "bigger"))
+
+
+def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+    """Differences and rows as JSON values; latencies as value, low, high."""
+    return {
+        "comparable": comparison.comparable,
+        "differences": [asdict(difference) for difference in comparison.differences],
+        "rows": [
+            {
+                "batch": row.batch,
+                "subject": row.subject,
+                "ratio": None if row.ratio is None else [row.ratio.value, row.ratio.low, row.ratio.high],
+                "change": row.change,
+            }
+            for row in comparison.rows
+        ],
+    }

@@ -1,0 +1,70 @@
+"""Name the block where a link breaks, and the command that mends it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.invocation.call import Invocation
+from corp_deploy.store.checkpoint import CONFIG, Checkpoint
+from export.to_onnx import onnx_from_model
+from perf.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.errors import BadInput as Unlike
+from perf.locate import Located
+from perf.measures import per_image
+
+from .candidates import Candidate, Logits, Pixels
+
+WORST_IMAGES = 16
+
+
+def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels:
+    """The images on which the candidate is off most; those with NaN or Inf first."""
+    off_N = np.nan_to_num(per_image(reference, candidate).relative_error_N, nan=np.inf)
+    return images[np.argsort(-off_N, kind="stable")[:WORST_IMAGES]]
+
+
+def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
+    """The model's graph in memory."""
+    return onnx_from_model(
+        vit.exportable(checkpoint.model),
+        image_shape=vit.input_spec(checkpoint.model).shape,
+        precision=precision,
+        metadata={},
+    )
+
+
+def dense_noise(dense: Checkpoint, images: Pixels) -> Mapping[str, float]:
+    """Every block's own FP16 error in the dense model."""
+    return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), images)
+
+
+def mend_command(graph: Path, shown: Path | None = None) -> str:
+    """How to export again with the guilty site in float32, to a file beside the graph that fails, `shown` in words."""
+    beside = (graph.parent / CONFIG).is_file()
+    graph = shown or graph
+    stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
+    model = graph.parent if beside else "DIR"
+    options = {"model": model, "precision": "mixed", "keep_fp32": ["{site}"]}
+    return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.mixed.onnx")}))
+
+
+def located(
+    name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, images: Pixels, products: int
+) -> Located | None:
+    """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
+    if failing.form != "graph" or before is None:
+        return None
+    try:
+        if failing.half and before.form == "graph":
+            noise = dense_noise(dense, images)
+            mend = mend_command(failing.path, failing.shown)
+            return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
+        if before.form == "torch" and before.checkpoint is not None and not failing.half:
+            model = vit.exportable(before.checkpoint.model)
+            return locate_in_exact(name, model, failing.graph(), images, products=products)
+    except Unlike:
+        return None  # a graph of other blocks: the link has failed already, and no block can be named
+    return None

@@ -1,0 +1,282 @@
+"""Dense against reduced on this machine: what the two are, how they run, and perf's interleaved measurement of them."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from calib.images import ARRAYS, open_images
+from calib.sources import ImageShape
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.files import sha256_of_file
+from corp_deploy.invocation.table import BENCH
+from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
+from export.record import EngineRecord, record_from_json, record_path
+from perf.bench import Subject, bench
+from perf.device import first_uuid
+from perf.engine_runner import EngineRunner
+from perf.environment import environment
+from perf.module_runner import Mode, ModuleRunner, Precision
+from perf.onnx_runner import OnnxRunner, Provider
+from perf.runs import Bench
+from perf.sampled import SampledRunner
+from perf.structure import Finding
+from perf.timing import Plan
+from perf.watch import watching
+
+Backend = Literal["onnxruntime", "torch"]
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
+
+    `backend` is for model directories: torch, or onnxruntime (the default) after an export to FP32. See option_table.
+    """
+
+    backend: Backend | None = None
+    device: Device | None = None
+    provider: Provider | None = None
+    mode: Mode | None = None
+    dtype: Precision | None = None
+    threads: int | None = None
+    streams: int | None = None
+    flush_l2: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was asked for, by the names that `bench` has."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
+
+    @property
+    def cuda_graph(self) -> bool:
+        return self.mode == "cuda_graph"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One of the two as perf's subject, the image shape it takes (None: its runner knows), its fixed batch if any."""
+
+    subject: Subject
+    image_shape: tuple[int, int, int] | None
+    static_batch: int | None
+
+
+def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Running) -> Contender:
+    open_module = partial(
+        ModuleRunner,
+        checkpoint.model,
+        device=running.device or "cpu",
+        mode=running.mode or "eager",
+        precision=running.dtype or "fp32",
+        threads=running.threads,
+        flush_l2=bool(running.flush_l2),
+        label=weights.parent.name,
+    )
+    subject = Subject(
+        name=name,
+        open=open_module,
+        macs=macs(checkpoint.model),
+        params=parameters(checkpoint.model),
+        size_bytes=weights.stat().st_size,
+        sha256=sha256_of_file(weights),
+    )
+    return Contender(subject=subject, image_shape=vit.input_spec(checkpoint.model).shape, static_batch=None)
+
+
+def _from_onnx(name: str, path: Path, running: Running) -> Contender:
+    facts = facts_of_onnx(path)
+    if min(facts.image_shape) < 1:
+        sizes = ", ".join(str(size) if size > 0 else "?" for size in facts.image_shape)
+        raise BadInput(f"{path}: takes images of no fixed size ({sizes}); export it for one image size")
+    open_graph = partial(
+        OnnxRunner,
+        path,
+        provider=running.provider or "cpu",
+        threads=running.threads,
+        cuda_graph=running.cuda_graph,
+        flush_l2=bool(running.flush_l2),
+    )
+    subject = Subject(
+        name=name,
+        open=open_graph,
+        macs=facts.macs,
+        params=facts.parameters,
+        size_bytes=path.stat().st_size,
+        sha256=sha256_of_file(path),
+    )
+    return Contender(subject=subject, image_shape=facts.image_shape, static_batch=facts.batch)
+
+
+def _record_of_engine(path: Path) -> EngineRecord:
+    beside = record_path(path)
+    if not beside.is_file():
+        raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
+    return record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
+
+
+def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
+    """What the graph that an engine was built from says of its cost, where it still stands beside the plan."""
+    for graph in sorted(path.parent.glob("*.onnx")):
+        if graph.stat().st_size == record.onnx_bytes and sha256_of_file(graph) == record.onnx_sha256:
+            return facts_of_onnx(graph)
+    return None
+
+
+def _from_engine(name: str, path: Path, running: Running) -> Contender:
+    record = _record_of_engine(path)
+    facts = _graph_of_engine(path, record)
+    open_engine = partial(
+        EngineRunner,
+        path,
+        backend="tensorrt_rtx" if record.backend == "tensorrt-rtx" else "tensorrt",
+        cuda_graph=running.cuda_graph,
+        flush_l2=bool(running.flush_l2),
+        precision=record.precision,
+    )
+    subject = Subject(
+        name=name,
+        open=open_engine,
+        macs=None if facts is None else facts.macs,
+        params=None if facts is None else facts.parameters,
+        size_bytes=record.plan_bytes,
+        sha256=record.plan_sha256,
+        fused_attention=record.fused_attention,
+    )
+    shape = [dim for dim in record.inputs[0].shape[1:] if isinstance(dim, int)]
+    if len(record.inputs[0].shape) != 4 or len(shape) != 3:
+        raise BadInput(f"{path}: its input is {list(record.inputs[0].shape)}, expected [batch,channels,height,width]")
+    return Contender(subject=subject, image_shape=(shape[0], shape[1], shape[2]), static_batch=None)
+
+
+def way_to_run(path: Path, running: Running) -> str:
+    """What would run it, by its name in the table of options. Raises BadInput for what nothing here runs."""
+    if path.suffix == ".plan" and path.is_file():
+        backend = _record_of_engine(path).backend
+        if backend not in BENCH.ways:
+            raise BadInput(f"{path}: built for {backend}, which runs .onnx files; name the graph so")
+        return backend
+    if path.suffix == ".onnx" and path.is_file():
+        return f"onnxruntime-{running.provider or 'cpu'}"
+    if not path.is_dir():
+        raise BadInput(
+            f"{path}: expected an .onnx file, a .plan, a directory written by corp-deploy or a snapshot of one of "
+            "timm's repositories"
+        )
+    return (
+        f"torch-{running.device or 'cpu'}" if running.backend == "torch" else f"onnxruntime-{running.provider or 'cpu'}"
+    )
+
+
+def _device_of_both(dense: Path, reduced: Path, running: Running) -> Device:
+    """Where both run. Raises BadInput for options that would be ignored, and for two that would run apart."""
+    ways = {path: way_to_run(path, running) for path in (dense, reduced)}
+    BENCH.refuse([(path.name, way) for path, way in ways.items()], running.given)
+    one, other = (BENCH.ways[ways[path]] for path in (dense, reduced))
+    if one.honours["device"] != other.honours["device"]:
+        raise BadInput(
+            f"{dense} would run in {one.words} and {reduced} in {other.words}, and a CPU's times say nothing of a "
+            "GPU's; expected both in one place: --provider cuda takes a graph to the GPU, --device cuda a module"
+        )
+    return "cuda" if one.honours["device"] == ("cuda",) else "cpu"
+
+
+def _contender(name: str, path: Path, running: Running, scratch: Path) -> Contender:
+    if path.suffix == ".plan":
+        return _from_engine(name, path, running)
+    if path.suffix == ".onnx":
+        return _from_onnx(name, path, running)
+    checkpoint = model_of_directory(path)
+    if running.backend == "torch":
+        if not (path / WEIGHTS).is_file():  # a snapshot, whose weights may be of another kind or in several files
+            path = scratch / name / path.name
+            save(checkpoint, path)
+        return _from_module(name, checkpoint, path / WEIGHTS, running)
+    graph = scratch / f"{name}.onnx"
+    export_checkpoint(checkpoint, graph, precision="fp32")
+    return _from_onnx(name, graph, running)
+
+
+def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
+    if dense.image_shape != reduced.image_shape:
+        raise BadInput(f"dense takes images {dense.image_shape}, reduced {reduced.image_shape}: not the same task")
+    for contender in (dense, reduced):
+        if contender.static_batch is not None and list(batches) != [contender.static_batch]:
+            raise BadInput(
+                f"{contender.subject.name}: its batch is fixed at {contender.static_batch}, asked for {list(batches)}; "
+                f"measure --batch {contender.static_batch}, or export with a dynamic batch"
+            )
+
+
+def _no_picture(picture: object) -> torch.Tensor:
+    raise AssertionError(picture)  # arrays are taken as they are
+
+
+def _fed(path: Path | None, shape: ImageShape, count: int) -> NDArray[np.float32]:
+    """So many images of a file, over again where it has fewer; noise without one."""
+    if path is None:
+        return np.random.default_rng(0).standard_normal((count, *shape), dtype=np.float32)
+    if path.suffix not in ARRAYS:
+        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
+    source = open_images(path, image_shape=shape, transform=_no_picture)
+    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
+    return np.resize(images, (count, *shape))
+
+
+def measure(
+    dense: Path,
+    reduced: Path,
+    *,
+    batches: Sequence[int],
+    plan: Plan,
+    running: Running | None = None,
+    images: Path | None = None,
+    command: Sequence[str] = (),
+    progress: Callable[[float, str], None] | None = None,
+) -> Bench:
+    """Time a dense and a reduced model in one process. Raises BadInput for models that don't go together.
+
+    `images` holds what is fed, preprocessed; None feeds normal noise, which costs the same time.
+    """
+    running = running or Running()
+    device = _device_of_both(dense, reduced, running)
+    with tempfile.TemporaryDirectory() as scratch:
+        one, other = (
+            _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
+        )
+        _refuse_unequal(one, other, batches)
+        assert one.image_shape is not None, dense
+        fed = _fed(images, one.image_shape, max(batches))
+        found: list[Finding] = []
+        with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
+            measured = bench(
+                (_sampled(one.subject, found), _sampled(other.subject, found)),
+                fed,
+                batches,
+                plan,
+                streams=running.streams or 1,
+                flush_l2=bool(running.flush_l2),
+                described=environment(gpu),
+                command=command,
+                watch=watch,
+                progress=progress,
+            )
+    # What was timed must be what a plain call, and so `verify`, gives.
+    wrong = tuple(f"{each.candidate}: {each.reason}" for each in found if each.status == "FAIL")
+    return replace(measured, warnings=(*wrong, *measured.warnings))
+
+
+def _sampled(subject: Subject, found: list[Finding]) -> Subject:
+    """The subject with outputs of its timed calls compared when it closes."""
+    return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), found.append))

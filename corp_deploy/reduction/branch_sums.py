@@ -1,0 +1,180 @@
+"""What a closed loop sums over both streams at one branch, in as few runs of its layers as the algebra allows.
+
+An MLP's hidden channels are summed once, before any is chosen: the regression on those kept is a part of the sums. The
+dense stream is advanced on the way, so that what the reduced one lacks of it is known.
+
+Legend: B images of a piece, N tokens, C channels of the stream, F hidden channels, K inputs of a last linear layer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from calib.collect import ACTIVE_EPS
+from calib.hooks import Role, listening
+from calib.moments import AttentionMoments, MlpMoments, on_device
+from calib.products import add_active
+from calib.sums import AttentionSums
+from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+
+from .streams import Pair, Streams
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves(Generic[S]):
+    """The same sums over the images of the fit and over those held out."""
+
+    fit: S
+    held_out: S
+
+    def of(self, pair: Pair) -> S:
+        return self.held_out if pair.held_out else self.fit
+
+    def each(self, change: Callable[[S], T]) -> "Halves[T]":
+        return Halves(fit=change(self.fit), held_out=change(self.held_out))
+
+
+class _Heard(Exception):
+    """Ends a layer whose rest would compute nothing that is asked for."""
+
+
+@contextmanager
+def _entering(layer: nn.Module, last: nn.Linear) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within it: what enters the layer's last linear layer, which is not run."""
+    heard: list[Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        heard.append(inputs[0])
+        raise _Heard
+
+    def run(x_BNC: Tensor) -> Tensor:
+        with suppress(_Heard):
+            layer(x_BNC)
+        return heard.pop()
+
+    handle = last.register_forward_pre_hook(stop)
+    try:
+        yield run
+    finally:
+        handle.remove()
+
+
+def _of(x_BNC: Tensor, tokens: Tensor | None) -> Tensor:
+    return x_BNC if tokens is None else x_BNC[:, tokens]
+
+
+def _others(tokens: Tensor, count: int) -> Tensor:
+    is_other_N = torch.ones(count, dtype=torch.bool, device=tokens.device)
+    is_other_N[tokens] = False
+    return is_other_N.nonzero().squeeze(1)
+
+
+def _refuse_nonfinite(site: str, sums: Tensor) -> None:
+    if not bool(torch.isfinite(sums).all()):
+        raise BadInput(
+            f"{site}: NaN or Inf in the activations; (a) the weights or an image hold NaN or Inf, or (b) what is left "
+            "of the model overflows: reduce less"
+        )
+
+
+def _lacking(pair: Pair, read: Tensor | None) -> Tensor:
+    return _of(pair.dense, read) - _of(pair.reduced, read)
+
+
+def alignment_sums(branch: vit.Branch, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
+    """Behind the branch's norm: the reduced stream as inputs, what the dense one has beyond it as differences."""
+    where, width = streams.device, streams.channels
+    sums = Halves(fit=DifferenceSums.empty(width, where), held_out=DifferenceSums.empty(width, where))
+    for pair in streams:
+        x_BNC = branch.norm(_of(pair.reduced, read))
+        sums.of(pair).add(x_BNC, branch.norm(_of(pair.dense, read)) - x_BNC)
+    return sums
+
+
+class StreamEnergy:
+    """Variance of a stream over some tokens of every image, summed over the channels."""
+
+    def __init__(self) -> None:
+        self._count, self._sums, self._squares = 0, list[Tensor](), list[Tensor]()
+
+    def add(self, x_BNC: Tensor) -> None:
+        x_XC = x_BNC.flatten(0, 1).double()
+        self._count += len(x_XC)
+        self._sums.append(x_XC.sum(dim=0))
+        self._squares.append(x_XC.square().sum())
+
+    def variance(self) -> float:
+        mean_C = torch.stack(self._sums).sum(dim=0) / self._count
+        return float(torch.stack(self._squares).sum() / self._count - mean_C.square().sum())
+
+
+def dense_advanced(branch: vit.Branch, streams: Streams) -> float:
+    """Takes the dense stream through the branch; its energy behind it, over the tokens read."""
+    energy = StreamEnergy()
+    for pair in streams:
+        pair.dense = branch.through(branch.layer, pair.dense)
+        energy.add(_of(pair.dense, branch.read))
+    return energy.variance()
+
+
+def attention_moments(
+    branch: vit.Branch, part: vit.AttentionPart, streams: Streams, *, system: bool
+) -> AttentionMoments:
+    """Of the branch's layer on the reduced stream; `part` is that layer's."""
+    sums = AttentionSums(system=system)
+
+    def hear(_: str, role: Role, activation: Tensor) -> None:
+        sums.add(role, activation)
+        if role == "z":
+            raise _Heard
+
+    with listening([vit.calibration_site(part)], hear):
+        for pair in streams:
+            with suppress(_Heard):
+                branch.layer(branch.norm(pair.reduced))
+            sums.flush()
+    moments = on_device(sums.moments(), streams.device)
+    _refuse_nonfinite(part.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
+    return moments
+
+
+def _for_layer(last: nn.Linear) -> Halves[RegressionSums]:
+    return Halves(fit=RegressionSums.for_layer(last), held_out=RegressionSums.for_layer(last))
+
+
+def mlp_sums(branch: vit.Branch, part: vit.MlpPart, streams: Streams) -> tuple[MlpMoments, Halves[RegressionSums]]:
+    """Of the hidden channels of the branch's layer on the reduced stream: their moments, and what that stream lacks of
+    the dense one, already behind the branch, on all of them; `part` is that layer's.
+    """
+    lacking, unread = _for_layer(part.fc2), Gram.empty(part.hidden, streams.device)
+    active_F = torch.zeros(part.hidden, dtype=torch.float64, device=streams.device)
+    with _entering(branch.layer, part.fc2) as hidden_of:
+        for pair in streams:
+            h_BNF = hidden_of(branch.norm(pair.reduced))
+            lacking.of(pair).add(_of(h_BNF, branch.read), _lacking(pair, branch.read))
+            if branch.read is not None:
+                unread.add(h_BNF[:, _others(branch.read, h_BNF.shape[1])])
+            add_active(active_F, h_BNF, ACTIVE_EPS)
+    x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
+    _refuse_nonfinite(part.name, x.sum_K)
+    moments = MlpMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
+    return moments, lacking
+
+
+def inputs_sums(branch: vit.Branch, layer: nn.Module, last: nn.Linear, streams: Streams) -> Halves[RegressionSums]:
+    """What the reduced stream lacks of the dense one, already behind the branch, on what enters `last` of `layer`."""
+    lacking = _for_layer(last)
+    with _entering(layer, last) as inputs_of:
+        for pair in streams:
+            x_BNK = inputs_of(branch.norm(pair.reduced))
+            lacking.of(pair).add(_of(x_BNK, branch.read), _lacking(pair, branch.read))
+    return lacking

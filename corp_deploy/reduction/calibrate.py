@@ -1,0 +1,183 @@
+"""Calibrate a checkpoint: calib's one pass at the sites of a vision transformer, by one process or under torchrun."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from calib import calibrate as passes
+from calib.checkpoint import Checkpoint as Saved
+from calib.collect import Precision
+from calib.distributed import Ranks, joined_ranks, under_torchrun
+from calib.images import Images
+from calib.memory import bytes_needed, shapes_of_sites
+from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
+from calib.sites import MlpSite, Site
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.files import sha256_of_file
+from corp_deploy.store.checkpoint import Checkpoint, on_device
+from corp_deploy.store.inputs import lineage_for_moments
+
+from .kept_dims import narrower
+
+PIXEL_RANGE = "pixel_range"
+
+
+@contextmanager
+def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
+    """The least and largest input value of every forward pass while the context is open."""
+    seen: list[tuple[float, float]] = []
+
+    def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        low, high = given[0].aminmax()
+        seen.append((float(low), float(high)))
+
+    handle = model.register_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
+
+    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`.
+    """
+
+    patterns: tuple[str, ...] = ()
+    attention: bool = True
+    attention_system: bool = False
+    kept: Mapping[str, Tensor] | None = None
+    precision: Precision = "float32"
+
+
+def chosen_sites(checkpoint: Checkpoint, wanted: Wanted) -> list[Site]:
+    """The model's sites that are wanted. Raises BadInput where nothing is left, with the reason."""
+    every = vit.calibration_sites(checkpoint.model)
+    if not every:
+        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.parts(checkpoint.model).refused)
+        raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
+    for pattern in wanted.patterns:
+        if not any(fnmatchcase(site.name, pattern) for site in every):
+            raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
+    sites = [site for site in every if wanted.attention or isinstance(site, MlpSite)]
+    return [site for site in sites if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
+
+
+def memory_needed(
+    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted, widths: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
+    shapes = shapes_of_sites(
+        checkpoint.model, sites, image_shape=vit.input_spec(checkpoint.model).shape, device=vit.device(checkpoint.model)
+    )
+    return bytes_needed(shapes, attention_system=wanted.attention_system and not widths, kept=widths)
+
+
+def sparsity_that_fits(
+    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted, align_head: int, available: int
+) -> float | None:
+    """The least sparsity for which the system, restricted to what it keeps, fits into so many bytes."""
+    for sparsity, widths in narrower(checkpoint.model, sites, align_head):
+        if sum(memory_needed(checkpoint, sites, wanted, widths).values()) <= available:
+            return sparsity
+    return None
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    images: Images,
+    *,
+    batch_size: int,
+    device: str = "cpu",
+    wanted: Wanted | None = None,
+    saved: Saved | None = None,
+    ranks: Ranks = passes.ALONE,
+    done: Callable[[int], None] | None = None,
+) -> Moments:
+    """The moments of the wanted sites, with the lineage that ties them to this model and these images.
+
+    `saved` makes an interrupted run go on where it was. The checkpoint's model stays where it is; on another device a
+    copy of it is run. Raises BadInput where there is no site or too little memory.
+    """
+    wanted = wanted or Wanted()
+    there = on_device(checkpoint, device)
+    sites = chosen_sites(there, wanted)
+    options = passes.Options(
+        attention_system=wanted.attention_system and wanted.kept is None, kept=wanted.kept, precision=wanted.precision
+    )
+
+    def take() -> Moments:
+        return passes.calibrate(
+            there.model,
+            sites,
+            images,
+            batch_size=batch_size,
+            device=device,
+            options=options,
+            lineage=lineage_for_moments(checkpoint, images),
+            checkpoint=saved,
+            ranks=ranks,
+            progress=done,
+        )
+
+    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
+    if saved is not None or device != "cpu":
+        return take()
+    with _watched_range(there.model) as seen:
+        moments = take()
+    ranges = [pair for part in ranks.gathered(seen) for pair in part]
+    low, high = min(pair[0] for pair in ranges), max(pair[1] for pair in ranges)
+    return replace(moments, lineage={**moments.lineage, PIXEL_RANGE: f"{low!r}:{high!r}"})
+
+
+def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
+    """The processes of torchrun when it started this one, else this process alone."""
+    return joined_ranks(device) if under_torchrun() else nullcontext(passes.ALONE)
+
+
+def _system_width(site: SiteMoments) -> Iterator[int]:
+    """Dims per head that a site's per-image system covers, if it has one."""
+    if isinstance(site, AttentionMoments) and site.system_HTT is not None:
+        yield site.energy_HD.shape[1] if site.kept_HK is None else site.kept_HK.shape[1]
+
+
+def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
+    """What a moments file holds, for people and machines."""
+    mlps = sum(isinstance(moments.sites[name], MlpMoments) for name in moments.sites)
+    return {
+        "moments": str(path),
+        "sha256": sha256_of_file(path),
+        "size_bytes": path.stat().st_size,
+        "images": moments.images,
+        "mlp_sites": mlps,
+        "attention_sites": len(moments.sites) - mlps,
+        "system_widths": sorted({width for site in moments.sites.values() for width in _system_width(site)}),
+        "lineage": dict(moments.lineage),
+    }
+
+
+def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The record that tells which moments a result rests on, under the name that they go by."""
+    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}
+
+
+def held_out_path(moments: Path) -> Path:
+    """Where the moments of held-out images stand: beside those of the rest."""
+    return moments.with_name(f"{moments.stem}.held-out{moments.suffix}")
+
+
+def line_of_moments(summary: Mapping[str, Any]) -> str:
+    """A summary in one line."""
+    sites = summary["mlp_sites"] + summary["attention_sites"]
+    size = f"{sites} sites, {summary['images']} images, {summary['size_bytes'] / 1e6:.1f} MB"
+    widths = ", ".join(map(str, summary["system_widths"]))
+    covered = f"; per-image systems for head widths up to {widths}" if widths else ""
+    return f"{summary['moments']}: {size}{covered}"

@@ -1,0 +1,173 @@
+"""MLPs with merged channels: fitted to, and judged by, what the merged layers really give.
+
+A mean row's activation is not the mean of its members' activations, and no moment of the dense model tells what it is.
+So every merged MLP is shown what its dense one gets and gives.
+
+Legend: B images, N tokens, I inputs and O outputs of the MLP, K merged channels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from calib.collect import MlpSite
+from calib.hooks import listening
+from calib.moments import MlpMoments
+from corp_deploy.algebra.channels import MlpRecovery
+from corp_deploy.algebra.fold import fold, recovered_from_gram
+from corp_deploy.algebra.regression import refit_toward
+from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.families import timm_vit as vit
+
+from .channels import MlpLayers
+from .method import Choices
+from .site import layers_of, placed_mlp
+
+See = Callable[[Tensor, Tensor, bool], None]
+"""Told the inputs [B,N,I] and outputs [B,N,O] of a dense MLP, and whether these images are held out."""
+Show = Callable[[Mapping[str, See]], None]
+"""Shows the images' activations at the named MLPs to who is to see them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedMlp:
+    """One MLP at one width: its merged first layer and the two second layers that need no images."""
+
+    part: vit.MlpPart
+    dense: nn.Module
+    layers: MlpLayers
+    first_KI: Tensor
+    first_bias_K: Tensor
+    plain_OK: Tensor
+    recovered_OK: Tensor
+    condition: float
+    ridge: float
+
+    def modules(self, weight_OK: Tensor, bias_O: Tensor) -> dict[str, nn.Linear]:
+        return placed_mlp(self.part, self.first_KI, self.first_bias_K, weight_OK, bias_O)
+
+    def layer(self, modules: Mapping[str, nn.Linear]) -> nn.Module:
+        """The MLP with these modules for its own."""
+        inside = {name.removeprefix(f"{self.part.name}."): linear for name, linear in modules.items()}
+        return vit.replaced(self.dense, inside)
+
+    @property
+    def bias_O(self) -> Tensor:
+        bias_O = self.layers.second_bias_O
+        return self.plain_OK.new_zeros(self.plain_OK.shape[0]) if bias_O is None else bias_O
+
+
+def folded_mlp(part: vit.MlpPart, dense: nn.Module, moments: MlpMoments, choices: Choices, width: int) -> FoldedMlp:
+    """Merge one MLP's channels; `dense` is the whole MLP."""
+    layers = layers_of(part)
+    folding = fold(layers.first_FI, layers.first_bias_F, layers.second_OF, width)
+    solved = recovered_from_gram(folding, moments.second_FF, layers.second_OF, ridge_rel=choices.ridge_rel)
+    return FoldedMlp(
+        part=part,
+        dense=dense,
+        layers=layers,
+        first_KI=folding.weight_KI,
+        first_bias_K=folding.bias_K,
+        plain_OK=folding.plain_OK,
+        recovered_OK=solved.solution_OK,
+        condition=solved.condition,
+        ridge=solved.ridge,
+    )
+
+
+class _Fit:
+    """The regression of what plain folding lacks of the dense output on the merged activations."""
+
+    def __init__(self, folded: FoldedMlp) -> None:
+        modules = folded.modules(folded.plain_OK, folded.bias_O)
+        self.layer, self.last = folded.layer(modules), [*modules.values()][-1]
+        self.sums = RegressionSums.for_layer(self.last)
+
+    def see(self, u_BNI: Tensor, y_BNO: Tensor, held_out: bool) -> None:
+        if held_out:
+            return
+        heard: list[Tensor] = []
+        with listening([MlpSite(name="", output=self.last)], lambda _, __, z_BNK: heard.append(z_BNK)):
+            lacking_BNO = y_BNO - self.layer(u_BNI)
+        self.sums.add(heard[0], lacking_BNO)
+
+
+class _Loss:
+    """E||y - y'||^2 per token of a layer, on the calibration images and on those held out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.sums, self.tokens = [0.0, 0.0], [0, 0]
+
+    def see(self, u_BNI: Tensor, y_BNO: Tensor, held_out: bool) -> None:
+        self.sums[held_out] += float((y_BNO - self.layer(u_BNI)).double().square().sum())
+        self.tokens[held_out] += y_BNO.shape[:-1].numel()
+
+    def error(self, *, held_out: bool) -> float:
+        return self.sums[held_out] / self.tokens[held_out]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The new layers by module name, what they lose, and on held-out images."""
+
+    modules: dict[str, nn.Linear]
+    recovery: MlpRecovery
+    error_held_out: float | None
+
+
+Fitted = tuple[Tensor, Tensor, float, float]
+"""Second weight and bias, with the condition and ridge of their solve."""
+
+
+def _refitted(folded: FoldedMlp, fit: _Fit, ridge_rel: float) -> Fitted:
+    refit = refit_toward(torch.zeros_like(folded.plain_OK), fit.sums.regression(), strength=ridge_rel)
+    return folded.plain_OK + refit.weight_OK, folded.bias_O + refit.bias_O, refit.condition, refit.ridge
+
+
+def _fitted(every: Mapping[str, FoldedMlp], choices: Choices, show: Show) -> dict[str, Fitted]:
+    if choices.mlp_recovery == "gram":
+        return {name: (each.recovered_OK, each.bias_O, each.condition, each.ridge) for name, each in every.items()}
+    fits = {name: _Fit(each) for name, each in every.items()}
+    show({name: fit.see for name, fit in fits.items()})
+    return {name: _refitted(each, fits[name], choices.ridge_rel) for name, each in every.items()}
+
+
+class _Trial:
+    """The layers that ship and those of plain folding, side by side."""
+
+    def __init__(self, folded: FoldedMlp, fitted: Fitted) -> None:
+        self.fitted = fitted
+        self.modules = folded.modules(*fitted[:2])
+        self.shipped = _Loss(folded.layer(self.modules))
+        self.plain = _Loss(folded.layer(folded.modules(folded.plain_OK, folded.bias_O)))
+
+    def see(self, u_BNI: Tensor, y_BNO: Tensor, held_out: bool) -> None:
+        self.shipped.see(u_BNI, y_BNO, held_out)
+        self.plain.see(u_BNI, y_BNO, held_out)
+
+    def judged(self) -> Judged:
+        weight_OK, bias_O, condition, ridge = self.fitted
+        error, plain = self.shipped.error(held_out=False), self.plain.error(held_out=False)
+        recovery = MlpRecovery(
+            weight_OK=weight_OK,
+            bias_O=bias_O,
+            residual=error,
+            residual_uncompensated=plain,
+            r2=1.0 - error / plain if plain > 0.0 else 1.0,
+            condition=condition,
+            ridge=ridge,
+        )
+        others = self.shipped.error(held_out=True) if self.shipped.tokens[True] else None
+        return Judged(modules=self.modules, recovery=recovery, error_held_out=others)
+
+
+def judged_mlps(every: Mapping[str, FoldedMlp], choices: Choices, show: Show) -> dict[str, Judged]:
+    """The second layer of each, as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward
+    plain folding, the bias free), with the losses of the layers that ship.
+    """
+    trials = {name: _Trial(every[name], fitted) for name, fitted in _fitted(every, choices, show).items()}
+    show({name: trial.see for name, trial in trials.items()})
+    return {name: trial.judged() for name, trial in trials.items()}

@@ -1,0 +1,183 @@
+"""From the attention moments and the choices to the maps of queries, keys and values at one site. Knows no model.
+
+Legend: H heads, D dense head width, R reduced head width, C = H D, O outputs of the projection.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.moments import AttentionMoments
+from corp_deploy.algebra import queries_keys as recover_attention
+from corp_deploy.algebra import scores as select
+from corp_deploy.algebra import values as recover_values
+from corp_deploy.algebra.image_system import ImageSystem, whole_system
+from corp_deploy.algebra.output_error import output_error, variance
+from corp_deploy.algebra.queries_keys import QkRecovery
+from corp_deploy.algebra.values import ValueRecovery
+from corp_deploy.errors import BadInput
+
+from .method import Choices, aligned_widths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkAtSite:
+    """A recovery and, per head, the dense logit energy in the unit of its residual."""
+
+    recovery: QkRecovery
+    energy_H: Tensor
+
+
+def _system(site: str, moments: AttentionMoments) -> ImageSystem:
+    if moments.system_HTT is None:
+        raise BadInput(
+            f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "
+            "calibrate again with --attention-system, or choose 'lowrank' (--preset best)"
+        )
+    head_dim = moments.energy_HD.shape[1]
+    if moments.kept_HK is None:
+        return whole_system(moments.system_HTT.double(), head_dim)
+    assert moments.target_HKK is not None, site
+    assert moments.target_energy_H is not None, site
+    return ImageSystem(
+        head_dim=head_dim,
+        covered_HS=moments.kept_HK,
+        system_HTT=moments.system_HTT.double(),
+        target_HSS=moments.target_HKK.double(),
+        energy_H=moments.target_energy_H.double(),
+    )
+
+
+def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
+
+    Raises BadInput when the moments lack what the objective needs.
+    """
+    if choices.qk_recovery == "logit":
+        system = _system(site, moments)
+        if not (system.covers(q_map_HRD) and system.covers(k_map_HRD)):
+            raise BadInput(
+                f"{site}: the system in these moments leaves out dimensions that are kept here; "
+                "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
+            )
+        return recover_attention.residual_per_image(system, q_map_HRD, k_map_HRD)
+    # The first version's equation as published takes both second moments as they are, nothing centred.
+    k_HDD = moments.k_second_HDD if choices.qk_recovery == "logit-v1" else moments.k_centred_HDD
+    return recover_attention.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
+
+
+def logit_scale(site: str, moments: AttentionMoments, choices: Choices) -> Tensor:
+    """Each head's dense logit energy [H], in the unit of `logit_error`."""
+    nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
+    return logit_error(site, moments, choices, nothing_HRD, nothing_HRD)
+
+
+def qk_scores(moments: AttentionMoments, choices: Choices, qkv_XI: Tensor) -> Tensor:
+    """What ranks the dimensions of each head [H, D]; `qkv_XI` are the rows of the fused projection, queries first."""
+    if choices.qk_selection == "energy":
+        return select.logit_energy(moments.energy_HD, moments.images)
+    heads, head_dim = moments.energy_HD.shape
+    rows_2HDI = qkv_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
+    return select.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
+
+
+def qk_at_site(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkAtSite:
+    """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
+    recovery = _recovered_qk(site, moments, choices, qkv_XI, width)
+    return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, choices))
+
+
+def kept_qk(moments: AttentionMoments) -> QkRecovery:
+    """Queries and keys as they are, where nothing may be done to them."""
+    heads, dense, _ = moments.q_second_HDD.shape
+    every_HR = torch.arange(dense, device=moments.q_second_HDD.device).expand(heads, dense)
+    return recover_attention.select(every_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
+
+
+def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, align: int) -> Tensor:
+    """The best dimensions among those that the system covers; all of them where it was taken for this very width."""
+    covered = system.covered_HS.shape[1]
+    if width > covered:
+        there = [each for each in aligned_widths(system.head_dim, align) if each <= covered]
+        raise BadInput(
+            f"{site}: a head width of {width} was asked for, but the system in these moments covers {covered} of "
+            f"{system.head_dim} dimensions; expected a width of {', '.join(map(str, there)) or covered}, or moments "
+            f"taken for a wider one: calibrate --attention-system --attn {1.0 - width / system.head_dim:g}"
+        )
+    best_HR = select.kept_from_scores(scores_HD.gather(1, system.covered_HS), width)
+    return system.covered_HS.gather(1, best_HR)
+
+
+def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkRecovery:
+    q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
+    if choices.qk_recovery == "lowrank":
+        return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
+    scores_HD = qk_scores(moments, choices, qkv_XI)
+    if choices.qk_recovery == "logit":
+        system = _system(site, moments)
+        if system.covered_HS.shape[1] < width == system.head_dim:
+            return kept_qk(moments)  # nothing is missing at full width, whatever the system leaves out
+        kept_HR = _kept_inside(site, system, scores_HD, width, choices.align_head)
+        if choices.qk_selection != "energy" and not kept_HR.equal(select.kept_from_scores(scores_HD, width)):
+            raise BadInput(
+                f"{site}: ranked by {choices.qk_selection}, dimensions are kept that the system in these moments "
+                "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
+            )
+        return recover_attention.logit(system, kept_HR, ridge_rel=choices.ridge_rel)
+    kept_HR = select.kept_from_scores(scores_HD, width)
+    if choices.qk_recovery == "select":
+        return recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
+    assert choices.qk_recovery == "logit-v1", choices.qk_recovery
+    return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=choices.ridge_rel)
+
+
+def leaves_values(choices: Choices, width: int, dense: int) -> bool:
+    """Whether values are none of the method's business: at full width, unless heads are square."""
+    return width == dense and choices.geometry != "square"
+
+
+def values_at_site(
+    moments: AttentionMoments, choices: Choices, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+) -> ValueRecovery:
+    """The values and the output projection at one width per head."""
+    if leaves_values(choices, width, weight_OC.shape[1] // heads):
+        return recover_values.keep(weight_OC, bias_O, heads)
+    assert choices.value_recovery == "lowrank", choices.value_recovery
+    return recover_values.lowrank(
+        moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=choices.ridge_rel
+    )
+
+
+def mapped_rows(rows_XC: Tensor, maps_HRD: Tensor) -> Tensor:
+    """Apply each head's map to its rows: [H*D, C] (or [H*D]) -> [H*R, C] (or [H*R])."""
+    heads, _, dense = maps_HRD.shape
+    by_head = rows_XC.reshape(heads, dense, -1)
+    return (maps_HRD @ by_head).reshape(-1, *rows_XC.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadMaps:
+    """Per head: new q = q_map q, k = k_map k, v = v_map v."""
+
+    q_HRD: Tensor
+    k_HRD: Tensor
+    v_HRD: Tensor
+
+    def applied(self, rows: Tensor) -> Tensor:
+        """The fused qkv weight [3 C, I] (or bias [3 C]) with every head's rows mapped, in float64."""
+        maps = (self.q_HRD, self.k_HRD, self.v_HRD)
+        sizes = [each.shape[0] * each.shape[2] for each in maps]
+        parts = rows.double().split(sizes)
+        return torch.cat([mapped_rows(part, each) for part, each in zip(parts, maps, strict=True)])
+
+
+def output_energy(moments: AttentionMoments, weight_OC: Tensor) -> float:
+    """Variance of the dense projection's output: tr(W C W')."""
+    return variance(weight_OC, moments.z_covariance_CC)
+
+
+def error_of(values: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: AttentionMoments) -> float:
+    """E||y - y'||^2 of new values and projection on any moments of the dense z."""
+    bias_change_O = -values.bias_O if bias_O is None else bias_O - values.bias_O
+    return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - values.as_dense_OC, bias_change_O)

@@ -1,0 +1,54 @@
+"""Which dimensions of q and k a restricted per-image system (eq. 15) is taken for: those that reduce will keep.
+
+A system of T^2 entries a head shrinks with the fourth power of the share kept; a first pass without it ranks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from calib.moments import AttentionMoments, Moments
+from calib.sites import Site
+from corp_deploy.algebra.scores import kept_from_scores, logit_energy
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+
+from .method import HeadWidths, aligned_widths, choices_from_preset
+from .model import require_same_model, site_moments, uniform_widths
+
+
+def kept_widths(
+    model: nn.Module, sites: Sequence[Site], sparsities: Sequence[float], align_head: int | None
+) -> dict[str, int]:
+    """The widest head that `reduce` will ask of each of these sites at any of the sparsities.
+
+    Ranks don't change, so narrower kept sets lie inside the widest one. Raises BadInput where no site may lose Q/K.
+    """
+    names = {site.name for site in sites}
+    asked = [choices_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
+    everywhere = [uniform_widths(model, choices) for choices in asked]
+    widths: dict[str, int] = {}
+    for name, width in (pair for widths in everywhere for pair in widths.items()):
+        if isinstance(width, HeadWidths) and name in names:
+            widths[name] = max(width.qk, widths.get(name, 0))
+    if not widths:
+        raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
+    return widths
+
+
+def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """The dimensions of most logit energy in a first pass, per site and head. Raises BadInput for another model's."""
+    require_same_model(model, first)
+    kept = {}
+    for name, width in widths.items():
+        site = site_moments(name, first, AttentionMoments, model)
+        kept[name] = kept_from_scores(logit_energy(site.energy_HD, site.images), width).cpu()
+    return kept
+
+
+def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
+    """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
+    sizes = {part.qk for part in vit.parts(model).attentions if not part.keeps_qk}
+    shares = {1.0 - width / size for size in sizes for width in aligned_widths(size, align_head)[:-1]}
+    for share in sorted(shares):
+        yield share, kept_widths(model, sites, (share,), align_head)

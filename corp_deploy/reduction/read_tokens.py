@@ -1,0 +1,74 @@
+"""Which tokens of the last residual stream a model's outputs read: those that a closed loop's last block is fitted to.
+
+Legend: B random streams, N tokens, C channels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from calib.hooks import evaluating
+from corp_deploy.families import timm_vit as vit
+
+Reads = Literal["all", "pooled"]
+_DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
+_MOST_STREAMS = 64
+
+
+def _random_stream(like_1NC: Tensor) -> Tensor:
+    tokens, channels = like_1NC.shape[1:]
+    count = min(math.ceil(_DRAWS * tokens / channels), _MOST_STREAMS)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    stream_BNC = torch.randn(count, tokens, channels, generator=generator, device="cpu")
+    return stream_BNC.to(like_1NC).requires_grad_()
+
+
+def tokens_read(model: nn.Module) -> Tensor:
+    """Numbers of the tokens, ascending: the outputs' gradient by random last streams is not zero there."""
+    streams: list[Tensor] = []
+
+    def put(_: nn.Module, __: tuple[Tensor, ...], out_1NC: Tensor) -> Tensor:
+        streams.append(_random_stream(out_1NC))
+        return streams[0]
+
+    image = torch.zeros(1, *vit.input_spec(model).shape, device=vit.device(model))
+    handle = vit.last_block(model).register_forward_hook(put)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+            outputs: Tensor = model(image)
+            generator = torch.Generator(device="cpu").manual_seed(1)
+            weights = torch.randn(outputs.shape, generator=generator, device="cpu").to(outputs)
+            (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), streams)
+    finally:
+        handle.remove()
+    return (gradient_BNC != 0.0).any(dim=2).any(dim=0).nonzero().squeeze(1)
+
+
+def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
+    """The tokens behind the last block whose error counts, None for all.
+
+    `pooled`: those that the outputs read. Without a choice likewise, but all of a model that has no classifier, whose
+    users read its patch tokens too. A model whose outputs nothing moves is fitted to all.
+    """
+    if reads == "all" or (reads is None and vit.makes_features(model)):
+        return None
+    found = tokens_read(model)
+    return None if len(found) in (0, len(vit.token_kinds(model))) else found
+
+
+def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:
+    read, every = sum(kinds[number] == kind for number in numbers), kinds.count(kind)
+    return f"{kind} token" if every == 1 else f"{read if read == every else f'{read} of {every}'} {kind} tokens"
+
+
+def named(model: nn.Module, read: Tensor | None) -> str:
+    """Tokens in words: `class token`, `196 patch tokens`, `all 257 tokens`."""
+    kinds = vit.token_kinds(model)
+    if read is None:
+        return f"all {len(kinds)} tokens"
+    numbers = read.tolist()
+    present = dict.fromkeys(kinds[number] for number in numbers)
+    return " and ".join(_counted(kind, numbers, kinds) for kind in present)

@@ -1,0 +1,138 @@
+"""MODEL_CARD.md of a release: what was removed, on which images, agreement, speed, limits."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from corp_deploy.files import read_json
+from perf.parity import parity_from_json
+from perf.runs import load_bench
+from perf.summary import summarise
+
+from .calls import bench_name
+from .recipe import Recipe
+
+MODEL = "corp-deploy/model"
+
+
+def _count(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
+
+
+def _share(error: float, energy: float) -> str:
+    return f"{100.0 * error / (energy or 1.0):.2g} %"
+
+
+def _held_out(site: dict[str, Any]) -> str:
+    """Of the part's own output, or after the closed loop of the residual stream."""
+    if site.get("held_out"):
+        return _share(site["held_out"]["error"], site["held_out"]["energy"])
+    if site.get("loop"):
+        return _share(site["loop"]["error_held_out"], site["loop"]["energy"]) + " (stream)"
+    return "-"
+
+
+def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    wanted = recipe["reduce"]
+    budget = next((f"{wanted[name]:.0%} of the {name} may stay" for name in ("macs", "params") if wanted[name]), None)
+    mlp, attn = (wanted[name] or 0.0 for name in ("mlp", "attn"))
+    asked = budget or f"{mlp:.0%} of the MLP channels and {attn:.0%} of the head dimensions removed"
+    yield f"Asked for: {asked}; preset `{wanted['preset']}`, heads `{wanted['heads']}`. No labels, no training."
+    if coverage := config["lineage"]["reduction"].get("coverage"):
+        yield f"Done: {coverage['verdict']}."
+        yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage["refused"].items())
+    yield ""
+    if decided := config["lineage"]["reduction"].get("decided", []):
+        yield " ".join(f"{each[:1].upper()}{each[1:]}." for each in decided)
+        yield ""
+    ways = config["lineage"]["reduction"].get("ways", [])
+    if ways:
+        yield "| widths | of the dense cost | logit error predicted | found on a few calibration images |"
+        yield "|---|---|---|---|"
+        for way in ways:
+            errors = f"{way['predicted_error']:.4f} | {way['measured_error']:.4f}"
+            yield f"| {way['name']} | {way['share']:.1%} | {errors} |"
+        yield ""
+    yield "| site | part | dense width | width | lost without repair | lost | lost, held out |"
+    yield "|---|---|---|---|---|---|---|"
+    for site in config["lineage"]["reduction"]["sites"]:
+        energy = site["energy"] or 1.0
+        lost = f"{site['error_uncompensated'] / energy:.2%} | {_share(site['error'], energy)} | {_held_out(site)}"
+        yield f"| {site['site']} | {site['part']} | {site['width_dense']} | {site['width']} | {lost} |"
+
+
+def _calibrated(root: Path, config: dict[str, Any]) -> Iterator[str]:
+    moments = read_json(root / "moments.json", kind="corp-deploy/moments-reference")
+    yield f"{moments['images']} unlabelled images, digest `{config['lineage']['images'][:16]}`; moments"
+    yield f"`{moments['sha256'][:16]}` ({moments['size_bytes'] / 1e6:.1f} MB, kept beside the release, not shipped)."
+    yield ""
+    yield f"Images are prepared with: {_prepared(config['input']['preprocessing'])}."
+
+
+def _prepared(preprocessing: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in preprocessing.items())
+
+
+def _agreement(parity: dict[str, Any]) -> Iterator[str]:
+    yield f"Judged on held-out images: {parity_from_json(parity).line}."
+    yield ""
+    yield "| link | against | relative error | top-1 agreement | verdict |"
+    yield "|---|---|---|---|---|"
+    for link in parity["links"]:
+        errors = link["measures"]
+        figures = f"{errors['relative_error']:.2e} | {errors['top1_agreement']:.2%}"
+        yield f"| {link['name']} | {link['reference']} | {figures} | {link['status']} |"
+    rows = parity.get("accuracy") or []
+    if rows:
+        yield ""
+        yield "Accuracy: " + ", ".join(f"{row['model']} {row['accuracy']:.2%}" for row in rows) + "."
+
+
+def _speed(path: Path) -> Iterator[str]:
+    bench = load_bench(path)
+    names = [subject.name for subject in bench.subjects]
+    costs = ", ".join(
+        f"{each.name}: {_count(each.params)} parameters, {_count(each.macs)} MACs, {_count(each.size_bytes)} bytes"
+        for each in bench.subjects
+    )
+    yield f"{costs}."
+    yield ""
+    yield f"| batch | {names[0]} p50 (ms) | {names[1]} p50 (ms) | speed-up (95 % interval) |"
+    yield "|---|---|---|---|"
+    for row in summarise(bench).rows:
+        sides = [row.sides[name].p50_ms for name in names]
+        cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
+        gain = row.speedup
+        told = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+        yield f"| {row.batch} | {cells} | {told} |"
+    for warning in bench.warnings:
+        yield f"\nNote: {warning}"
+
+
+def _limits(recipe: Recipe, parity: dict[str, Any]) -> Iterator[str]:
+    yield f"* Agreement was measured on {parity['images']['count']} images; on images of another kind it may be lower."
+    yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
+    yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
+    wanted = recipe["parity"]
+    yield f"* Limits set: agreement at least {wanted['min_agreement']}, logit error at most {wanted['max_error']}."
+
+
+def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
+    """The card's text, from the records of a release and the commands that made it."""
+    config = read_json(root / "reduced" / "config.json", kind=MODEL)
+    parity = read_json(root / "parity.json", kind="parity")
+    gate = read_json(root / "gate.json", kind="gate")
+    shape = "x".join(map(str, config["input"]["shape"]))
+    lines = [f"# {recipe.name}", ""]
+    lines += [
+        f"`{config['timm']['name']}` made smaller by corp-deploy; images {shape}. Gate: **{gate['verdict']}**.",
+        "",
+    ]
+    lines += ["## What was removed", "", *_removed(config, recipe), ""]
+    lines += ["## Calibrated on", "", *_calibrated(root, config), ""]
+    lines += ["## Agreement with the dense model", "", *_agreement(parity), ""]
+    for target in recipe.targets:
+        lines += [f"## Speed on {target.name}, {target.precision}", "", *_speed(root / bench_name(recipe, target)), ""]
+    lines += ["## Limits", "", *_limits(recipe, parity), ""]
+    lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]
+    return "\n".join(lines)

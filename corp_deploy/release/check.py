@@ -1,0 +1,72 @@
+"""Whether a release is what it was when it was made: digests, manifest, and the samples replayed. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from corp_deploy.errors import BadInput
+from corp_deploy.files import read_json, sha256_of_file
+from perf.files import regular, whole
+
+from .pipeline import MANIFEST, MANIFEST_KIND, SUMS
+from .samples import replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """How many files were compared, what differs, and whether the samples were replayed."""
+
+    files: int
+    graphs_replayed: bool
+    differs: tuple[str, ...]
+
+
+def _sums(path: Path) -> dict[str, str]:
+    try:
+        lines = regular(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
+    found = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
+    if not found or len(found) != len(lines):
+        raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
+    outside = [name for name in found if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
+    return found
+
+
+def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
+    """What differs, by name."""
+    found = {}
+    for name, digest in known.items():
+        if not (folder / name).is_file():
+            found[name] = f"{name}: missing"
+        elif (now := sha256_of_file(folder / name)) != digest:
+            found[name] = f"{name}: sha256 {now[:16]}..., {SUMS} says {digest[:16]}..."
+    return found
+
+
+def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
+    """Where manifest.json and SHA256SUMS contradict one another, so that neither can be edited alone."""
+    with whole(str(folder / MANIFEST)):
+        files = read_json(folder / MANIFEST, kind=MANIFEST_KIND)["files"]
+        entries = {name: entry["sha256"] for name, entry in files.items()}
+    listed = {name: digest for name, digest in sums.items() if name != MANIFEST}
+    names = sorted({*entries, *listed})
+    return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]
+
+
+def check(folder: Path) -> Checked:
+    """Compare every digest, then replay the samples of the graphs that are whole.
+
+    Raises BadInput for a directory that is no release, Missing without ONNX Runtime.
+    """
+    sums = _sums(folder / SUMS)
+    changed = _changed(folder, sums)
+    differs = list(changed.values())
+    if MANIFEST in sums and MANIFEST not in changed:
+        differs += _manifest_differs(folder, sums)
+    whole = not changed
+    if whole:
+        differs += replay(folder)
+    return Checked(files=len(sums), graphs_replayed=whole, differs=tuple(differs))

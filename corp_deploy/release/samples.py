@@ -1,0 +1,55 @@
+"""The sample inputs of a release and how their replay is judged. Imports no torch."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from corp_deploy.errors import BadInput
+from corp_deploy.files import read_json
+from perf.measures import measures
+from perf.onnx_runner import OnnxRunner
+
+KIND = "corp-deploy/samples"
+# Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.
+REPLAY_ERROR = {"fp32": 1e-4, "fp16": 1e-2, "mixed": 1e-2}
+BATCH = 8
+
+Pixels = NDArray[np.float32]
+
+
+class Answers(Protocol):
+    def __call__(self, images: Pixels, /) -> Pixels: ...
+
+
+def replayed(run: Answers, images: Pixels) -> Pixels:
+    """Logits of all images, a few at a time."""
+    return np.concatenate([run(images[start : start + BATCH]) for start in range(0, len(images), BATCH)])
+
+
+def _difference(folder: Path, graph: str, expected: Path, images: Pixels, bound: float) -> str | None:
+    known = np.load(expected, allow_pickle=False)
+    with OnnxRunner(folder / graph) as runner:
+        logits = replayed(runner, images)
+    if logits.shape != known.shape:
+        return f"{graph}: answers {list(logits.shape)} to the samples, expected {list(known.shape)}"
+    error = measures(known, logits).relative_error
+    if not error <= bound:
+        return f"{graph}: relative error {error:.2e} on the samples, at most {bound:g} is expected"
+    return None
+
+
+def replay(folder: Path) -> list[str]:
+    """What differs when every graph of a release answers its sample inputs again; nothing when all is as it was.
+
+    Raises BadInput for a record that can't be read, Missing without ONNX Runtime.
+    """
+    record = read_json(folder / "samples" / "samples.json", kind=KIND)
+    try:
+        images = np.load(folder / record["images"], allow_pickle=False)
+        rows = [(name, folder / row["expected"], row["max_relative_error"]) for name, row in record["graphs"].items()]
+        found = [_difference(folder, name, expected, images, bound) for name, expected, bound in rows]
+    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError) as error:
+        raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
+    return [text for text in found if text is not None]

@@ -1,0 +1,104 @@
+"""A directory of results as a Triton model repository: which artefacts go in, and what was measured of them."""
+
+from pathlib import Path
+from typing import Any
+
+from corp_deploy.errors import BadInput
+from corp_deploy.files import read_json
+from export.expected import Agreement, Expected, Latency
+from export.package import Package
+from export.record import record_from_json, record_path
+from export.triton_config import Serving
+from perf.files import regular, whole
+from perf.runs import Bench, load_bench
+from perf.summary import finite, summarise
+
+
+def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str]]:
+    """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named."""
+    plans, notes = [], []
+    for path in sorted(directory.rglob("*.plan")):
+        beside = record_path(path)
+        if not beside.is_file():
+            raise BadInput(f"{path}: no engine record beside it; build it with `corp-deploy build`")
+        backend = record_from_json(beside.read_text(encoding="utf-8"), where=str(beside)).backend
+        if backend == "tensorrt":
+            plans.append(path)
+        else:
+            notes.append(
+                f"{path.name} is left out: the server's backend loads TensorRT plans, this one is of {backend}"
+            )
+    return tuple(plans), notes
+
+
+def _latencies(bench: Bench) -> tuple[Latency, ...]:
+    """The reduced model's medians with their intervals, where there were enough rounds for one."""
+    summary = summarise(bench)
+    found = []
+    for row in summary.rows:
+        p50 = row.sides[summary.candidate].p50_ms
+        if p50 is not None and finite(p50.low) is not None and finite(p50.high) is not None:
+            found.append(
+                Latency(
+                    batch=row.batch, measure="compute", p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high
+                )
+            )
+    return tuple(found)
+
+
+def _agreement(directory: Path) -> Agreement | None:
+    path = directory / "parity.json"
+    if not path.is_file():
+        return None
+    with whole(str(path)):
+        links: list[dict[str, Any]] = read_json(path, kind="parity")["links"]
+        errors = next((link for link in links if link["kind"] == "whole"), links[-1])["measures"]
+        low, high = errors["top1_agreement_low"], errors["top1_agreement_high"]
+        return Agreement(share=errors["top1_agreement"], images=errors["images"], low=low, high=high)
+
+
+def _labels(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        return tuple(line.strip() for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: can't be read as a list of labels, one a line ({error})") from None
+
+
+def package_of_directory(
+    directory: Path, *, name: str, version: int, labels: Path | None, server: str | None
+) -> tuple[Package, list[str]]:
+    """What a release's (or the demo's) directory offers to a server, and what is left out and why.
+
+    Raises BadInput when there is no reduced graph in it.
+    """
+    single, half = directory / "reduced" / "model.onnx", directory / "reduced" / "model.fp16.onnx"
+    if not single.is_file():
+        raise BadInput(f"{single}: no such graph; export the reduced model into {directory}/reduced first")
+    plans, notes = _plans(directory / "reduced")
+    bench_path = directory / "bench.json"
+    bench = load_bench(bench_path) if bench_path.is_file() else None
+    expected: dict[str, Expected] = {}
+    preferred: tuple[int, ...] = ()
+    if bench is not None:
+        knee = summarise(bench).preferred_batch_size
+        preferred = () if knee is None or knee == 1 else (knee,)
+        described = bench.subjects[1].describe
+        variant = "cpu" if described.get("device") == "cpu" else "plan" if plans else "onnx"
+        where = f"{bench.environment.get('gpu') or bench.environment.get('cpu')}, {described.get('backend')}"
+        expected[variant] = Expected(
+            measured_on=where, latencies=_latencies(bench), top1_agreement=_agreement(directory)
+        )
+    package = Package(
+        name=name,
+        version=version,
+        plans=plans,
+        onnx=half if half.is_file() else single,
+        cpu_onnx=single,
+        labels=_labels(labels),
+        serving=Serving(preferred_batches=preferred, max_batch=None if plans else max((8, *preferred))),
+        expected=expected,
+        server=server,
+    )
+    return package, notes

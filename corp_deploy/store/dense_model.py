@@ -1,0 +1,99 @@
+"""A dense model as it is named: a directory, a snapshot of one of timm's repositories, or a timm name with weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
+
+from .checkpoint import Architecture, Checkpoint, dense_from_architecture, load_checkpoint, load_weights
+from .hub_snapshot import (
+    CONFIG,
+    config_of_directory,
+    is_ours,
+    model_of_snapshot,
+    refuse_beside_directory,
+    weights_of_snapshot,
+)
+from .weight_fit import fitted
+from .weights import KINDS, read_weights
+
+
+def _from_snapshot(
+    directory: Path, config: Mapping[str, Any], weights: Path | None
+) -> tuple[Architecture, Path | None]:
+    name, kwargs, preprocessing = model_of_snapshot(directory, config)
+    architecture = Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing)
+    return architecture, weights or weights_of_snapshot(directory)
+
+
+def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
+    """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
+    recorded = preprocessing_from_json(vit.input_spec(built).as_json(), where=asked.name)
+    kwargs = {**vit.input_and_classes(built), **asked.kwargs}
+    return Architecture(name=vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
+
+
+def _preprocessing_source(directory: Path | None, built: nn.Module, given: Preprocessing) -> str:
+    tag = vit.pretrained_tag(built)
+    source = f"{directory.name}/{CONFIG}" if directory else f"timm's tag {tag}" if tag else "timm's default"
+    return f"{', '.join(given.given)} as given, the rest from {source}" if given.given else source
+
+
+def _with_weights(built: nn.Module, asked: Architecture, file: Path, ema: bool | None, prepared: str) -> Checkpoint:
+    """The model just built with the weights of a file, and where weights and preprocessing come from."""
+    read = read_weights(file, ema=ema)
+    state, changed = fitted(built, read, asked.kwargs)
+    load_weights(built, state, where=file)
+    notes = (*read.notes, *changed)
+    source = {"weights": file.name, "taken": read.taken, "notes": list(notes), "preprocessing": prepared}
+    return Checkpoint(
+        model=built,
+        architecture=_resolved(asked, built),
+        lineage={"source": source},
+        notes=notes,
+    )
+
+
+def model_of_directory(directory: Path) -> Checkpoint:
+    """What a directory written by `save`, or a snapshot of one of timm's repositories, holds by itself."""
+    return load_dense(str(directory), weights=None, kwargs={})
+
+
+def load_dense(
+    model: str,
+    *,
+    weights: Path | None,
+    kwargs: Mapping[str, Any],
+    ema: bool | None = None,
+    preprocessing: Preprocessing | None = None,
+) -> Checkpoint:
+    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, or from a timm name
+    with its weights. `ema` as in read_weights; `preprocessing` goes before that of the name or snapshot.
+
+    Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
+    anything that it has itself.
+    """
+    given = preprocessing or Preprocessing()
+    folder = Path(model.removeprefix("local-dir:"))
+    directory = folder if folder.is_dir() else None
+    architecture, file = Architecture(name=model), weights
+    if directory is not None:
+        config = config_of_directory(directory)
+        if is_ours(config):
+            beside = {"weights": weights, "model_kwargs": kwargs, "ema": ema, **given.given}
+            options = {f"--{name.replace('_', '-')}": value for name, value in beside.items()}
+            refuse_beside_directory(directory, options)
+            return load_checkpoint(directory)
+        architecture, file = _from_snapshot(directory, config, weights)
+    asked = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
+    built = dense_from_architecture(asked)
+    if file is None:
+        raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
+    vit.set_preprocessing_(built, given.for_channels(vit.input_spec(built).shape[0]))
+    return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, given))

@@ -1,0 +1,103 @@
+"""A snapshot of one of timm's repositories on a model hub: config.json beside weights. Reads files alone."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from corp_deploy.errors import BadInput
+from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
+from perf.files import object_from_file
+
+CONFIG = "config.json"
+# In timm's order, shards where a single file would be.
+_WEIGHTS = tuple(
+    name + suffix
+    for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+    for suffix in ("", ".index.json")
+)
+
+
+def config_of_directory(directory: Path) -> dict[str, Any]:
+    """The directory's config.json. Raises BadInput for a directory without one or with a damaged one."""
+    path = directory / CONFIG
+    if not path.exists():
+        raise BadInput(
+            f"{path}: no such file; expected a directory written by corp-deploy or a snapshot of one of timm's "
+            f"repositories; for weights alone give a timm name: --model NAME --weights {directory}/FILE"
+        )
+    return object_from_file(path)
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether corp-deploy wrote the directory."""
+    return str(config.get("kind", "")).startswith("corp-deploy/")
+
+
+def refuse_beside_directory(directory: Path, given: Mapping[str, Any]) -> None:
+    """Raise BadInput for anything given beside a directory of ours, which has its own; `given` by option or key."""
+    extra = [name for name, value in given.items() if value is not None and value != {}]
+    if extra:
+        raise BadInput(
+            f"--model {directory} is a directory with its own weights, arguments and preprocessing; "
+            f"drop {', '.join(extra)}"
+        )
+
+
+def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
+    name = config.get("architecture")
+    if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
+        return
+    kind = config.get("model_type")
+    if kind is not None or "architectures" in config:
+        raise BadInput(
+            f"{path}: a model of Hugging Face transformers ({kind}), whose names timm does not map; take timm's copy "
+            "of these weights (a snapshot of the repository of that name under timm/)"
+        )
+    raise BadInput(
+        f"{path}: expected a corp-deploy/model record or a configuration of timm with its architecture, "
+        f"got keys {', '.join(list(config)[:5]) or 'none'}"
+    )
+
+
+def _object(path: Path, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise BadInput(f"{path}: {key} is {value!r:.80}, expected an object")
+    return value
+
+
+def _input_size(path: Path, pretrained: Mapping[str, Any]) -> list[int]:
+    size = pretrained.get("input_size") or [3, 224, 224]
+    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(each, int) for each in size)):
+        raise BadInput(f"{path}: input_size is {size!r:.80}, expected [channels, height, width]")
+    return size
+
+
+def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any], Preprocessing]:
+    """timm's name, arguments that build this model without the snapshot, and its preprocessing.
+
+    Raises BadInput for a configuration of another library, naming it.
+    """
+    path = directory / CONFIG
+    _refuse_foreign(path, config)
+    # Older snapshots have everything on one level.
+    pretrained = _object(path, config, "pretrained_cfg") or config
+    kwargs = dict(_object(path, config, "model_args"))
+    size = _input_size(path, pretrained)
+    classes = config.get("num_classes", pretrained.get("num_classes"))
+    if classes is not None:
+        kwargs.setdefault("num_classes", classes)
+    if size[0] != 3:
+        kwargs.setdefault("in_chans", size[0])
+    if pretrained.get("fixed_input_size") and not kwargs.get("dynamic_img_size"):
+        kwargs.setdefault("img_size", size[1:])
+    return config["architecture"], kwargs, preprocessing_from_json(pretrained, where=str(path))
+
+
+def weights_of_snapshot(directory: Path) -> Path:
+    """The weights of a snapshot. Raises BadInput when none are there."""
+    found = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
+    if found is None:
+        raise BadInput(f"{directory}: no weights beside {CONFIG}, expected one of {', '.join(_WEIGHTS)}")
+    return found

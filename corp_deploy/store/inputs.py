@@ -1,0 +1,109 @@
+"""Images prepared the way a given model was evaluated, and the digests that tie records together."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from calib.images import Images, open_images
+from corp_deploy.errors import BadInput, Missing
+from corp_deploy.families import timm_vit as vit
+from perf.files import regular
+
+from .checkpoint import Checkpoint
+
+
+def images_for_model(
+    model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
+) -> Images:
+    """Open images at the model's input shape, folders through timm's evaluation transform. Raises calib's BadInput, and
+    one for folders where the model takes no RGB.
+    """
+    spec = vit.input_spec(model)
+    _refuse_rgb(path, spec.shape)
+    return open_images(
+        path,
+        image_shape=spec.shape,
+        transform=spec.transform(),
+        samples=samples,
+        seed=seed,
+        workers=workers,
+        max_bad=max_bad,
+    )
+
+
+def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
+    channels, height, width = shape
+    if channels != 3 and (path.is_dir() or path.suffix == ".tar"):
+        raise BadInput(
+            f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
+            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, already preprocessed"
+        )
+
+
+def preprocessing_text(model: nn.Module) -> str:
+    """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
+    return json.dumps(vit.input_spec(model).as_json(), sort_keys=True)
+
+
+def model_digest(model: nn.Module) -> str:
+    """Digest of every weight's name, type, shape and value; the same wherever and however the model was loaded."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lineage_of_model(model: nn.Module) -> dict[str, str]:
+    """What must agree before moments are used for a model: its weights, and how images are prepared for it."""
+    return {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+
+
+def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str]:
+    """What moments carry so that they are never used for another model, and never merged across preprocessings."""
+    return {
+        "architecture": checkpoint.architecture.name,
+        **lineage_of_model(checkpoint.model),
+        "images": images.digest,
+    }
+
+
+def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np.int64]:
+    """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others."""
+    regular(path)
+    classes = vit.classes(model)
+    if not classes:
+        raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")
+    try:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            labels = loaded if isinstance(loaded, np.ndarray) else loaded["labels"]
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected labels (.npy, or key labels of .npz)") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib each raise their own at a damaged file
+        raise BadInput(f"{path}: no labels in it ({error!s:.200}); expected .npy, or key labels of .npz") from None
+    if not isinstance(labels, np.ndarray):
+        raise BadInput(f"{path}: labels is no array, expected whole numbers [N]")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
+    if len(labels) != len(images.rows.source):
+        raise BadInput(f"{path}: {len(labels)} labels for {len(images.rows.source)} images; give one label an image")
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise BadInput(
+            f"{path}: labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}: class indices in the "
+            f"order of the model's {classes} outputs"
+        )
+    return np.asarray(labels[np.asarray(images.rows.chosen)], dtype=np.int64)
+
+
+def require_device(device: str) -> None:
+    """Raise Missing when a GPU is asked for and there is none; the CPU is never used in its place."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Missing("--device cuda: torch sees no CUDA GPU here; run with --device cpu, or on a machine with a GPU")

@@ -1,0 +1,87 @@
+"""What a model's name may be: timm's own, never one that sends a load to the network; and what may have been meant.
+
+Asking about a name imports neither timm nor torch; looking for names that are alike does.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from corp_deploy.errors import BadInput
+
+_SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
+# Other libraries' names of architectures that timm has, and timm's names of them.
+_TWINS = (
+    (r"vit_([blh])_(\d+)", "vit_{size}_patch{patch}_224"),
+    (r"dinov2_vit([sblg])(14)(_reg)?(?:_lc)?", "vit_{size}_patch{patch}{registers}_dinov2"),
+    (r"dino_vit([sb])(\d+)", "vit_{size}_patch{patch}_224.dino"),
+    (r"ViT-([BLHbl])[-/](\d+)", "vit_{size}_patch{patch}_clip_224"),
+)
+# Arguments of timm.create_model by which weights would come from elsewhere than --weights.
+RESERVED = ("pretrained", "pretrained_cfg", "checkpoint_path", "cache_dir")
+
+
+def _twin(name: str) -> str:
+    for pattern, twin in _TWINS:
+        found = re.fullmatch(pattern, name)
+        if found is not None:
+            registers = "_reg4" if "(_reg)" in pattern and found[3] else ""
+            return twin.format(size=_SIZES[found[1].lower()], patch=found[2], registers=registers)
+    return ""
+
+
+def look_alikes(name: str) -> str:
+    """A hint at timm's names that may have been meant."""
+    import timm
+
+    base = name.partition(".")[0]
+    if twin := _twin(name):
+        return f"timm's name of this architecture is {twin}"
+    if timm.is_model(base):
+        tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{base}.*")]
+        return f"timm's tags of {base}: {', '.join(tags) or 'none'}"
+    close = difflib.get_close_matches(base, timm.list_models(), n=5, cutoff=0.7)
+    return f"names that look alike: {', '.join(close) or 'none'}"
+
+
+def _refuse_hub(name: str, repository: str) -> None:
+    owner, _, rest = repository.rpartition("/")
+    folder = rest.partition("@")[0]
+    how = f"where there is a network: hf download {repository} --local-dir {folder}; then give --model {folder}"
+    if owner != "timm":
+        how = "of a hub, snapshots of timm's own repositories are read: look for these weights under timm/ there"
+    raise BadInput(
+        f"--model {name!r}: there is no such directory, and nothing is ever downloaded; {how}, or give a timm "
+        "name with --weights"
+    )
+
+
+def require_local_name(name: str) -> None:
+    """Raise BadInput, at once, for a name that timm would look for on the network or in a folder elsewhere."""
+    source, colon, rest = name.partition(":")
+    if colon and source.lower() in ("hf-hub", "hf_hub"):
+        _refuse_hub(name, rest)
+    if re.fullmatch(r"[\w.-]+/[\w.@-]+", name) and not name.startswith(".") and not _twin(name):
+        _refuse_hub(name, name)
+    if re.search(r"[/:\\]", name):
+        hint = (
+            look_alikes(name) if _twin(name) else "a model is a directory with config.json and weights, or a timm name"
+        )
+        raise BadInput(f"--model {name!r}: there is no such directory, and timm's names have no '/' or ':'; {hint}")
+
+
+def refuse_reserved(kwargs: Mapping[str, Any]) -> None:
+    """Raise BadInput for arguments by which weights would come from elsewhere."""
+    for key in RESERVED:
+        if key in kwargs:
+            raise BadInput(
+                f"--model-kwargs: {key} is not taken; weights come from --weights or the model's directory, the "
+                "preprocessing from the name's tag, the directory, or --mean, --std, --crop-pct, --interpolation, "
+                "--crop-mode"
+            )
+    if kwargs.get("features_only"):
+        raise BadInput(
+            "--model-kwargs: features_only wraps the model so that it gives lists of feature maps, which nothing here "
+            "takes; leave it away (num_classes 0: without a classifier) and reduce the model itself"
+        )

@@ -1,0 +1,128 @@
+"""ONNX graphs of our models: the exportable form, the lineage they carry, and what a graph says about itself."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from corp_deploy import __version__
+from corp_deploy.errors import BadInput
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.files import replacing
+from export.to_onnx import onnx_from_model, save
+from perf.onnx_runner import onnx_precision
+from perf.quantity import shown
+
+from .checkpoint import Checkpoint
+from .inputs import model_digest
+
+PREFIX = "corp_deploy."
+# Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
+CARRIED = ("dense", "moments", "images", "preset")
+
+
+def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
+    """Widths, cost, preprocessing, digest and lineage, as the flat text that an ONNX file carries."""
+    found = vit.parts(checkpoint.model)
+    widths = {mlp.name: {"hidden": mlp.hidden} for mlp in found.mlps}
+    widths |= {part.name: {"heads": part.heads, "qk": part.qk, "v": part.v} for part in found.attentions}
+    facts = {
+        "version": __version__,
+        "architecture": checkpoint.architecture.name,
+        "model_sha256": model_digest(checkpoint.model),
+        "parameters": parameters(checkpoint.model),
+        "macs": macs(checkpoint.model),
+        "depth": vit.depth(checkpoint.model),
+        "widths": widths,
+        "preprocessing": vit.input_spec(checkpoint.model).as_json(),
+        "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED},
+    }
+    return {
+        PREFIX + key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for key, value in facts.items()
+    }
+
+
+def paths_by_precision(path: Path, precisions: Sequence[str]) -> dict[str, Path]:
+    """One precision goes to the very file; several stand side by side: NAME.onnx for fp32, NAME.fp16.onnx for fp16."""
+    if len(precisions) == 1:
+        return {precisions[0]: path}
+    return {name: path if name == "fp32" else path.with_suffix(f".{name}{path.suffix}") for name in precisions}
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    path: Path,
+    *,
+    precision: str,
+    opset: int | None = None,
+    batch: int | None = None,
+    keep_fp32: Sequence[str] = (),
+    geometry: Geometry | None = None,
+) -> None:
+    """Write the model as one typed ONNX file. Raises export's BadInput when the graph will not do."""
+    model = vit.exportable(checkpoint.model, geometry=geometry)
+    proto = onnx_from_model(
+        model,
+        image_shape=vit.input_spec(checkpoint.model).shape,
+        precision=precision,
+        keep_fp32=keep_fp32,
+        opset=opset,
+        batch=batch,
+        metadata=metadata_of_checkpoint(checkpoint),
+    )
+    with replacing(path) as temporary:
+        save(proto, temporary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFacts:
+    """What an ONNX file says about itself; costs are None for a graph that another tool wrote."""
+
+    precision: str
+    opset: int
+    batch: int | None
+    image_shape: tuple[int, int, int]
+    macs: int | None
+    parameters: int | None
+
+
+def facts_of_onnx(path: Path) -> GraphFacts:
+    """Read a graph's facts. Raises BadInput for a file that is no ONNX model with one image input."""
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file, expected an ONNX model")
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        raise BadInput(f"{path}: not an ONNX model ({error}); export it again") from None
+    carried = {entry.key: entry.value for entry in proto.metadata_props}
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in initializers]
+    dims = list(inputs[0].type.tensor_type.shape.dim) if len(inputs) == 1 else []
+    if len(dims) != 4:
+        raise BadInput(
+            f"{path}: expected one input [batch,3,H,W], got {[value.name for value in inputs]}; it is no image model"
+        )
+    return GraphFacts(
+        precision=carried.get("export.precision") or onnx_precision(path),
+        opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
+        batch=dims[0].dim_value or None,
+        image_shape=(dims[1].dim_value, dims[2].dim_value, dims[3].dim_value),
+        macs=_integer(carried, "macs", path),
+        parameters=_integer(carried, "parameters", path),
+    )
+
+
+def _integer(carried: Mapping[str, str], name: str, path: Path) -> int | None:
+    text = carried.get(f"{PREFIX}{name}", "null")
+    if text == "null":
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise BadInput(f"{path}: its metadata say {name} {shown(text)}, expected a whole number; export it again")
+    return int(text)

@@ -1,0 +1,219 @@
+"""State dicts as people have them: files of several kinds, shards, wrappers and moving averages. Runs no pickled code.
+
+What is read here is names and tensors; whether they fit a model is asked in weight_fit.
+"""
+
+import argparse
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from corp_deploy.errors import BadInput
+from perf.files import object_from_file
+
+State = Mapping[str, torch.Tensor]
+
+KINDS = ".safetensors, .pth, .pt, .pth.tar, .bin, .ckpt, or the .index.json of shards"
+_PICKLES = (".pth", ".pt", ".tar", ".bin", ".ckpt")
+_INDEX = ".index.json"
+_LONGEST = 150
+# timm's trainer keeps its arguments beside the weights: a Namespace holds values and runs nothing.
+_HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [argparse.Namespace]
+# timm's order: its own trainer's names, then DeiT's.
+_AVERAGES, _RAW = ("state_dict_ema", "model_ema"), ("state_dict", "model")
+# Put before names by DistributedDataParallel and torch.compile; by a LightningModule and Hugging Face's timm wrapper.
+_WRAPPERS, _OWNERS = ("module.", "_orig_mod."), ("model.", "timm_model.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The tensors of a file by their bare names. `taken` is the file's entry they were under, or nothing.
+
+    `notes`: what a user should know about what was taken and left.
+    """
+
+    path: Path
+    state: State
+    taken: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def first_names(names: list[str]) -> str:
+    """A few names for a message, and how many more there are."""
+    cut = [name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:3]]
+    return ", ".join(cut) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refused_pickle(path: Path, error: Exception) -> BadInput:
+    try:
+        with torch.serialization.safe_globals(_HARMLESS):
+            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except Exception:  # a damaged file, whose first error says more
+        foreign = []
+    if foreign:
+        return BadInput(
+            f"{path}: holds pickled code, which is never run ({first_names(sorted(foreign))}); save its weights alone: "
+            "torch.save(model.state_dict(), 'weights.pth'), or as safetensors"
+        )
+    reason = type(error).__name__ if isinstance(error, UnpicklingError) else str(error).partition("\n")[0][:150]
+    return BadInput(
+        f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({reason}); "
+        "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its weights as safetensors"
+    )
+
+
+def _from_pickle(path: Path) -> Any:
+    try:
+        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own, about how odd tensors are kept; those are refused here
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _refused_pickle(path, error) from None
+
+
+def _from_safetensors(path: Path) -> State:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(
+            f"{path}: can't be read as safetensors ({error!s:.300}); the file is truncated or of another kind"
+        ) from None
+
+
+def _shards(index: Path) -> dict[str, list[str]]:
+    """The files of an index with the names that each must hold. Raises BadInput for a path that leaves the folder."""
+    try:
+        names = object_from_file(index)["weight_map"]
+        files: dict[str, list[str]] = {}
+        for name, file in names.items():
+            files.setdefault(file, []).append(name)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{index}: expected an index of shards with a weight_map ({error!r:.150})") from None
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or file.endswith(_INDEX):
+            raise BadInput(f"{index}: the shard {file!r:.150} is no file name beside the index")
+    return files
+
+
+def _from_index(index: Path) -> State:
+    state: dict[str, torch.Tensor] = {}
+    for file, names in _shards(index).items():
+        shard = _content(index.parent / file)
+        absent = [name for name in names if not isinstance(shard, Mapping) or name not in shard]
+        if absent:
+            raise BadInput(f"{index.parent / file}: no {first_names(absent)}, which {index.name} says is here")
+        state |= {name: shard[name] for name in names}
+    return state
+
+
+def _content(path: Path) -> Any:
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file, expected weights ({KINDS})")
+    if path.name.endswith(_INDEX):
+        return _from_index(path)
+    if path.suffix == ".safetensors":
+        return _from_safetensors(path)
+    if path.suffix in _PICKLES:
+        return _from_pickle(path)
+    raise BadInput(f"{path}: weights of kind {path.suffix!r}, expected {KINDS}")
+
+
+def _entries(content: Any, keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
+
+
+def _entry(content: Any, ema: bool | None, path: Path) -> str:
+    """The entry to take: the moving average where there is one, as timm does, unless `ema` says otherwise."""
+    averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
+    if ema is True and not averages:
+        raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema away")
+    if ema is False and averages and not raw:
+        raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema away")
+    chosen = raw if ema is False else [*averages, *raw]
+    return chosen[0] if chosen else ""
+
+
+def _note_on_entry(taken: str, content: Any, path: Path) -> tuple[str, ...]:
+    averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
+    if taken in averages:
+        other = f"; --no-ema takes {raw[0]}" if raw else ""
+        return (f"{path.name}: took {taken}, the moving average of the weights, as timm does{other}",)
+    if averages:
+        return (f"{path.name}: took {taken}, not the moving average {averages[0]}",)
+    return ()
+
+
+def _refuse_clash(path: Path, names: list[str]) -> None:
+    if names:
+        raise BadInput(
+            f"{path}: {first_names(names)} is there with and without a wrapper's prefix; save one of the two"
+        )
+
+
+def _unwrapped(state: State, path: Path) -> tuple[State, list[str]]:
+    """Bare names, and those that stand beside the model in the object that was saved."""
+    beside: list[str] = []
+    inner = {name.replace("._orig_mod.", "."): value for name, value in state.items()}
+    _refuse_clash(path, sorted(name for name in state if "._orig_mod." in name) if len(inner) < len(state) else [])
+    state = inner
+    while True:
+        prefix = next((each for each in (*_WRAPPERS, *_OWNERS) if any(name.startswith(each) for name in state)), None)
+        if prefix is None:
+            return state, beside
+        inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        outside = {name: value for name, value in state.items() if not name.startswith(prefix)}
+        _refuse_clash(path, sorted(inside.keys() & outside.keys()))
+        if prefix in _OWNERS:
+            beside += sorted(outside)
+            state = inside
+        else:
+            state = inside | outside
+
+
+def _fault(tensor: torch.Tensor) -> str:
+    """Why a tensor's values can't be taken as they are, or nothing."""
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.is_meta:
+        return "without values"
+    return "" if tensor.layout == torch.strided else str(tensor.layout)
+
+
+def _tensors(content: Any, path: Path) -> State:
+    if not isinstance(content, Mapping):
+        raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
+    if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in content.items()):
+        keys = first_names(list(map(str, content)))
+        raise BadInput(
+            f"{path}: expected a state_dict (names to tensors), got {type(content).__name__} with other content "
+            f"({keys}); weights are looked for under {', '.join((*_AVERAGES, *_RAW))}"
+        )
+    odd = [f"{name[:_LONGEST]} ({fault})" for name, value in content.items() if (fault := _fault(value))]
+    if odd:
+        raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")
+    return content
+
+
+def read_weights(path: Path, *, ema: bool | None = None) -> Weights:
+    """The weights of a file or of shards, wrappers' prefixes taken off.
+
+    `ema`: take the moving average (True), the raw weights (False), or the former where there is one, as timm does.
+    Raises BadInput for a missing or damaged file, for pickled code, and for an `ema` that the file can't follow.
+    """
+    content = _content(path)
+    taken = _entry(content, ema, path)
+    notes = _note_on_entry(taken, content, path)
+    inner = content[taken] if taken else content
+    while nested := _entries(inner, _RAW):
+        inner = inner[nested[0]]
+    state, beside = _unwrapped(_tensors(inner, path), path)
+    if beside:
+        notes += (f"{path.name}: left out what stands beside the model: {first_names(beside)}",)
+    return Weights(path=path, state=state, taken=taken, notes=notes)

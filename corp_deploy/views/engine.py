@@ -1,0 +1,56 @@
+"""Engines on disk, whole or not at all, and their records and audits on the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from corp_deploy.files import replacing, write_text
+from export.audit import Audit, Audited
+from export.engine import Engine
+from export.record import EngineRecord, record_path
+
+
+def write_whole_engine(engine: Engine, path: Path) -> None:
+    """The plan, then the record that carries its digest."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(engine.plan)
+    write_text(record_path(path), engine.record.to_json())
+
+
+def engine_table(record: EngineRecord) -> Table:
+    """What the engine is and what it holds."""
+    table = Table("", "")
+    fused = "unknown" if record.fused_attention is None else str(record.fused_attention)
+    rows = {
+        "backend": f"{record.backend} {record.library_version}",
+        "precision": f"{record.precision} ({record.half_weight_share:.0%} of the weights are half)",
+        "targets": ", ".join(record.targets) or "-",
+        "profiles": ", ".join(record.profiles) or "-",
+        "kernels": "unknown" if record.kernels is None else str(record.kernels),
+        "fused attention": f"{fused} of {len(record.attention_sites)}",
+        "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
+    }
+    share = record.options.get("sparse_share")
+    if isinstance(share, float):
+        rows["sparse"] = f"{share:.0%} of the matrices are 2:4"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def audit_table(audits: Sequence[Audit]) -> Table:
+    """Dense beside reduced, one row a target."""
+    table = Table("target", "fused, dense", "reduced", "kernels, dense", "reduced", "plan MB, dense", "reduced", "")
+    for audit in audits:
+        cells: list[str] = []
+        for one, other in zip(_cells(audit.dense), _cells(audit.reduced), strict=True):
+            cells += [one, other]
+        table.add_row(f"{audit.backend} {audit.target}", *cells, "kept" if audit.passed else "LOST")
+    return table
+
+
+def _cells(audited: Audited) -> tuple[str, str, str]:
+    fusion = audited.fusion
+    fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}"
+    return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}"

@@ -1,0 +1,26 @@
+"""Where a model's preprocessing and weights come from, for people and machines."""
+
+from typing import Any
+
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.store.checkpoint import Checkpoint
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    return dict(checkpoint.lineage.get("source", {}))
+
+
+def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The preprocessing with its source, and which weights were taken, as JSON values."""
+    origin = _origin(checkpoint)
+    return {
+        "preprocessing": vit.input_spec(checkpoint.model).as_json(),
+        "preprocessing_source": origin.pop("preprocessing", "the model's directory"),
+        "weights": origin,
+    }
+
+
+def preprocessing_line(checkpoint: Checkpoint) -> str:
+    """The preprocessing in one line."""
+    source = _origin(checkpoint).get("preprocessing", "the model's directory")
+    return f"preprocessing: {vit.input_spec(checkpoint.model).as_line()}; from {source}"

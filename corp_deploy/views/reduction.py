@@ -1,0 +1,63 @@
+"""What a reduction did, as tables for people."""
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from corp_deploy.planning.plan import Way
+from corp_deploy.reduction.report import SiteReport
+
+Cell = Callable[[SiteReport], str]
+
+
+def _share(error: float, energy: float | None) -> str:
+    return f"{100.0 * error / (energy or 1.0):.2g}%"
+
+
+def _held_out(site: SiteReport) -> str:
+    return "" if site.held_out is None else _share(site.held_out.error, site.held_out.energy)
+
+
+def _stream(site: SiteReport) -> str:
+    return "" if site.loop is None else _share(site.loop.error, site.loop.energy)
+
+
+def _stream_held_out(site: SiteReport) -> str:
+    return "" if site.loop is None else _share(site.loop.error_held_out, site.loop.energy)
+
+
+COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("site", lambda site: site.site),
+    ("part", lambda site: site.part),
+    ("dense", lambda site: str(site.width_dense)),
+    ("asked", lambda site: f"{site.width_asked:g}"),
+    ("got", lambda site: str(site.width)),
+    ("lost without repair", lambda site: f"{site.error_uncompensated / (site.energy or 1.0):.2%}"),
+    ("lost", lambda site: _share(site.error, site.energy)),
+)
+HELD_OUT: tuple[tuple[str, Cell], ...] = (("lost, held out", _held_out),)
+STREAM: tuple[tuple[str, Cell], ...] = (("stream lost", _stream), ("stream lost, held out", _stream_held_out))
+LAST: tuple[tuple[str, Cell], ...] = (("condition", lambda site: f"{site.condition:.1e}"),)
+
+
+def site_table(sites: Sequence[SiteReport]) -> Table:
+    """Per part: width asked and got, and the share of the dense signal lost without the repair, with it and, where
+    that was judged, on held-out images; after the closed loop, what the residual stream lacks too.
+    """
+    judged = HELD_OUT if any(site.held_out for site in sites) else ()
+    looped = STREAM if any(site.loop for site in sites) else ()
+    columns = (*COLUMNS, *judged, *looped, *LAST)
+    table = Table()
+    for name, _ in columns:
+        table.add_column(name, no_wrap=name == "site")
+    for site in sites:
+        table.add_row(*(cell(site) for _, cell in columns))
+    return table
+
+
+def ways_table(ways: Sequence[Way]) -> Table:
+    """The ways to spend a budget side by side."""
+    table = Table("widths", "of the dense cost", "logit error predicted", "found on the probe's images")
+    for way in ways:
+        table.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
+    return table
