@@ -35,7 +35,7 @@ from calib.collect import Collector, collect
 from calib.memory import AttentionShape, MlpShape, Shape, bytes_needed, shapes_of_sites
 from calib.sites import MlpSite, Site
 from corp_deploy.families import timm_vit as vit
-from perf.environment import cpu_name
+from perf.timing.environment import cpu_name
 
 VERSION = 2
 

@@ -23,7 +23,7 @@ from corp_deploy.reduction.method import HeadGeometry, aligned_width
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record
-from perf.timing import Plan
+from perf.timing.laps import Plan
 
 SHARE_KEPT = 0.5
 MODELS = {"DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}

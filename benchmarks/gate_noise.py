@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from perf.environment import environment
-from perf.evidence import Evidence
-from perf.gate import judge
-from perf.kept import LOST_REL, is_disturbed, quiet_spans, samples
-from perf.rule import rule_from_text
-from perf.runners import HostBound
-from perf.runs import Bench, Block, Described, Row, Trial
-from perf.timing import Plan, measure_pair, warm_up
+from perf.gate.evidence import Evidence
+from perf.gate.gate import judge
+from perf.gate.rule import rule_from_text
+from perf.record.runs import Bench, Block, Described, Row, Trial
+from perf.runners.protocol import HostBound
+from perf.stats.quiet import LOST_REL, is_disturbed, quiet_spans, samples
+from perf.timing.environment import environment
+from perf.timing.laps import Plan, measure_pair, warm_up
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 CALLS = 5

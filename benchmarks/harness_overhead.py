@@ -19,11 +19,11 @@ from time import perf_counter_ns, process_time_ns
 
 import numpy as np
 
-from perf.environment import environment
-from perf.kept import samples
-from perf.runners import HostBound
-from perf.stats import ratio_of_medians
-from perf.timing import Bound, Clock, Laps, measure_rounds
+from perf.runners.protocol import HostBound
+from perf.stats.quiet import samples
+from perf.stats.stats import ratio_of_medians
+from perf.timing.environment import environment
+from perf.timing.laps import Bound, Clock, Laps, measure_rounds
 
 CALL_MS = 5.0
 CALLS = 5

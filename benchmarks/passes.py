@@ -31,7 +31,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import choices_from_preset, loop_from
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
-from perf.environment import cpu_name
+from perf.timing.environment import cpu_name
 
 PIECE = 4
 SPARSITY = 0.5

@@ -32,7 +32,7 @@ from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_ar
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.precision import typed_copy
-from perf.environment import cpu_name
+from perf.timing.environment import cpu_name
 
 BATCHES = (1, 7, 32)
 FEW = 4  # images that the reduced model is calibrated on: any weights do here

@@ -9,7 +9,7 @@ import click
 import calib.errors
 import export.errors
 import perf.errors
-from perf.memory import is_out_of_memory
+from perf.runners.memory import is_out_of_memory
 
 from . import errors
 from .commands.bench import bench

@@ -14,8 +14,8 @@ from corp_deploy.proof.chain import Limits, given_from_images, prove
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
-from perf.module_runner import ModuleRunner
-from perf.onnx_runner import OnnxRunner
+from perf.runners.module import ModuleRunner
+from perf.runners.onnx import OnnxRunner
 
 from . import tiny
 

@@ -18,8 +18,8 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import HeadWidths, choices_from_preset
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
-from perf.parity import ImageSet, Parity, link
-from perf.tolerance import limits
+from perf.parity.parity import ImageSet, Parity, link
+from perf.parity.tolerance import limits
 from tests import tiny
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32, "patch_size": 8}

@@ -16,11 +16,11 @@ from corp_deploy.planning.budget import Offer, spend
 from corp_deploy.planning.latency import Tables, Where, measure_tables, offers_in_time
 from corp_deploy.reduction.method import aligned_widths, choices_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
-from perf import latency_table
-from perf.memory import Gauge
-from perf.runners import Images, Logits
-from perf.runs import Flat
-from perf.timing import Bound, Clock, Laps, Plan
+from perf.bench import latency_table
+from perf.record.runs import Flat
+from perf.runners.memory import Gauge
+from perf.runners.protocol import Images, Logits
+from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests import tiny
 
 CHOICES = choices_from_preset("best", align_hidden=16, align_head=8)

@@ -21,7 +21,7 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.choices import BuildChoices
 from export.record import EngineRecord, Port, record_path, sha256_of
-from perf.timing import Plan
+from perf.timing.laps import Plan
 from tests import tiny
 
 REACHED = "reached what does the work"

@@ -27,9 +27,9 @@ from corp_deploy.release.calls import MOMENTS
 from corp_deploy.release.incremental import Place, locked
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.store.checkpoint import save
-from perf.onnx_runner import OnnxRunner
-from perf.runners import HostBound
-from perf.timing import Bound
+from perf.runners.onnx import OnnxRunner
+from perf.runners.protocol import HostBound
+from perf.timing.laps import Bound
 from tests import tiny
 from tests.nvml import FakeNvml
 
@@ -439,7 +439,7 @@ def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
 ) -> None:
     cards = {name: FakeNvml(name=name, clock=1410, throttle=0x04) for name in (b"A Card", b"Another")}
     edit(home, "block_ms = 1", "block_ms = 1.5")
-    monkeypatch.setattr("perf.watch._nvml", lambda: cards[b"A Card"])
+    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards[b"A Card"])
     release(home)
     record = record_of_bench(home)
     told = {key: record["environment"][key] for key in ("gpu", "sm", "driver", "cuda", "power_limit_w", "clocks")}
@@ -451,7 +451,7 @@ def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     assert any("the power limit lowered the clocks" in warning for warning in record["warnings"])
     assert cards[b"A Card"].shut
 
-    monkeypatch.setattr("perf.watch._nvml", lambda: cards[b"Another"])
+    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards[b"Another"])
     edit(home, "block_ms = 1.5", "block_ms = 1")
     edit(home, '"params >= dense"', '"p50@b2 > baseline * 100"')
     shutil.copy(home / "out" / "bench.json", home / "baseline.json")

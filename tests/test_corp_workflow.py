@@ -28,7 +28,7 @@ from corp_deploy.reduction.method import aligned_width, aligned_widths, choices_
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
-from perf.measures import measures
+from perf.parity.measures import measures
 from tests import tiny
 
 HAS_RTX = sys.platform == "linux"

@@ -27,9 +27,9 @@ from corp_deploy.errors import Missing
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from export.errors import Missing as NoLibrary
-from perf.device import Staging, require_cuda
 from perf.errors import Missing as NoGpu
-from perf.runners import HostBound
+from perf.runners.cuda import Staging, require_cuda
+from perf.runners.protocol import HostBound
 
 try:
     require_cuda()

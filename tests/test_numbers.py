@@ -17,8 +17,8 @@ from corp_deploy.commands.options import JsonObject, Words
 from corp_deploy.invocation import quantities
 from corp_deploy.release.recipe import SECTIONS, load_recipe
 from perf.errors import BadInput
+from perf.gate.rule import rule_from_text
 from perf.quantity import BATCH, Count, Real
-from perf.rule import rule_from_text
 
 NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, Words)

@@ -10,16 +10,16 @@ from typing import Self
 import numpy as np
 import pytest
 
-from perf.bench import Subject, bench
-from perf.environment import environment, fingerprint
+from perf.bench.bench import Subject, bench
 from perf.errors import BadInput, Missing, NotComparable
-from perf.knee import knee
-from perf.memory import Gauge, Ledger, ResidentSet, is_out_of_memory
-from perf.runners import Images, Logits
-from perf.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
-from perf.summary import summarise
-from perf.timing import Bound, Clock, Laps, Plan
-from perf.watch import Gpu, watching
+from perf.record.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
+from perf.runners.memory import Gauge, Ledger, ResidentSet, is_out_of_memory
+from perf.runners.protocol import Images, Logits
+from perf.stats.knee import knee
+from perf.stats.summary import summarise
+from perf.timing.environment import environment, fingerprint
+from perf.timing.laps import Bound, Clock, Laps, Plan
+from perf.timing.watch import Gpu, watching
 from tests.nvml import FakeNvml
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
@@ -189,7 +189,7 @@ def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPat
             raise MemoryError("Unable to allocate 38.6 GiB")
         return images[:batch]
 
-    monkeypatch.setattr("perf.bench.batch_of", gathered)
+    monkeypatch.setattr("perf.bench.bench.batch_of", gathered)
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 
@@ -358,7 +358,7 @@ def test_the_gpu_that_cuda_runs_on_is_watched(
             asked.append(handle)
             return b"A Card"
 
-    monkeypatch.setattr("perf.watch._nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
+    monkeypatch.setattr("perf.timing.watch._nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
     with watching(uuid) as (_, described):
         assert described is not None
     assert asked == [handle]

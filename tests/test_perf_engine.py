@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf import engine_runner
-from perf.device import DeviceBound
-from perf.engine_runner import EngineRunner, EngineSession
 from perf.errors import BadInput, Missing
+from perf.runners import engine as engine_runner
+from perf.runners.cuda import DeviceBound
+from perf.runners.engine import EngineRunner, EngineSession
 
 IMAGES = np.arange(2 * 3 * 2 * 2, dtype=np.float32).reshape(2, 3, 2, 2)
 

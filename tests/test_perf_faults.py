@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from perf import module_blocks, structure, tolerance
-from perf.diagnosis import block_noise, locate_in_exact, locate_in_half
-from perf.headroom import headroom
-from perf.locate import Located, keep_until_found_nowhere
-from perf.measures import measures
-from perf.parity import Link, link
-from perf.rounding import rounded_graph
+from perf.parity import module_blocks, structure, tolerance
+from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.parity.fp16_rounding import rounded_graph
+from perf.parity.headroom import headroom
+from perf.parity.locate import Located, keep_until_found_nowhere
+from perf.parity.measures import measures
+from perf.parity.parity import Link, link
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, PATCH_INPUTS = 32, 2, 3, 64, 10, 48
 SCALE = 1 / math.sqrt(D // HEADS)

@@ -11,16 +11,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from perf.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.errors import BadInput
-from perf.evidence import Evidence
-from perf.gate import EXIT_CODES, Gate, Judged, judge
-from perf.gate import PARITY as PROOF
-from perf.rule import rule_from_text
-from perf.runs import Bench, Block, Described, Row, Trial
-from perf.stats import Interval
-from perf.summary import summarise
-from perf.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.gate.evidence import Evidence
+from perf.gate.gate import EXIT_CODES, Gate, Judged, judge
+from perf.gate.gate import PARITY as PROOF
+from perf.gate.rule import rule_from_text
+from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.record.runs import Bench, Block, Described, Row, Trial
+from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
+from perf.stats.stats import Interval
+from perf.stats.summary import summarise
 
 Times = Mapping[str, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"]
 

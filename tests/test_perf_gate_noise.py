@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from perf.evidence import Evidence
-from perf.gate import Judged, judge
-from perf.rule import rule_from_text
-from perf.runs import Bench, Described, Row, Trial
-from perf.timing import Clock, Laps, Plan, measure_pair
+from perf.gate.evidence import Evidence
+from perf.gate.gate import Judged, judge
+from perf.gate.rule import rule_from_text
+from perf.record.runs import Bench, Described, Row, Trial
+from perf.timing.laps import Clock, Laps, Plan, measure_pair
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 PLAN = Plan(time_limit_s=10.0, half_width_rel=0.008)

@@ -8,12 +8,20 @@ from typing import Self
 
 import pytest
 
+from perf.bench.latency_table import (
+    Grid,
+    LatencyTable,
+    cached_table,
+    load_table,
+    measure_table,
+    predicted_ms,
+    save_table,
+)
 from perf.errors import BadInput, Missing
-from perf.latency_table import Grid, LatencyTable, cached_table, load_table, measure_table, predicted_ms, save_table
-from perf.memory import Gauge
-from perf.runners import Images, Logits
-from perf.runs import Flat
-from perf.timing import Bound, Clock, Laps, Plan
+from perf.record.runs import Flat
+from perf.runners.memory import Gauge
+from perf.runners.protocol import Images, Logits
+from perf.timing.laps import Bound, Clock, Laps, Plan
 
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 MACHINE: Flat = {"cpu": "a cpu"}

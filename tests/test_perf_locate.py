@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from perf import module_blocks, onnx_blocks
 from perf.errors import BadInput
-from perf.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
-from perf.rounding import rounded_graph
+from perf.parity import module_blocks, onnx_blocks
+from perf.parity.fp16_rounding import rounded_graph
+from perf.parity.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
 
 Floats = NDArray[np.float64]
 ONES = np.ones((4, 3))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf.accuracy import accuracy, mcnemar, wilson
 from perf.errors import BadInput
-from perf.measures import Measures, margins, measures, per_image
-from perf.tolerance import HALF_CEILING, exact, half, limits
+from perf.parity.labels import accuracy, mcnemar, wilson
+from perf.parity.measures import Measures, margins, measures, per_image
+from perf.parity.tolerance import HALF_CEILING, exact, half, limits
 
 Floats = NDArray[np.float64]
 

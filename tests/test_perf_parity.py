@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf.accuracy import accuracy
 from perf.errors import BadInput
-from perf.locate import Located
-from perf.parity import ImageSet, Link, LinkKind, Parity, figures, link, parity_from_json
-from perf.shift import Stats, shift
-from perf.structure import outputs
-from perf.tolerance import Tolerance, exact, limits
+from perf.parity.labels import accuracy
+from perf.parity.locate import Located
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link, parity_from_json
+from perf.parity.shift import Stats, shift
+from perf.parity.structure import outputs
+from perf.parity.tolerance import Tolerance, exact, limits
 
 Floats = NDArray[np.float64]
 REF = np.random.default_rng(0).standard_normal((40, 10)) * 4

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf import plots
-from perf.plots import Bounded, Change, Gain, Point, Samples, Series
-from perf.scales import Scale, linear, logarithmic, short
-from perf.svg import WIDTH
+from perf.report import plots
+from perf.report.plots import Bounded, Change, Gain, Point, Samples, Series
+from perf.report.scales import Scale, linear, logarithmic, short
+from perf.report.svg import WIDTH
 
 
 def test_linear_and_logarithmic_places() -> None:

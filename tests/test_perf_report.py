@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from perf.errors import BadInput
-from perf.locate import Located
-from perf.numerals import count, number, percent, size
-from perf.parity import ImageSet, Parity, link
-from perf.report import csv, html, junit, markdown, svgs
-from perf.runs import Bench, Block, Described, Row, Trial
-from perf.structure import batch_sizes, outputs
-from perf.tolerance import limits
+from perf.parity.locate import Located
+from perf.parity.parity import ImageSet, Parity, link
+from perf.parity.structure import batch_sizes, outputs
+from perf.parity.tolerance import limits
+from perf.record.runs import Bench, Block, Described, Row, Trial
+from perf.report.numbers import count, number, percent, size
+from perf.report.render import csv, html, junit, markdown, svgs
 
 LATENCY_MS = {1: (8.0, 6.4), 8: (40.0, 25.0)}
 

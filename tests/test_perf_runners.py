@@ -13,12 +13,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from perf import onnx_runner
-from perf.device import DeviceBound
 from perf.errors import BadInput, Missing
-from perf.module_runner import ModuleRunner
-from perf.onnx_runner import OnnxRunner, onnx_precision, require_granted, require_provider
-from perf.runners import HostBound, as_images, batch_of
+from perf.runners import onnx as onnx_runner
+from perf.runners.cuda import DeviceBound
+from perf.runners.module import ModuleRunner
+from perf.runners.onnx import OnnxRunner, onnx_precision, require_granted, require_provider
+from perf.runners.protocol import HostBound, as_images, batch_of
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from perf.module_runner import ModuleRunner
-from perf.sampled import SampledRunner
-from perf.structure import Finding
+from perf.bench.sampled import SampledRunner
+from perf.parity.structure import Finding
+from perf.runners.module import ModuleRunner
 
 
 class Forgetful(nn.Module):

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from perf.errors import BadInput
-from perf.shift import Shift, Stats, scattered, shift, site_shift
+from perf.parity.shift import Shift, Stats, scattered, shift, site_shift
 
 F = 6
 Floats = NDArray[np.float64]
@@ -68,7 +68,7 @@ def test_equal_statistics_have_no_distance() -> None:
 
 
 def test_the_record_survives() -> None:
-    from perf.rows import json_from_row
+    from perf.record.rows import json_from_row
 
     found = shift({"a": CALIBRATED}, {"a": parts(4)})
     assert Shift.from_json(json_from_row(found), where="w") == found

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from perf.runners import HostBound, Streams
-from perf.runs import Block, GpuState, Row, Trial
-from perf.stability import warnings_of
+from perf.record.runs import Block, GpuState, Row, Trial
+from perf.runners.protocol import HostBound, Streams
+from perf.stats.stability import warnings_of
 
 STATE = GpuState(
     sm_clock_mhz=1400, memory_clock_mhz=1500, temperature_c=60, power_w=200.0, throttle=(), foreign_processes=0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf.errors import BadInput
-from perf.stats import (
+from perf.stats.stats import (
     Interval,
     coefficient_of_variation,
     median,

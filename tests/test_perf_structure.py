@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf import structure
-from perf.structure import Finding
+from perf.parity import structure
+from perf.parity.structure import Finding
 
 Array = NDArray[np.float32]
 IMAGES = np.random.default_rng(0).standard_normal((8, 3, 4, 4)).astype(np.float32)

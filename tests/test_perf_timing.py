@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from perf.errors import BadInput
-from perf.kept import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
-from perf.runs import Block, GpuState
-from perf.stability import drift
-from perf.summary import speedup
-from perf.timing import Clock, Laps, Plan, calls_per_block, measure_pair, measure_rounds, settle_calls, warm_up
-from perf.watch import lost_time
+from perf.record.runs import Block, GpuState
+from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
+from perf.stats.stability import drift
+from perf.stats.summary import speedup
+from perf.timing.laps import Clock, Laps, Plan, calls_per_block, measure_pair, measure_rounds, settle_calls, warm_up
+from perf.timing.watch import lost_time
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 

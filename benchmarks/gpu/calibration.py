@@ -23,7 +23,7 @@ from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
 from corp_deploy.families import timm_vit as vit
-from perf.memory import Gauge, TorchAllocator, resident_gauge
+from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
 
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.
 PAPER_SECONDS_RTX3090 = {"DeiT-B": 570, "DeiT-L": 1845, "DeiT-H": 4920}

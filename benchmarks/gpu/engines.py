@@ -88,8 +88,8 @@ def built(path: Path, backend: str) -> Row:
 
 def loads(path: Path, backend: str, setting: Setting) -> Row:
     """Whether a plan loads and runs here, and how far its answer is from torch's; else the reason."""
-    from perf.engine_runner import EngineRunner
-    from perf.module_runner import ModuleRunner
+    from perf.runners.engine import EngineRunner
+    from perf.runners.module import ModuleRunner
 
     images = pixels(setting, 8)
     try:
@@ -138,7 +138,7 @@ def speed(variant: str, setting: Setting, runs: Callable[[Path, Path], Any]) -> 
 
 def in_tensorrt(dense: Path, reduced: Path) -> Any:
     from corp_deploy.proof.speed import Running, measure
-    from perf.timing import Plan
+    from perf.timing.laps import Plan
 
     for path in (dense, reduced):
         built(path, "tensorrt")
@@ -149,7 +149,7 @@ def in_tensorrt(dense: Path, reduced: Path) -> Any:
 
 def in_onnxruntime(dense: Path, reduced: Path) -> Any:
     from corp_deploy.proof.speed import Running, measure
-    from perf.timing import Plan
+    from perf.timing.laps import Plan
 
     return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=Running(provider="cuda"))
 
@@ -189,7 +189,7 @@ def in_cuda_provider(variant: str, setting: Setting) -> Row:
     """Dense beside one geometry in ONNX Runtime. Raises perf's Missing without its CUDA provider."""
     import onnxruntime
 
-    from perf.onnx_runner import require_provider
+    from perf.runners.onnx import require_provider
 
     require_provider(onnxruntime.get_available_providers(), "cuda")
     return speed(variant, setting, in_onnxruntime) | {"backend": "onnxruntime-cuda"}

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from perf.environment import environment as machine
-from perf.environment import version
-from perf.runs import Flat, Scalar
-from perf.watch import Watch
+from perf.record.runs import Flat, Scalar
+from perf.timing.environment import environment as machine
+from perf.timing.environment import version
+from perf.timing.watch import Watch
 
 # Rows that were measured under other values of these don't belong into one record.
 MUST_MATCH = ("machine", "cpu", "gpu", "sm", "driver", "torch", "timm")

@@ -1,7 +1,7 @@
 """Dense against reduced, 0.1 to 0.7 joint sparsity, heads padded, square and ragged, in torch.
 
-Dense, dense again and the three geometries take turns within every round in one process (see perf.timing); ratios are
-medians over rounds of the ratio within a round, with bootstrap intervals (perf.stats). Compute is the time between CUDA
+Dense, dense again and the three geometries take turns within every round in one process (see perf.timing.laps); ratios are
+medians over rounds of the ratio within a round, with bootstrap intervals (perf.stats.stats). Compute is the time between CUDA
 events around the model; wall time adds the copies of images and logits. Weights are random, which costs the same time.
 """
 
@@ -23,13 +23,13 @@ from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Images, Mode, Subject, compile_blocks
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
-from perf.kept import samples
-from perf.module_runner import DTYPES
-from perf.runs import Block
-from perf.stats import Interval, median_interval, rate_interval, ratio_of_medians
-from perf.summary import finite, realised_share
-from perf.timing import Bound, Plan, calls_per_block, measure_rounds, warm_up
-from perf.watch import Watch
+from perf.record.runs import Block
+from perf.runners.module import DTYPES
+from perf.stats.quiet import samples
+from perf.stats.stats import Interval, median_interval, rate_interval, ratio_of_medians
+from perf.stats.summary import finite, realised_share
+from perf.timing.laps import Bound, Plan, calls_per_block, measure_rounds, warm_up
+from perf.timing.watch import Watch
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 BATCHES = (1, 8, 16, 32, 64, 256)

@@ -9,7 +9,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
 from corp_deploy.reduction.method import aligned_width
-from perf.module_runner import DTYPES, Precision
+from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3
 

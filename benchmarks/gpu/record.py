@@ -17,7 +17,7 @@ from corp_deploy.errors import Missing
 from corp_deploy.files import read_json, write_json
 from export.errors import Missing as MissingForExport
 from perf.errors import Missing as MissingForTiming
-from perf.memory import is_out_of_memory
+from perf.runners.memory import is_out_of_memory
 
 Row = dict[str, Any]
 ABSENT = (ImportError, Missing, MissingForExport, MissingForTiming)

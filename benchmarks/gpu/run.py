@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     import torch
 
     from benchmarks.gpu.environment import MUST_MATCH, environment, state_of, timm_lack
-    from perf.environment import version
+    from perf.timing.environment import version
 
     if lack := timm_lack(version("timm")):
         raise SystemExit(lack)
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     from benchmarks.gpu.record import Budget, OtherMachine, Record, Task, work
     from benchmarks.gpu.setting import Setting
     from corp_deploy.files import write_text
-    from perf.watch import unwatched, watching
+    from perf.timing.watch import unwatched, watching
 
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: torch sees no CUDA GPU here; --small --device cpu shows that the scripts run")

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.procedural_images import CLASSES
 from corp_deploy.families.head_attention import Geometry
-from perf.module_runner import Precision
+from perf.runners.module import Precision
 
 MODELS = {
     "DeiT-T": "deit_tiny_patch16_224",

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.models import blocks_of
 from benchmarks.gpu.record import Refused
-from perf.device import Staging, captured, open_stream
-from perf.module_runner import COMPILED_SHAPES, DTYPES, Precision
-from perf.runners import HostBound
-from perf.timing import Bound
+from perf.runners.cuda import Staging, captured, open_stream
+from perf.runners.module import COMPILED_SHAPES, DTYPES, Precision
+from perf.runners.protocol import HostBound
+from perf.timing.laps import Bound
 
 Mode = Literal["graph", "compiled", "eager"]
 Images = NDArray[np.float32]

@@ -17,7 +17,7 @@ from benchmarks.gpu import images as pictures
 from benchmarks.gpu.setting import TINY, Setting
 from benchmarks.procedural_images import CLASSES
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
-from perf.accuracy import wilson
+from perf.parity.labels import wilson
 
 LEARNING_RATE, WARM_UP_SHARE = 1e-3, 0.05
 

@@ -19,7 +19,7 @@ from corp_deploy.planning.budget import eliminations
 from corp_deploy.reduction.method import Choices
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
-from perf.accuracy import wilson
+from perf.parity.labels import wilson
 
 Loop = Literal["open", "closed"]
 T = TypeVar("T")

@@ -109,8 +109,8 @@ def bench(
     from corp_deploy.files import replacing
     from corp_deploy.proof.speed import Running, measure
     from corp_deploy.views.speed import best_batch, speed_record, speed_table
-    from perf.runs import save_bench
-    from perf.timing import Plan
+    from perf.record.runs import save_bench
+    from perf.timing.laps import Plan
 
     running = Running(**{name: value for name, value in given_options().items() if name in BENCH.options})
     plan = Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)

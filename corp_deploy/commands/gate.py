@@ -53,8 +53,8 @@ def gate(
         write_tracking,
     )
     from corp_deploy.release.baseline import Baseline
-    from perf.gate import Gate
-    from perf.rule import rule_from_text
+    from perf.gate.gate import Gate
+    from perf.gate.rule import rule_from_text
 
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
@@ -91,9 +91,9 @@ def compare(before: Path, after: Path, out: Output) -> None:
     Example: corp-deploy compare last-week.json bench.json
     """
     from corp_deploy.proof.gate import comparison_as_json
-    from perf.compare import compare as compare_records
-    from perf.compare import markdown_from_comparison
-    from perf.runs import load_bench
+    from perf.record.runs import load_bench
+    from perf.stats.compare import compare as compare_records
+    from perf.stats.compare import markdown_from_comparison
 
     found = compare_records(load_bench(before), load_bench(after))
     out.result(comparison_as_json(found), markdown_from_comparison(found))

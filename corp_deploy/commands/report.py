@@ -21,7 +21,7 @@ def report(directory: Path, output: Path, title: str | None, out: Output) -> Non
     """
     from corp_deploy.files import write_text
     from corp_deploy.proof.report_input import record_of_directory
-    from perf.report import csv, html, junit, markdown
+    from perf.report.render import csv, html, junit, markdown
 
     writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
     if output.suffix not in writers:

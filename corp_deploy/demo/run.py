@@ -24,9 +24,9 @@ from corp_deploy.release.incremental import Place
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.manifest import write_manifest
-from perf.measures import measures
-from perf.parity import Parity
-from perf.runs import Bench
+from perf.parity.measures import measures
+from perf.parity.parity import Parity
+from perf.record.runs import Bench
 
 from .calls import ITSELF, SCALE, SPARSITY, Scale, invocations, made_by
 

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.store.checkpoint import Checkpoint
-from perf.summary import summarise
+from perf.stats.summary import summarise
 
 from .run import Demo
 

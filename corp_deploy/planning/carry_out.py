@@ -22,8 +22,8 @@ from corp_deploy.reduction.model import Reduction, reduce, require_apart, requir
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
-from perf.summary import summarise
-from perf.timing import Plan
+from perf.stats.summary import summarise
+from perf.timing.laps import Plan
 
 from .plan import Asked, Planned, plan
 

@@ -21,12 +21,12 @@ from corp_deploy.reduction.method import Choices, HeadWidths, aligned_widths, ge
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from export.to_onnx import onnx_from_model, save
-from perf.environment import environment
-from perf.latency_table import Grid, LatencyTable, cached_table
-from perf.module_runner import ModuleRunner
-from perf.onnx_runner import OnnxRunner
-from perf.timing import Plan
-from perf.watch import watching
+from perf.bench.latency_table import Grid, LatencyTable, cached_table
+from perf.runners.module import ModuleRunner
+from perf.runners.onnx import OnnxRunner
+from perf.timing.environment import environment
+from perf.timing.laps import Plan
+from perf.timing.watch import watching
 
 from .budget import Offer
 from .probe import Width

@@ -16,7 +16,7 @@ from corp_deploy.errors import BadInput
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.method import Choices
 from corp_deploy.reduction.model import Reduction, reduce
-from perf.measures import measures
+from perf.parity.measures import measures
 
 from .budget import Offer, eliminations, offers, spend
 from .probe import Probe

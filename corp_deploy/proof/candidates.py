@@ -16,10 +16,10 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.record import record_from_json, record_path
-from perf.engine_runner import EngineRunner
-from perf.module_runner import ModuleRunner
-from perf.onnx_runner import OnnxRunner
-from perf.rounding import round_file
+from perf.parity.fp16_rounding import round_file
+from perf.runners.engine import EngineRunner
+from perf.runners.module import ModuleRunner
+from perf.runners.onnx import OnnxRunner
 
 Pixels = NDArray[np.float32]
 Logits = NDArray[np.float32]

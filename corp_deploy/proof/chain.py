@@ -14,15 +14,15 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import counted
 from corp_deploy.store.checkpoint import Checkpoint
 from export.precision import typed_copy
-from perf import accuracy as labelled
-from perf import structure, tolerance
-from perf.headroom import headroom
-from perf.locate import Located
-from perf.measures import Measures, measures
-from perf.module_runner import ModuleRunner
-from perf.parity import ImageSet, Link, LinkKind, Parity, figures, link
-from perf.structure import Finding
-from perf.tolerance import Tolerance
+from perf.parity import labels as labelled
+from perf.parity import structure, tolerance
+from perf.parity.headroom import headroom
+from perf.parity.locate import Located
+from perf.parity.measures import Measures, measures
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link
+from perf.parity.structure import Finding
+from perf.parity.tolerance import Tolerance
+from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Logits, Pixels, Run, logits_at
 from .locate import located, worst_images

@@ -10,15 +10,15 @@ from rich.table import Table
 
 from corp_deploy.errors import BadInput
 from corp_deploy.files import read_json, replacing, write_text
-from perf.compare import Comparison
-from perf.evidence import Evidence
 from perf.files import object_from_file
-from perf.gate import PARITY, Gate, Judged, judge
-from perf.parity import parity_from_json
-from perf.rule import Rule
-from perf.runs import load_bench
-from perf.summary import summarise
-from perf.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.gate.evidence import Evidence
+from perf.gate.gate import PARITY, Gate, Judged, judge
+from perf.gate.rule import Rule
+from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.parity.parity import parity_from_json
+from perf.record.runs import load_bench
+from perf.stats.compare import Comparison
+from perf.stats.summary import summarise
 
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:

@@ -10,10 +10,10 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.to_onnx import onnx_from_model
-from perf.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.errors import BadInput as Unlike
-from perf.locate import Located
-from perf.measures import per_image
+from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.parity.locate import Located
+from perf.parity.measures import per_image
 
 from .candidates import Candidate, Logits, Pixels
 

@@ -12,12 +12,12 @@ from corp_deploy.errors import BadInput
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from perf import tolerance
-from perf.diagnosis import locate_in_half
-from perf.locate import Located, keep_until_found_nowhere
-from perf.measures import Measures, measures
-from perf.onnx_runner import OnnxRunner
-from perf.parity import judge
+from perf.parity import tolerance
+from perf.parity.diagnosis import locate_in_half
+from perf.parity.locate import Located, keep_until_found_nowhere
+from perf.parity.measures import Measures, measures
+from perf.parity.parity import judge
+from perf.runners.onnx import OnnxRunner
 
 from .candidates import Candidate, logits_at
 from .locate import dense_noise, worst_images

@@ -7,7 +7,7 @@ import numpy as np
 from rich.table import Table
 
 from corp_deploy.files import replacing, write_json
-from perf.parity import Parity, Verdict
+from perf.parity.parity import Parity, Verdict
 
 from .chain import Proof
 

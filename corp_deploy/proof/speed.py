@@ -22,17 +22,17 @@ from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.record import EngineRecord, record_from_json, record_path
-from perf.bench import Subject, bench
-from perf.device import first_uuid
-from perf.engine_runner import EngineRunner
-from perf.environment import environment
-from perf.module_runner import Mode, ModuleRunner, Precision
-from perf.onnx_runner import OnnxRunner, Provider
-from perf.runs import Bench
-from perf.sampled import SampledRunner
-from perf.structure import Finding
-from perf.timing import Plan
-from perf.watch import watching
+from perf.bench.bench import Subject, bench
+from perf.bench.sampled import SampledRunner
+from perf.parity.structure import Finding
+from perf.record.runs import Bench
+from perf.runners.cuda import first_uuid
+from perf.runners.engine import EngineRunner
+from perf.runners.module import Mode, ModuleRunner, Precision
+from perf.runners.onnx import OnnxRunner, Provider
+from perf.timing.environment import environment
+from perf.timing.laps import Plan
+from perf.timing.watch import watching
 
 Backend = Literal["onnxruntime", "torch"]
 Device = Literal["cpu", "cuda"]

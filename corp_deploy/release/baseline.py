@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corp_deploy.errors import BadInput
 from corp_deploy.files import replacing, sha256_of_file
-from perf.runs import load_bench
+from perf.record.runs import load_bench
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

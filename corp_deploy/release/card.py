@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.files import read_json
-from perf.parity import parity_from_json
-from perf.runs import load_bench
-from perf.summary import summarise
+from perf.parity.parity import parity_from_json
+from perf.record.runs import load_bench
+from perf.stats.summary import summarise
 
 from .calls import bench_name
 from .recipe import Recipe

@@ -23,10 +23,10 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
 from export.choices import BuildChoices
 from export.engine import build_engine, write_engine
-from perf.gate import Gate
-from perf.onnx_runner import OnnxRunner
-from perf.report import html, junit, markdown
-from perf.verdicts import save_gate
+from perf.gate.gate import Gate
+from perf.gate.verdicts import save_gate
+from perf.report.render import html, junit, markdown
+from perf.runners.onnx import OnnxRunner
 
 from .calls import SAMPLES, SUBJECTS, bench_name, parity_name
 from .card import card

@@ -46,8 +46,8 @@ from corp_deploy.reduction.method import (
 )
 from export.choices import BatchProfile, BuildChoices
 from perf.files import regular
+from perf.gate.rule import Rule, rule_from_text
 from perf.quantity import BATCH, Quantity
-from perf.rule import Rule, rule_from_text
 
 ENGINES = ("tensorrt", "tensorrt-rtx")
 TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", *ENGINES)

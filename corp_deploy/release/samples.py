@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from corp_deploy.errors import BadInput
 from corp_deploy.files import read_json
-from perf.measures import measures
-from perf.onnx_runner import OnnxRunner
+from perf.parity.measures import measures
+from perf.runners.onnx import OnnxRunner
 
 KIND = "corp-deploy/samples"
 # Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.

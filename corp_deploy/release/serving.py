@@ -10,8 +10,8 @@ from export.package import Package
 from export.record import record_from_json, record_path
 from export.triton_config import Serving
 from perf.files import regular, whole
-from perf.runs import Bench, load_bench
-from perf.summary import finite, summarise
+from perf.record.runs import Bench, load_bench
+from perf.stats.summary import finite, summarise
 
 
 def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str]]:

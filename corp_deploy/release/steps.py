@@ -22,10 +22,10 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path, require_device
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from export.triton import write_repository
-from perf.parity import Parity
-from perf.report import html
-from perf.runs import Bench, save_bench
-from perf.timing import Plan
+from perf.parity.parity import Parity
+from perf.record.runs import Bench, save_bench
+from perf.report.render import html
+from perf.timing.laps import Plan
 
 from .incremental import Place
 from .serving import package_of_directory

@@ -16,8 +16,8 @@ from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.files import replacing
 from export.to_onnx import onnx_from_model, save
-from perf.onnx_runner import onnx_precision
 from perf.quantity import shown
+from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint
 from .inputs import model_digest

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from calib.redundancy import AttentionRedundancy, MlpRedundancy
-from perf.plots import Point, Series, curve
-from perf.svg import standalone
+from perf.report.plots import Point, Series, curve
+from perf.report.svg import standalone
 
 Entry = MlpRedundancy | AttentionRedundancy
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.table import Table
 
-from perf.runs import Bench
-from perf.stats import Interval
-from perf.summary import Side, finite, summarise
+from perf.record.runs import Bench
+from perf.stats.stats import Interval
+from perf.stats.summary import Side, finite, summarise
 
 
 def _interval(value: Interval | None, digits: int = 2) -> str:

@@ -9,8 +9,8 @@ from html import escape
 from rich.table import Table
 
 from corp_deploy.planning.sweep import Trial
-from perf.scales import linear, logarithmic, short
-from perf.svg import MARKS, PALETTE, WIDTH
+from perf.report.scales import linear, logarithmic, short
+from perf.report.svg import MARKS, PALETTE, WIDTH
 
 HUES = ("#0f6fde", "#c0262d", "#137a4b", "#9a6200", "#7a4bc2", "#0e8a94", "#8793a3")
 HEIGHT, LEFT, TOP, BOTTOM = 320, 52, 46, 268

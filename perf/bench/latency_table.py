@@ -1,0 +1,233 @@
+"""Measured latency of one block over a grid of widths and batch sizes, and predictions between its points."""
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from perf.errors import BadInput, Missing
+from perf.files import read_json, whole
+from perf.record.runs import Flat
+from perf.runners.memory import is_out_of_memory
+from perf.runners.protocol import Images, Runner
+from perf.stats.quiet import is_disturbed, samples
+from perf.stats.stats import median
+from perf.timing.environment import environment, fingerprint
+from perf.timing.laps import Clock, Plan, calls_per_block, measure_rounds, warm_up
+from perf.timing.watch import Watch, unwatched
+
+VERSION = 1
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One width at one batch size: raw times of the quiet rounds, and whether there were too few of those."""
+
+    width: int
+    batch: int
+    samples_ms: tuple[float, ...]
+    disturbed: bool
+
+    @property
+    def p50_ms(self) -> float:
+        return median(self.samples_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyTable:
+    """Latencies of one block, named freely (`mlp of 384`), on one machine through one kind of runner."""
+
+    name: str
+    fingerprint: str
+    describe: Flat
+    input_shape: tuple[int, ...]
+    cells: tuple[Cell, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cells) != len(self.widths) * len(self.batches) or not self.cells:
+            raise BadInput(
+                f"latency table {self.name!r}: its {len(self.cells)} cells are no grid of widths and batches"
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(sorted({cell.width for cell in self.cells}))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(sorted({cell.batch for cell in self.cells}))
+
+    def latency_ms(self, width: int, batch: int) -> float:
+        """Between measured points piecewise linear in both; outside the grid is refused, not extrapolated."""
+        around = self._around(width)
+        at_batch = [float(np.interp(batch, self.batches, self._column(each, batch))) for each in around]
+        return float(np.interp(width, around, at_batch))
+
+    def _around(self, width: int) -> tuple[int, ...]:
+        widths = self.widths
+        if not widths[0] <= width <= widths[-1]:
+            raise BadInput(f"latency table {self.name!r}: width {width} lies outside {widths[0]} to {widths[-1]}")
+        index = bisect_left(widths, width)
+        return (width,) if widths[index] == width else (widths[index - 1], widths[index])
+
+    def _column(self, width: int, batch: int) -> list[float]:
+        batches = self.batches
+        if not batches[0] <= batch <= batches[-1]:
+            raise BadInput(f"latency table {self.name!r}: batch {batch} lies outside {batches[0]} to {batches[-1]}")
+        found = {cell.batch: cell.p50_ms for cell in self.cells if cell.width == width}
+        return [found[each] for each in batches]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What to measure: `open_width(width)` makes a runner, not yet entered, of the block at that width.
+
+    The runner takes [B, *input_shape] float32, three dimensions an image as every runner here. `identity` is whatever
+    else of the block its latency depends on: tables of other identities are never taken for this one's.
+    """
+
+    name: str
+    identity: str = ""
+    open_width: Callable[[int], Runner]
+    input_shape: tuple[int, int, int]
+    widths: tuple[int, ...]
+    batches: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for what, sizes in (("widths", self.widths), ("batches", self.batches)):
+            if not sizes or min(sizes) < 1 or sorted(set(sizes)) != list(sizes):
+                raise BadInput(f"grid {self.name!r}: {what} must be positive and rising, got {list(sizes)}")
+
+
+def measure_table(
+    grid: Grid,
+    plan: Plan,
+    *,
+    described: Flat | None = None,
+    clock: Clock = perf_counter_ns,
+    watch: Watch = unwatched,
+    progress: Progress | None = None,
+) -> LatencyTable:
+    """Measure every cell: the widths of one batch size forth and back, `plan.min_rounds` times.
+
+    Raises Missing when a batch size can't be measured: a table with holes predicts nothing.
+    """
+    machine = environment() if described is None else described
+    cells: list[Cell] = []
+    with ExitStack() as stack:
+        runners = {width: stack.enter_context(grid.open_width(width)) for width in grid.widths}
+        describe = runners[grid.widths[0]].describe()
+        for index, batch in enumerate(grid.batches):
+            if progress is not None:
+                progress(index / len(grid.batches), f"{grid.name}: batch {batch}")
+            cells += _cells_or_missing(grid, runners, batch, plan, clock, watch)
+    return LatencyTable(
+        name=grid.name,
+        fingerprint=fingerprint(machine),
+        describe=describe,
+        input_shape=grid.input_shape,
+        cells=tuple(cells),
+    )
+
+
+def cached_table(
+    grid: Grid, plan: Plan, directory: Path, *, described: Flat | None = None, **how: Any
+) -> tuple[LatencyTable, bool]:
+    """The table from `directory` if it holds one of this machine, grid and runner, else measured and kept there.
+
+    Returns the table and whether it came from the cache. A table in the way that doesn't fit is left alone: the file's
+    name carries what it was measured for.
+    """
+    machine = environment() if described is None else described
+    with grid.open_width(grid.widths[0]) as runner:
+        describe = runner.describe()
+    key = {
+        "machine": fingerprint(machine),
+        "name": grid.name,
+        "identity": grid.identity,
+        "describe": json.dumps(dict(describe), sort_keys=True),
+        "shape": repr(grid.input_shape),
+        "widths": repr(grid.widths),
+        "batches": repr(grid.batches),
+    }
+    path = directory / f"{fingerprint(key, key)}.latency-table.json"
+    if path.exists():
+        return load_table(path), True
+    table = measure_table(grid, plan, described=machine, **how)
+    directory.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    save_table(table, beside)
+    beside.replace(path)
+    return table, False
+
+
+def predicted_ms(dense_ms: float, changes: Sequence[tuple[LatencyTable, int, int]], batch: int) -> float:
+    """A model's latency after some blocks change width: the dense latency less what each block's table says is saved.
+
+    Args:
+        dense_ms: the dense model's measured latency at this batch size.
+        changes: for every changed block its table, its dense width and its new width.
+    """
+    saved = sum(table.latency_ms(dense, batch) - table.latency_ms(new, batch) for table, dense, new in changes)
+    return dense_ms - saved
+
+
+def save_table(table: LatencyTable, path: Path) -> None:
+    """Write the table as JSON, kind "latency-table"."""
+    document = {"kind": "latency-table", "version": VERSION, **asdict(table)}
+    path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load_table(path: Path) -> LatencyTable:
+    """Read a table; raises BadInput when the file is none."""
+    data = read_json(path, kind="latency-table", version=VERSION)
+    with whole(str(path), "latency table"):
+        cells = tuple(Cell(**{**cell, "samples_ms": tuple(cell["samples_ms"])}) for cell in data["cells"])
+        return LatencyTable(
+            name=data["name"],
+            fingerprint=data["fingerprint"],
+            describe=data["describe"],
+            input_shape=tuple(data["input_shape"]),
+            cells=cells,
+        )
+
+
+def _cells_or_missing(
+    grid: Grid, runners: Mapping[int, Runner], batch: int, plan: Plan, clock: Clock, watch: Watch
+) -> list[Cell]:
+    try:
+        inputs = np.random.default_rng(0).standard_normal((batch, *grid.input_shape), dtype=np.float32)
+        return _batch_cells(runners, inputs, plan, clock, watch)
+    except (BadInput, Missing):
+        raise
+    except Exception as error:
+        what = "ran out of memory" if is_out_of_memory(error) else "failed"
+        raise Missing(
+            f"latency table {grid.name!r} {what} at batch {batch} ({type(error).__name__}: {error}); nothing was kept; "
+            "ask for smaller batches"
+        ) from error
+
+
+def _batch_cells(runners: Mapping[int, Runner], inputs: Images, plan: Plan, clock: Clock, watch: Watch) -> list[Cell]:
+    bounds = {str(width): runner.bind(inputs) for width, runner in runners.items()}
+    call_ms = min(warm_up(bound, plan, clock).call_ms() for bound in bounds.values())
+    calls = calls_per_block(call_ms, plan.block_ms)
+    blocks = measure_rounds(bounds, plan.min_rounds, calls=calls, clock=clock, watch=watch)
+    disturbed = is_disturbed(blocks)
+    return [
+        Cell(
+            width=width,
+            batch=len(inputs),
+            samples_ms=tuple(float(ms) for ms in np.concatenate(samples(blocks, str(width)))),
+            disturbed=disturbed,
+        )
+        for width in runners
+    ]

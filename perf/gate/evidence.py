@@ -1,0 +1,162 @@
+"""The figure that a rule asks for, found in the records, with how far it can be trusted."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from perf.errors import BadInput
+from perf.record.runs import Bench, Described
+from perf.stats.quiet import samples
+from perf.stats.stats import Interval, needed_samples, percentile_interval
+from perf.stats.summary import Summary, SummaryRow, summarise
+
+from .rule import COUNTED, TIMED, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A figure with its interval (as wide as the value when it is exact).
+
+    `count` units (rounds or images) stand behind it. `doubt` is why no verdict may rest on it, `broken` why there is
+    no figure at all although it was asked of the machine.
+    """
+
+    interval: Interval | None
+    count: int = 0
+    unit: str | None = None
+    doubt: str | None = None
+    broken: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a gate judges by: a bench record, a parity record, or both. `parity` is the record's JSON as it is."""
+
+    bench: Bench | None = None
+    parity: Mapping[str, Any] | None = None
+
+    def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
+        """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
+        if rule.metric in TIMED:
+            return _timed(self._bench(rule, where), rule, subject, where)
+        if rule.metric in COUNTED:
+            return _counted(self._bench(rule, where), rule, subject, where)
+        if subject is not None:
+            raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
+        return _parity(self.parity, rule, where)
+
+    def _bench(self, rule: Rule, where: str) -> Bench:
+        if self.bench is None:
+            raise BadInput(f"rule {rule.text!r}: {rule.metric} needs a bench record, {where} has none")
+        return self.bench
+
+
+def exact(value: float) -> Interval:
+    """A figure without uncertainty."""
+    return Interval(value=value, low=value, high=value)
+
+
+def _subject(bench: Bench, rule: Rule, name: str | None, where: str) -> Described:
+    if name is None:
+        return bench.candidate
+    found = next((subject for subject in bench.subjects if subject.name == name), None)
+    if found is None:
+        names = " and ".join(subject.name for subject in bench.subjects)
+        raise BadInput(f"rule {rule.text!r}: {where} has no subject {name!r}, it has {names}")
+    return found
+
+
+def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
+    subject = _subject(bench, rule, name, where)
+    value = {
+        "size_bytes": subject.size_bytes,
+        "params": subject.params,
+        "macs": subject.macs,
+        "fused_attention": subject.fused_attention,
+    }[rule.metric]
+    if value is None:
+        raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}")
+    return Reading(interval=exact(value))
+
+
+def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
+    subject = _subject(bench, rule, name, where).name
+    summary = summarise_batch(bench, rule)
+    row = None if rule.batch is None else summary.row(rule.batch, rule.measure)
+    if row is None:
+        batches = ", ".join(str(row.batch) for row in bench.rows)
+        raise BadInput(f"rule {rule.text!r}: {where} was not measured at batch {rule.batch}, only at {batches}")
+    side = row.sides[subject]
+    if side.status != "ok":
+        what = "ran out of memory" if side.status == "oom" else "failed"
+        return Reading(interval=None, broken=f"{subject} {what} at batch {row.batch}: {side.message}")
+    found = _timed_interval(bench, rule, row, subject)
+    doubt = (
+        "other programs had the CPU during almost all calls; measure again when the machine is quiet"
+        if row.disturbed
+        else None
+    )
+    return replace(found, count=row.rounds, unit="rounds", doubt=found.doubt or doubt)
+
+
+def summarise_batch(bench: Bench, rule: Rule) -> Summary:
+    """Only the row that a rule asks for, as reading all of them for every rule would take long."""
+    return summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)))
+
+
+def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str) -> Reading:
+    side = row.sides[subject]
+    match rule.metric:
+        case "speedup":
+            return _or_doubt(row.speedup, "there is no speed-up: the reference could not be measured at this batch")
+        case "throughput":
+            return _or_doubt(side.throughput, "throughput is not told while the L2 cache is flushed")
+        case "peak_memory_bytes":
+            peak = side.peak_memory_bytes
+            return _or_doubt(None if peak is None else exact(peak), "this system does not tell peak memory")
+    percent = float(rule.metric.removeprefix("p"))
+    if side.p50_ms is None:
+        return Reading(interval=None, doubt="several streams tell throughput, not latency")
+    if percent == 50:
+        return Reading(interval=side.p50_ms)
+    if side.samples < needed_samples(percent):
+        needed = needed_samples(percent)
+        return Reading(interval=None, doubt=f"{rule.metric} needs {needed} samples, there are {side.samples}")
+    blocks = next(found.blocks for found in bench.rows if found.batch == row.batch)
+    return Reading(interval=percentile_interval(samples(blocks, subject, rule.measure), percent))
+
+
+def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
+    return Reading(interval=interval, doubt=doubt if interval is None else None)
+
+
+def _parity(parity: Mapping[str, Any] | None, rule: Rule, where: str) -> Reading:
+    if parity is None:
+        raise BadInput(
+            f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
+        )
+    link = _link(parity["links"], rule, where)
+    measures = link["measures"]
+    if rule.metric not in measures:
+        known = ", ".join((*TIMED, *COUNTED, *sorted(measures)))
+        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known}")
+    value = measures[rule.metric]
+    if value is None:
+        return Reading(interval=None, broken=f"{rule.metric} of {link['name']} is not finite")
+    low, high = (measures.get(f"{rule.metric}_{end}") for end in ("low", "high"))
+    if low is None or high is None:
+        return Reading(interval=exact(value))
+    interval = Interval(value=value, low=min(low, value), high=max(high, value))
+    return Reading(interval=interval, count=measures["images"], unit="images")
+
+
+def _link(links: list[Mapping[str, Any]], rule: Rule, where: str) -> Mapping[str, Any]:
+    """The named link; without a name the whole chain from the dense model to what ships, else the last link."""
+    if rule.link is not None:
+        found = [link for link in links if link["name"] == rule.link]
+    else:
+        found = [link for link in links if link["kind"] == "whole"] or links[-1:]
+    if not found:
+        names = ", ".join(link["name"] for link in links) or "none"
+        raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
+    return found[0]

@@ -1,0 +1,113 @@
+"""A judged gate as files: JSON (the record), JUnit XML (for a CI's test tab), Markdown (for a pull request).
+
+And a bench record as the JSON that benchmark-tracking actions read: a list of {name, unit, value, range, extra} in two
+files, one whose values should fall (`customSmallerIsBetter`) and one whose values should rise (`customBiggerIsBetter`).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+from perf.stats.stats import Interval
+from perf.stats.summary import Side, Summary, finite
+
+from .gate import Gate, Judged
+
+VERSION = 1
+
+
+def save_gate(gate: Gate, path: Path) -> None:
+    """Write the verdicts as JSON: kind "gate", version, verdict, exit_code, rules."""
+    document = {
+        "kind": "gate",
+        "version": VERSION,
+        "verdict": gate.verdict,
+        "exit_code": gate.exit_code,
+        **asdict(gate),
+    }
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def junit_from_gate(gate: Gate) -> str:
+    """One test case per rule. FAIL is a failure, what could not be decided an error, what had no bound is skipped."""
+    judged = gate.rules
+    failed = sum(rule.verdict == "FAIL" for rule in judged)
+    errors = sum(rule.verdict in ("INCONCLUSIVE", "NOT-COMPARABLE") for rule in judged)
+    skipped = sum(rule.verdict == "UNJUDGED" for rule in judged)
+    counts = {"tests": len(judged), "failures": failed, "errors": errors, "skipped": skipped}
+    attributes = {"name": "corp-deploy gate"} | {key: str(count) for key, count in counts.items()}
+    suite = ElementTree.Element("testsuite", attributes)
+    for rule in judged:
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=rule.rule)
+        if rule.verdict == "PASS":
+            ElementTree.SubElement(case, "system-out").text = rule.message
+            continue
+        tag = {"FAIL": "failure", "UNJUDGED": "skipped"}.get(rule.verdict, "error")
+        ElementTree.SubElement(case, tag, type=rule.verdict, message=rule.message)
+    ElementTree.indent(suite)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+
+
+def markdown_from_gate(gate: Gate) -> str:
+    """The verdict and a table of the rules."""
+    lines = [f"**Gate: {gate.verdict}**", "", "| verdict | must not be | measured | why |", "|---|---|---|---|"]
+    lines += [
+        f"| {rule.verdict} | `{_cell(rule.rule)}` | {_measured(rule)} | {_cell(rule.message)} |" for rule in gate.rules
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def tracked_from_summary(summary: Summary, better: Literal["smaller", "bigger"]) -> str:
+    """The figures of a record for a benchmark-tracking action, latencies and sizes or throughputs and speed-ups."""
+    figures = _smaller(summary) if better == "smaller" else _bigger(summary)
+    return json.dumps(list(figures), indent=1, allow_nan=False) + "\n"
+
+
+def _measured(rule: Judged) -> str:
+    if rule.value is None:
+        return "-"
+    if rule.low is None or rule.high is None or rule.low == rule.high:
+        return f"{rule.value:.4g}"
+    return f"{rule.value:.4g} ({rule.low:.4g} to {rule.high:.4g})"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _smaller(summary: Summary) -> Iterator[dict[str, Any]]:
+    for side, batch in _sides(summary):
+        if side.p50_ms is not None:
+            yield _figure(f"{side.name} p50 at batch {batch}", "ms", side.p50_ms)
+        if side.p90_ms is not None and side.p90_ms.value is not None:
+            yield _figure(f"{side.name} p90 at batch {batch}", "ms", side.p90_ms.value)
+        if side.peak_memory_bytes is not None:
+            yield _figure(f"{side.name} peak memory at batch {batch}", "bytes", float(side.peak_memory_bytes))
+
+
+def _bigger(summary: Summary) -> Iterator[dict[str, Any]]:
+    for side, batch in _sides(summary):
+        if side.throughput is not None:
+            yield _figure(f"{side.name} throughput at batch {batch}", "images/s", side.throughput)
+    for row in summary.rows:
+        if row.speedup is not None:
+            yield _figure(f"speed-up at batch {row.batch}", "times", row.speedup)
+
+
+def _sides(summary: Summary) -> Iterator[tuple[Side, int]]:
+    for row in summary.rows:
+        for side in row.sides.values():
+            if side.status == "ok":
+                yield side, row.batch
+
+
+def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
+    if isinstance(figure, float):
+        return {"name": name, "unit": unit, "value": figure}
+    told = {"name": name, "unit": unit, "value": figure.value}
+    if finite(figure.high) is not None:
+        told["range"] = f"{figure.low:.4g} to {figure.high:.4g}"
+    return told

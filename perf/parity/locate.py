@@ -1,0 +1,163 @@
+"""PURE: where a link breaks: block outputs of both sides compared, relative to each block's own noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perf.errors import BadInput
+
+from .tolerance import FLOAT16_UNIT
+
+HALF_LIMIT = 65504.0
+Arrays = Mapping[str, NDArray[np.floating]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockError:
+    """One block's output on both sides: relative Frobenius error (inf where only the candidate is not finite)."""
+
+    key: str
+    error: float
+    noise: float
+    nonfinite: bool
+
+    @property
+    def site(self) -> str:
+        """`blocks.3` of `blocks.3:0`."""
+        return self.key.partition(":")[0]
+
+    @property
+    def times(self) -> float:
+        """The error in multiples of the noise."""
+        return self.error / self.noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where a failing link breaks. `site` is None when no block stands out; `command` mends it where a command can."""
+
+    link: str
+    site: str | None
+    measure: str
+    value: float
+    noise: float
+    largest_activation: float
+    half_limit: float
+    reason: str
+    command: str
+
+
+def block_errors(
+    reference: Arrays, candidate: Arrays, *, noise: Mapping[str, float] | float = FLOAT16_UNIT
+) -> list[BlockError]:
+    """Every block that both sides have, in the reference's order.
+
+    `noise` is what each block's output may be off by: of FP16 links the dense model's own FP16 error at that block
+    (see noise_of), of exact links one bound for all. Raises BadInput when no block is shared or shapes differ.
+    """
+    shared = [key for key in reference if key in candidate]
+    if not shared:
+        left, right = (", ".join(list(side)[:4]) for side in (reference, candidate))
+        raise BadInput(f"the two sides share no block: {left}... and {right}...; compare two forms of the same model")
+    return [_block_error(key, reference[key], candidate[key], _floor(noise, key)) for key in shared]
+
+
+def noise_of(reference: Arrays, half: Arrays) -> dict[str, float]:
+    """Each block's own FP16 noise: the relative error of the dense model's FP16 form against its FP32 form."""
+    return {block.key: block.error for block in block_errors(reference, half)}
+
+
+def locate(
+    link: str,
+    blocks: list[BlockError],
+    *,
+    activations: Mapping[str, float],
+    mend: str = "",
+    factor: float = 4.0,
+) -> Located:
+    """The first block (in the order given) that is off by more than `factor` times its noise, or gives NaN or Inf.
+
+    `activations` holds the largest absolute value inside each site, computed in float32. `mend` is the command that
+    helps, with `{site}` where the site's name goes.
+    """
+    guilty = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
+    if guilty is None:
+        worst = max(blocks, key=lambda block: block.times)
+        return Located(
+            link=link,
+            site=None,
+            measure="relative_error",
+            value=worst.error,
+            noise=worst.noise,
+            largest_activation=max(activations.values(), default=0.0),
+            half_limit=HALF_LIMIT,
+            reason=f"no block is off by {factor:g} times its noise; {worst.site} is nearest, {worst.times:.2g} times",
+            command="",
+        )
+    largest = activations.get(guilty.site, 0.0)
+    return Located(
+        link=link,
+        site=guilty.site,
+        measure="nonfinite" if guilty.nonfinite else "relative_error",
+        value=guilty.error,
+        noise=guilty.noise,
+        largest_activation=largest,
+        half_limit=HALF_LIMIT,
+        reason=_reason(guilty, largest),
+        command=mend.replace("{site}", guilty.site),
+    )
+
+
+def keep_until_found_nowhere(
+    attempt: Callable[[tuple[str, ...]], Located | None], *, most: int = 16
+) -> tuple[tuple[str, ...], Located | None]:
+    """Sites to keep in float32: `attempt(kept)` builds and checks, and says where it still breaks (None: it passes).
+
+    Returns the kept sites and what is still wrong, None when the last attempt passed. Ends when an attempt names no new
+    site or `most` sites are kept.
+    """
+    kept: tuple[str, ...] = ()
+    found = attempt(kept)
+    while found is not None and found.site is not None and found.site not in kept and len(kept) < most:
+        kept = (*kept, found.site)
+        found = attempt(kept)
+    return kept, found
+
+
+def _block_error(
+    key: str, reference: NDArray[np.floating], candidate: NDArray[np.floating], noise: float
+) -> BlockError:
+    if reference.shape != candidate.shape:
+        raise BadInput(
+            f"block {key}: got {candidate.shape}, expected {reference.shape} as in the reference; run the same images"
+        )
+    spoilt = bool(np.isfinite(reference).all()) and not bool(np.isfinite(candidate).all())
+    if spoilt:
+        return BlockError(key=key, error=math.inf, noise=noise, nonfinite=True)
+    size = max(float(np.linalg.norm(reference.astype(np.float64))), np.finfo(np.float64).tiny)
+    off = float(np.linalg.norm(candidate.astype(np.float64) - reference)) / size
+    return BlockError(key=key, error=off, noise=noise, nonfinite=False)
+
+
+def _floor(noise: Mapping[str, float] | float, key: str) -> float:
+    """A block that the dense model breaks in FP16 as well, or computes without any error, gives no yardstick."""
+    if isinstance(noise, float | int):
+        return float(noise)
+    known = noise.get(key, FLOAT16_UNIT)
+    return min(max(known, FLOAT16_UNIT), 0.05)
+
+
+def _reason(block: BlockError, largest: float) -> str:
+    over = "over" if largest > HALF_LIMIT else "within"
+    activation = f"; its largest activation is {largest:,.6g}, {over} float16's {HALF_LIMIT:,.0f}" if largest else ""
+    if block.nonfinite:
+        return f"{block.site} is the first to give NaN or Inf{activation}"
+    return (
+        f"{block.site} is the first to be off: relative error {block.error:.2g}, {block.times:.3g} times its noise "
+        f"{block.noise:.2g}{activation}"
+    )

@@ -1,0 +1,130 @@
+"""An ONNX graph cut at its blocks: each block's output on given images, and the largest activation inside each block.
+
+Nodes are expected to carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one name behind
+the number, `blocks.3.attn`, or the first name where there is no number, `head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+from perf.errors import BadInput, Missing
+
+from .fp16_rounding import element_types, rounded_graph
+
+Array = NDArray[np.float32]
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+
+def site_of(node_name: str) -> str:
+    """`blocks.3.attn.qkv/MatMul_1` -> `blocks.3.attn`; empty for a node outside of any module."""
+    parts = node_name.rpartition("/")[0].split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 2] if numbers else parts[:1])
+
+
+def borders(model: ModelProto) -> dict[str, str]:
+    """Values that leave a site, in the order of the graph: key -> value name.
+
+    The key is the site; where several values leave it (the residual sums of `blocks.3`), the last one has that key and
+    the earlier ones are `blocks.3:0` and so on. Raises BadInput when no node carries a path.
+    """
+    types, sites = element_types(model), {node.name: site_of(node.name) for node in model.graph.node}
+    readers: dict[str, set[str]] = {value.name: {""} for value in model.graph.output}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(sites[node.name])
+    leaving: dict[str, list[str]] = {}
+    order: list[tuple[str, str]] = []
+    for node in model.graph.node:
+        site = sites[node.name]
+        for name in node.output:
+            if site and types.get(name) in FLOATS and readers.get(name, set()) - {site}:
+                leaving.setdefault(site, []).append(name)
+                order.append((site, name))
+    if not order:
+        raise BadInput("no node of this graph is named by its module (`blocks.3.attn/MatMul`); export it again")
+    return {_key(site, name, leaving[site]): name for site, name in order}
+
+
+def _key(site: str, name: str, names: list[str]) -> str:
+    return site if name == names[-1] else f"{site}:{names.index(name)}"
+
+
+def block_outputs(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, Array]:
+    """Every block's output by key, in the order of the graph, float32 [N, ...]; float16 rounds as the types say."""
+    named = borders(model)
+    cut = rounded_graph(model)
+    _add_outputs(cut, named.values())
+    pieces = list(_run(cut, images_NCHW, batch))
+    return {key: np.concatenate([piece[name] for piece in pieces]) for key, name in named.items()}
+
+
+def largest_activations(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, float]:
+    """The largest absolute value of every floating value that the graph computes, by value name."""
+    types = element_types(model)
+    names = {name for node in model.graph.node for name in node.output if types.get(name) in FLOATS}
+    probed = rounded_graph(model)
+    nodes = list(probed.graph.node)
+    del probed.graph.node[:]
+    for node in nodes:
+        # Beside its producer, so that a value is looked at and let go before the next one is made.
+        probed.graph.node.append(node)
+        for name in names.intersection(node.output):
+            probed.graph.node.append(helper.make_node("Abs", [name], [f"{name}/abs"], name=f"{name}/abs"))
+            probed.graph.node.append(
+                helper.make_node("ReduceMax", [f"{name}/abs"], [f"{name}/max"], name=f"{name}/max", keepdims=0)
+            )
+    _add_outputs(probed, [f"{name}/max" for name in sorted(names)])
+    pieces = list(_run(probed, images_NCHW, batch))
+    return {name: max(float(piece[f"{name}/max"]) for piece in pieces) for name in names}
+
+
+def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
+    """The largest of the named values within each site."""
+    found: dict[str, float] = {}
+    for node in model.graph.node:
+        for name in node.output:
+            if name in values and site_of(node.name):
+                site = site_of(node.name)
+                found[site] = max(found.get(site, 0.0), values[name])
+    return found
+
+
+def half_values(model: ModelProto) -> set[str]:
+    """Names of the values that the graph holds in float16."""
+    types = element_types(model)
+    return {name for node in model.graph.node for name in node.output if types.get(name) == TensorProto.FLOAT16}
+
+
+def _add_outputs(model: ModelProto, names: Any) -> None:
+    there = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in there)
+
+
+def _run(model: ModelProto, images_NCHW: Array, batch: int) -> Iterator[dict[str, Any]]:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise Missing("onnxruntime is not installed; install the extra `cpu` or `gpu`") from error
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nothing is timed here
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # the order of the nodes
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    source = session.get_inputs()[0]
+    fixed = source.shape[0] if isinstance(source.shape[0], int) else batch
+    for start in range(0, len(images_NCHW), fixed):
+        part = images_NCHW[start : start + fixed]
+        missing = fixed - len(part) if isinstance(source.shape[0], int) else 0
+        padded = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)]) if missing else part
+        rows = session.run(None, {source.name: np.ascontiguousarray(padded, dtype=np.float32)})
+        yield {name: row[: len(part)] if missing and row.ndim else row for name, row in zip(names, rows, strict=True)}

@@ -1,0 +1,259 @@
+"""The chain of links from the dense model to what ships: errors against tolerances, and the versioned parity record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perf.errors import BadInput
+from perf.record.rows import json_from_row, row_from_json
+
+from .labels import Accuracy, Comparison
+from .locate import Located
+from .measures import Measures, measures, per_image
+from .shift import Shift
+from .structure import Finding
+from .tolerance import Tolerance
+
+KIND, VERSION = "parity", 1
+# Under this share of the reference's variation over images, outputs are called constant.
+CONSTANT_SPREAD = 0.01
+
+LinkKind = Literal["exact", "half", "reduced", "whole"]
+Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only."""
+
+    batch: int
+    relative_error: float
+    max_abs: float
+    top1_agreement: float
+    images: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One step of the chain on real images. `measures` are those of the batch size with the largest relative error, of
+    those that ran all images or that failed.
+    """
+
+    name: str
+    kind: str
+    reference: str
+    candidate: str
+    status: str
+    reason: str
+    batch: int
+    measures: Measures
+    batches: tuple[Batch, ...]
+    tolerance: Tolerance
+
+    def __post_init__(self) -> None:
+        assert self.kind in get_args(LinkKind), self.kind
+        assert self.status in get_args(Verdict), self.status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSet:
+    """What the logits were computed on. `kind` is `images`, or `random` when random inputs were asked for."""
+
+    count: int
+    digest: str
+    kind: str = "images"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """The whole proof; verdict and reason follow from its parts."""
+
+    images: ImageSet
+    links: tuple[Link, ...]
+    structure: tuple[Finding, ...] = ()
+    located: tuple[Located, ...] = ()
+    shift: Shift | None = None
+    accuracy: tuple[Accuracy, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    per_image: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [link.name for link in self.links]
+        assert 0 < len(names) == len(set(names)), names
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL when a link or a structural test fails, UNJUDGED when no link had a bound to meet."""
+        statuses = [link.status for link in self.links] + [finding.status for finding in self.structure]
+        if "FAIL" in statuses:
+            return "FAIL"
+        return "UNJUDGED" if all(link.status == "UNJUDGED" for link in self.links) else "PASS"
+
+    @property
+    def judged(self) -> str:
+        """How many links a limit judged and how many were measured only: a link without a limit has not passed."""
+        free = sum(link.status == "UNJUDGED" for link in self.links)
+        judged = len(self.links) - free
+        words = f"{judged} {'link' if judged == 1 else 'links'} judged"
+        return f"{words}, {free} measured without a limit" if free else words
+
+    @property
+    def reason(self) -> str:
+        """What it was found on, and what failed."""
+        failed = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
+        failed += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
+        on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else 'images'}"
+        return f"{on}: {'; '.join(failed)}" if failed else on
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, the same wherever it stands."""
+        return f"{self.verdict} ({self.judged}) {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON values; null stands for a number that is not finite."""
+        head = {"kind": KIND, "version": VERSION, "verdict": self.verdict, "reason": self.reason, "line": self.line}
+        sizes = sorted({batch.batch for link in self.links for batch in link.batches})
+        return head | json_from_row(self) | {"batches": sizes}
+
+
+def link(
+    *,
+    name: str,
+    kind: LinkKind,
+    reference: str,
+    candidate: str,
+    reference_NC: NDArray[np.floating],
+    candidate_by_batch: Mapping[int, NDArray[np.floating]],
+    tolerance: Tolerance,
+) -> Link:
+    """Measure and judge one link. `candidate_by_batch`: by batch size, the candidate's logits [N, C] of all images, or
+    of the first M of them at all sizes but one.
+
+    A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
+    shapes differ or the reference is not finite.
+    """
+    images = len(reference_NC)
+    whole = {batch: rows for batch, rows in candidate_by_batch.items() if len(rows) == images}
+    assert whole, (name, images)
+    at = {
+        batch: measures(reference_NC[: len(rows)], rows, margin_noise=tolerance.margin_noise)
+        for batch, rows in sorted(candidate_by_batch.items())
+    }
+    of_some = (
+        tolerance if kind in ("exact", "half") else replace(tolerance, max_relative_error=None, min_agreement=None)
+    )
+    judged = {batch: judge(errors, tolerance if batch in whole else of_some) for batch, errors in at.items()}
+    failing = [batch for batch, (status, _) in judged.items() if status == "FAIL"]
+    worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
+    status, reason = judged[worst]
+    return Link(
+        name=name,
+        kind=kind,
+        reference=reference,
+        candidate=candidate,
+        status=status,
+        reason=reason + (f" (at batch {worst})" if len(at) > 1 else ""),
+        batch=worst,
+        measures=at[worst],
+        batches=tuple(
+            Batch(
+                batch=size,
+                relative_error=errors.relative_error,
+                max_abs=errors.max_abs,
+                top1_agreement=errors.top1_agreement,
+                images=None if size in whole else errors.images,
+            )
+            for size, errors in at.items()
+        ),
+        tolerance=tolerance,
+    )
+
+
+def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
+    """Status and the sentence that says why. Outputs that are not finite or don't depend on the image fail any link."""
+    bound, least = tolerance.max_relative_error, tolerance.min_agreement
+    agreement = f"top-1 agreement {errors.top1_agreement:.2%}"
+    error = f"relative error {errors.relative_error:.2g}"
+    if errors.nonfinite_images:
+        return "FAIL", f"NaN or Inf on {errors.nonfinite_images} of {errors.images} images"
+    if errors.spread_ratio < CONSTANT_SPREAD:
+        return "FAIL", f"the outputs hardly depend on the image (spread {errors.spread_ratio:.1g} of the reference's)"
+    if bound is not None and errors.relative_error > bound:
+        return "FAIL", f"{error} over {bound:.2g} ({tolerance.rule})"
+    if least is not None and errors.top1_agreement < least:
+        return "FAIL", f"{agreement} under {least:.2%} ({errors.flips} of {errors.images} images flipped)"
+    if tolerance.max_decisive_flips is not None and errors.decisive_flips > tolerance.max_decisive_flips:
+        return (
+            "FAIL",
+            f"{errors.decisive_flips} top-1 flips on images whose margin exceeds {tolerance.margin_noise:.2g}",
+        )
+    if not tolerance.bounds:
+        return "UNJUDGED", f"{error}, {agreement}; no limit was set"
+    met = [f"{error} within {bound:.2g}"] if bound is not None else []
+    met += [f"{agreement}, at least {least:.2%} wanted"] if least is not None else []
+    return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
+
+
+def parity_from_json(raw: object, *, where: str = "parity.json") -> Parity:
+    """Read a record back. Raises BadInput for another kind of file, an unknown version or a damaged record."""
+    if not isinstance(raw, Mapping) or raw.get("kind") != KIND:
+        raise BadInput(f'{where}: this is no parity record (no "kind": "{KIND}"); make one with `verify`')
+    if raw.get("version") != VERSION:
+        raise BadInput(f"{where}: got version {raw.get('version')!r}, expected {VERSION}; make the record again")
+    shift = raw.get("shift")
+    return row_from_json(
+        Parity,
+        raw,
+        where=where,
+        images=row_from_json(ImageSet, raw.get("images"), where=f"{where}: images"),
+        links=tuple(_link_from_json(item, where=at) for at, item in _items(raw, "links", where)),
+        structure=tuple(row_from_json(Finding, item, where=at) for at, item in _items(raw, "structure", where)),
+        located=tuple(row_from_json(Located, item, where=at) for at, item in _items(raw, "located", where)),
+        shift=None if shift is None else Shift.from_json(shift, where=f"{where}: shift"),
+        accuracy=tuple(row_from_json(Accuracy, item, where=at) for at, item in _items(raw, "accuracy", where)),
+        comparisons=tuple(row_from_json(Comparison, item, where=at) for at, item in _items(raw, "comparisons", where)),
+    )
+
+
+def _link_from_json(raw: object, *, where: str) -> Link:
+    parts = raw if isinstance(raw, Mapping) else {}
+    return row_from_json(
+        Link,
+        raw,
+        where=where,
+        measures=row_from_json(Measures, parts.get("measures"), where=f"{where}.measures"),
+        tolerance=row_from_json(Tolerance, parts.get("tolerance"), where=f"{where}.tolerance"),
+        batches=tuple(row_from_json(Batch, item, where=at) for at, item in _items(parts, "batches", where)),
+    )
+
+
+def _items(raw: Mapping[str, object], key: str, where: str) -> list[tuple[str, object]]:
+    rows = raw.get(key)
+    if not isinstance(rows, list):
+        raise BadInput(f"{where}: the list {key!r} is missing; make the record again")
+    return [(f"{where}: {key}[{place}]", row) for place, row in enumerate(rows)]
+
+
+def figures(
+    reference_NC: NDArray[np.floating], candidates: Mapping[str, NDArray[np.floating]]
+) -> dict[str, NDArray[np.generic]]:
+    """One figure per image and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, candidate_NC in candidates.items():
+        each = per_image(reference_NC, candidate_NC)
+        arrays |= {
+            "margin": each.margin_N,
+            f"{name}.relative_error": each.relative_error_N,
+            f"{name}.max_abs": each.max_abs_N,
+            f"{name}.cosine": each.cosine_N,
+            f"{name}.kl": each.kl_N,
+            f"{name}.top5_overlap": each.top5_overlap_N,
+            f"{name}.agrees": each.agrees_N,
+        }
+    return arrays

@@ -1,0 +1,180 @@
+"""PURE: do these images look like the calibration images at every site? Mean and covariance against sampling noise.
+
+Shapes: F features of a site. Tokens of one image are alike, so counting tokens would understate the noise; it is taken
+from how much the statistics of equal parts of the images differ among themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perf.errors import BadInput
+from perf.record.rows import row_from_json
+
+Floats = NDArray[np.float64]
+# Far off is what noise doesn't explain (its expected distance times this) and what is large for the site as well.
+NOISE_FACTOR = 3.0
+FAR_MEAN, FAR_COVARIANCE = 0.1, 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Mean [F] and covariance [F, F] of a site's features over a number of images."""
+
+    images: int
+    mean_F: Floats
+    covariance_FF: Floats
+
+    def __post_init__(self) -> None:
+        width = self.mean_F.shape
+        assert self.images > 0, self.images
+        assert len(width) == 1, width
+        assert self.covariance_FF.shape == width * 2, (width, self.covariance_FF.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteShift:
+    """Distances at one site, relative to the calibration's own size, with the distance that sampling alone would give.
+
+    mean_distance is ||mean - calibrated mean|| / sqrt(trace of the calibrated covariance); covariance_distance is the
+    Frobenius norm of the difference over that of the calibrated covariance.
+    """
+
+    site: str
+    mean_distance: float
+    mean_noise: float
+    covariance_distance: float
+    covariance_noise: float
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """All sites. NOTED when some site is far off: the reduced model was fitted to other images than these."""
+
+    images: int
+    status: str
+    reason: str
+    sites: tuple[SiteShift, ...]
+
+    @classmethod
+    def from_json(cls, raw: object, *, where: str) -> Shift:
+        """Raises BadInput for a damaged record."""
+        rows = raw.get("sites") if isinstance(raw, Mapping) else None
+        if not isinstance(rows, list):
+            raise BadInput(f"{where}: the list 'sites' is missing; make the record again")
+        sites = tuple(row_from_json(SiteShift, row, where=f"{where}.sites[{i}]") for i, row in enumerate(rows))
+        return row_from_json(cls, raw, where=where, sites=sites)
+
+
+class Scatter:
+    """Disjoint, equal parts of the images at one site, added one at a time, so that none of them has to be kept.
+
+    Covariances are taken about one centre known beforehand, the calibrated mean.
+    """
+
+    def __init__(self, centre_F: Floats) -> None:
+        self.centre_F = centre_F
+        self.images: list[int] = []
+        self.means: list[Floats] = []
+        self._sum_FF = np.zeros((len(centre_F), len(centre_F)))
+        self._square = 0.0
+
+    def add(self, part: Stats) -> None:
+        """Take in one more part. Raises BadInput for another width than the calibrated one."""
+        if part.mean_F.shape != self.centre_F.shape:
+            raise BadInput(
+                f"got width {len(part.mean_F)}, expected the calibrated {len(self.centre_F)}; use the moments of this "
+                "model"
+            )
+        off_F = part.mean_F - self.centre_F
+        about_FF = part.covariance_FF + np.outer(off_F, off_F)
+        self.images.append(part.images)
+        self.means.append(part.mean_F)
+        self._sum_FF += about_FF
+        self._square += float(np.square(about_FF).sum())
+
+    @property
+    def mean_F(self) -> Floats:
+        """The mean over all parts."""
+        return np.asarray(np.average(self.means, axis=0, weights=self.images), dtype=np.float64)
+
+    def covariance_FF(self) -> Floats:
+        """The covariance over all parts, about their common mean."""
+        off_F = self.mean_F - self.centre_F
+        return np.asarray(self._sum_FF / len(self.means) - np.outer(off_F, off_F), dtype=np.float64)
+
+    def mean_scatter(self) -> float:
+        """Sum of squared distances of the parts' means from their mean."""
+        return float(np.square(np.stack(self.means) - np.mean(self.means, axis=0)).sum())
+
+    def covariance_scatter(self) -> float:
+        """The same of their covariances about the centre."""
+        return max(self._square - float(np.square(self._sum_FF).sum()) / len(self.means), 0.0)
+
+
+def shift(calibrated: Mapping[str, Stats], parts: Mapping[str, Sequence[Stats]]) -> Shift:
+    """Compare every site; `parts` holds its statistics over disjoint, equal parts of the images (at least 2, better 8).
+
+    Raises BadInput when the sites or their widths differ from the calibrated ones.
+    """
+    if missing := sorted(set(calibrated) ^ set(parts)):
+        raise BadInput(f"shift: sites only on one side: {', '.join(missing)}; use the moments of this model")
+    sites = [site_shift(site, each, scattered(parts[site], each.mean_F)) for site, each in calibrated.items()]
+    return shift_of_sites(sites, images=sum(part.images for part in next(iter(parts.values()))))
+
+
+def scattered(parts: Sequence[Stats], centre_F: Floats) -> Scatter:
+    """Parts that are all there, added up."""
+    scatter = Scatter(centre_F)
+    for part in parts:
+        scatter.add(part)
+    return scatter
+
+
+def shift_of_sites(sites: Sequence[SiteShift], *, images: int) -> Shift:
+    """The verdict over all sites, which saw the same images."""
+    far = [
+        f"{s.site} (mean {s.mean_distance:.2g}, covariance {s.covariance_distance:.2g})"
+        for s in sites
+        if s.status == "NOTED"
+    ]
+    reason = (
+        f"{len(far)} of {len(sites)} sites see other inputs than in calibration: {'; '.join(far[:6])}"
+        if far
+        else (f"all {len(sites)} sites see inputs like those of the calibration")
+    )
+    return Shift(images=images, status="NOTED" if far else "PASS", reason=reason, sites=tuple(sites))
+
+
+def site_shift(site: str, calibrated: Stats, parts: Scatter) -> SiteShift:
+    """One site; see SiteShift. Raises BadInput for fewer than 2 parts."""
+    if len(parts.means) < 2:
+        raise BadInput(f"shift at {site}: got {len(parts.means)} part, expected 2 or more; give more images")
+    mean_scale = math.sqrt(max(float(np.trace(calibrated.covariance_FF)), np.finfo(float).tiny))
+    covariance_scale = max(float(np.linalg.norm(calibrated.covariance_FF)), np.finfo(float).tiny)
+    calibration_too = 1 + sum(parts.images) / calibrated.images
+    mean_noise = _noise(parts.mean_scatter(), len(parts.means), calibration_too) / mean_scale
+    covariance_noise = _noise(parts.covariance_scatter(), len(parts.means), calibration_too) / covariance_scale
+    mean_distance = float(np.linalg.norm(parts.mean_F - calibrated.mean_F)) / mean_scale
+    covariance_distance = float(np.linalg.norm(parts.covariance_FF() - calibrated.covariance_FF)) / covariance_scale
+    far = mean_distance > max(FAR_MEAN, NOISE_FACTOR * mean_noise)
+    far |= covariance_distance > max(FAR_COVARIANCE, NOISE_FACTOR * covariance_noise)
+    return SiteShift(
+        site=site,
+        mean_distance=mean_distance,
+        mean_noise=mean_noise,
+        covariance_distance=covariance_distance,
+        covariance_noise=covariance_noise,
+        status="NOTED" if far else "PASS",
+    )
+
+
+def _noise(scatter: float, parts: int, calibration_too: float) -> float:
+    """Expected distance between two averages when nothing has shifted, from the scatter of the parts' estimates."""
+    return math.sqrt(scatter / (parts - 1) / parts * calibration_too)

@@ -1,0 +1,99 @@
+"""PURE: how large a link's error may be, and why: float32's bound, a multiple of the FP16 noise, the user's limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from perf.errors import BadInput
+
+from .measures import Measures
+
+FLOAT32_UNIT = 2.0**-24
+FLOAT16_UNIT = 2.0**-11
+EXACT_FACTOR = 10
+# A larger error than this is no rounding any more, whatever the dense model itself does in FP16.
+HALF_CEILING = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise."""
+
+    rule: str
+    max_relative_error: float | None = None
+    min_agreement: float | None = None
+    max_decisive_flips: int | None = None
+    margin_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_relative_error is not None and not 0 <= self.max_relative_error < math.inf:
+            raise BadInput(
+                f"max error: got {self.max_relative_error}, expected a relative error of 0 or more, such as 0.05"
+            )
+        if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
+            raise BadInput(f"min agreement: got {self.min_agreement}, expected a share in [0, 1], such as 0.99")
+        assert 0 <= self.margin_noise < math.inf, self.margin_noise
+
+    @property
+    def bounds(self) -> bool:
+        """Whether anything is bounded."""
+        return any(b is not None for b in (self.max_relative_error, self.min_agreement, self.max_decisive_flips))
+
+
+def exact(*, products: int, largest_logit: float) -> Tolerance:
+    """For links that compute the same thing in float32 in another order: 10 unit roundoffs for each product (a linear
+    layer, a convolution, one of attention's two) of the longest row in which each is fed by the one before. A
+    transformer's block has six.
+
+    Rounding differs in every sum, and products in a row add their errors up; `largest_logit` (of the reference) turns
+    the relative bound into the margin under which a flip is a tie.
+    """
+    assert products > 0, products
+    assert largest_logit >= 0, largest_logit
+    bound = EXACT_FACTOR * FLOAT32_UNIT * products
+    return Tolerance(
+        rule=f"float32: {EXACT_FACTOR} x 2^-24 x {products} products in a row",
+        max_relative_error=bound,
+        max_decisive_flips=0,
+        margin_noise=2 * bound * largest_logit,
+    )
+
+
+def half(noise: Measures, *, factor: float = 4.0) -> Tolerance:
+    """For FP16 links: `factor` times the dense model's own FP16-against-FP32 error on the same images.
+
+    Never under the unit roundoff of float16 nor over 0.05. The bound is not widened by a dense model that breaks in
+    FP16: such a model gives no yardstick.
+    """
+    if not factor >= 1:
+        raise BadInput(
+            f"FP16 factor: got {factor}, expected 1 or more (the multiple of the dense model's own FP16 error)"
+        )
+    calibrated = factor * noise.relative_error
+    bound = min(max(calibrated, FLOAT16_UNIT), HALF_CEILING)
+    rule = f"{factor:g} x the dense model's own FP16 error {noise.relative_error:.2g}"
+    if calibrated < FLOAT16_UNIT:
+        rule += ", at least 2^-11"
+    if calibrated > HALF_CEILING:
+        rule = f"at most {HALF_CEILING}: the dense model's own FP16 error {noise.relative_error:.2g} is no yardstick"
+    usable = 0 < calibrated <= HALF_CEILING
+    return Tolerance(
+        rule=rule,
+        max_relative_error=bound,
+        max_decisive_flips=0,
+        margin_noise=2 * noise.max_abs * bound / noise.relative_error if usable else 0.0,
+    )
+
+
+def limits(
+    *, min_agreement: float | None = None, max_error: float | None = None, noise: Measures | None = None
+) -> Tolerance:
+    """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
+    tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
+    return Tolerance(
+        rule="no limit was set" if min_agreement is None and max_error is None else "the limit that was set",
+        max_relative_error=max_error,
+        min_agreement=min_agreement,
+        margin_noise=tie,
+    )

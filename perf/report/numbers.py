@@ -1,0 +1,79 @@
+"""Numbers as people write them; what is unknown is a dash."""
+
+from __future__ import annotations
+
+import math
+
+from perf.stats.stats import Interval, Percentile
+
+NOTHING = "–"
+MINUS = "−"
+
+
+def count(value: float | None) -> str:
+    """22.1 M, 4.6 G."""
+    if value is None:
+        return NOTHING
+    unit, scale = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s), ("", 1.0))
+    return f"{value / scale:.3g} {unit}".rstrip()
+
+
+def size(value: float | None) -> str:
+    """In MB or kB of 1000."""
+    if value is None:
+        return NOTHING
+    return f"{value / 1e6:.3g} MB" if value >= 1e6 else f"{value / 1e3:.3g} kB"
+
+
+def percent(value: float | None, decimals: int = 2) -> str:
+    """99.60 %; what is not all is never rounded up to 100 %."""
+    if value is None:
+        return NOTHING
+    if value == 1:
+        return "100 %"
+    step = 10.0 ** -(decimals + 2)
+    shown = 1 - step if 1 - step / 2 <= value < 1 else value
+    return f"{100 * shown:.{decimals}f} %".replace("-", MINUS)
+
+
+def signed_percent(value: float, decimals: int = 1) -> str:
+    """−41.1 %."""
+    return f"{100 * value:+.{decimals}f} %".replace("-", MINUS)
+
+
+def points(value: float) -> str:
+    """−0.73 points, of a difference of two shares."""
+    return f"{100 * value:+.2f} points".replace("-", MINUS)
+
+
+def error(value: float | None) -> str:
+    """Two digits that count."""
+    if value is None:
+        return NOTHING
+    return f"{value:.2g}" if math.isfinite(value) else "not finite"
+
+
+def number(value: float | None) -> str:
+    """Three digits that count, and no exponent."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def middle(value: Interval | None) -> str:
+    """The value of an interval that a plot shows."""
+    return NOTHING if value is None else number(value.value)
+
+
+def tail(value: Percentile | None) -> str:
+    """A percentile, or the dash where too few samples were taken."""
+    return NOTHING if value is None else number(value.value)
+
+
+def ratio(value: Interval | None) -> str:
+    """1.42 over its interval."""
+    if value is None:
+        return NOTHING
+    return f"{value.value:.2f}\n" + (
+        f"{value.low:.2f} to {value.high:.2f}" if math.isfinite(value.high) else "too few rounds"
+    )

@@ -1,0 +1,283 @@
+"""The tables of a report as plain cells, for HTML and Markdown. A line break parts a cell's small print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from perf.parity.parity import Link
+from perf.stats.summary import Side, SummaryRow
+
+from .content import ModelLine, SiteLine, Story
+from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """`key` is a short name for anchors; the first column holds the row's name."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), (self.key, self.columns, self.rows)
+
+
+def tables(story: Story) -> dict[str, Table]:
+    """Every table that the story has rows for, by key, in reading order."""
+    summary = story.summary
+    made = [
+        models(story),
+        effects(story),
+        latency("latency", "Latency and throughput", summary.rows if summary else ()),
+        latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
+        gate(story),
+        links(story),
+        located(story),
+        structure(story),
+        accuracy(story),
+        shift(story),
+        ways(story),
+        sites(story),
+        pairs("environment", "Environment", story.environment),
+        pairs("lineage", "Lineage", story.lineage),
+    ]
+    return {table.key: table for table in made if table.rows}
+
+
+def models(story: Story) -> Table:
+    """One column a model, one row a property; a last column compares two models."""
+    lines = story.models
+    rows = (
+        ("Parameters", lambda m: m.params, count),
+        ("Multiply-adds", lambda m: m.macs, count),
+        ("File size", lambda m: m.size_bytes, size),
+        ("Accuracy", lambda m: m.accuracy, percent),
+        ("Agreement", lambda m: m.agreement, percent),
+    )  # fmt: skip
+    made = [_property(name, get, show, lines) for name, get, show in rows]
+    return Table(
+        key="models",
+        title="Dense beside reduced",
+        columns=("", *(m.name for m in lines), *(("Change",) if len(lines) == 2 else ())),
+        rows=tuple(row for row in made if any(cell != NOTHING for cell in row[1:])) if lines else (),
+    )
+
+
+def _property(
+    name: str,
+    get: Callable[[ModelLine], float | None],
+    show: Callable[[float | None], str],
+    lines: tuple[ModelLine, ...],
+) -> tuple[str, ...]:
+    values = [get(line) for line in lines]
+    cells = (name, *(show(value) for value in values))
+    if len(lines) != 2:
+        return cells
+    before, after = values
+    if not before or after is None or name.startswith("Agreement"):
+        return (*cells, NOTHING)
+    return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
+
+
+def effects(story: Story) -> Table:
+    """What the compensation changed, at the same widths."""
+    return Table(
+        key="effects",
+        title="What the compensation changed",
+        columns=("Preset", "Logit error", "Agreement", "Accuracy"),
+        rows=tuple(
+            (e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in story.effects
+        ),
+        note="Same widths and images; with preset none the channels are only cut.",
+    )
+
+
+def latency(key: str, title: str, rows: Iterable[SummaryRow]) -> Table:
+    """One row a batch, reference → candidate; what failed stays in the table."""
+    rows = tuple(rows)
+    measure = rows[0].measure.replace("_", " ") if rows else ""
+    needed = next((p.needed for row in rows for s in row.sides.values() if (p := s.p99_ms) and p.value is None), None)
+    note = (
+        f"Times of one call ({measure}), dense → reduced. Speed-up is the ratio of medians with its 95 % interval, A/A "
+    )
+    note += "the dense model against itself in the same run, and realised the time saved over the multiply-adds saved."
+    note += f" A p99 needs {needed} samples." if needed else ""
+    return Table(
+        key=key,
+        title=title,
+        columns=("Batch", "p50 ms", "p90 ms", "p99 ms", "Images/s", "Peak memory", "Speed-up", "A/A", "Realised"),
+        rows=tuple(_latency_cells(row) for row in rows),
+        note=note,
+    )
+
+
+def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
+    sides = tuple(row.sides.values())
+    failed = ", ".join(dict.fromkeys(side.message for side in sides if side.status != "ok" and side.message))
+    quality = "disturbed" if row.disturbed else failed
+    return (
+        f"{row.batch}\n{quality}" if quality else str(row.batch),
+        _both(sides, lambda side: middle(side.p50_ms) if side.status == "ok" else side.status),
+        _both(sides, lambda side: tail(side.p90_ms)),
+        _both(sides, lambda side: tail(side.p99_ms)),
+        _both(sides, lambda side: middle(side.throughput)),
+        _both(sides, lambda side: size(side.peak_memory_bytes)),
+        ratio(row.speedup),
+        ratio(row.noise),
+        NOTHING if row.realised_share is None else percent(row.realised_share, 0),
+    )
+
+
+def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
+    cells = [show(side) for side in sides]
+    return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
+
+
+def gate(story: Story) -> Table:
+    """The gate's rules as judged."""
+    rows = tuple((line.rule, line.verdict, line.message) for line in story.gate)
+    return Table(key="gate", title="Gate", columns=("Rule", "Verdict", "Why"), rows=rows)
+
+
+def links(story: Story) -> Table:
+    """The parity chain, one row a link."""
+    chain = story.parity.links if story.parity else ()
+    where = ""
+    if story.parity:
+        images = story.parity.images
+        what = "random inputs, as asked" if images.kind == "random" else "real images"
+        where = f"Errors of the logits on {images.count:,} {what}, at the worst batch size. "
+    return Table(
+        key="parity",
+        title="Parity chain",
+        columns=("Link", "Status", "Relative error", "Max abs", "Top-1 agreement", "Decisive flips", "Top-5",
+                 "Cosine, least", "KL, mean"),
+        rows=tuple(_link_cells(link) for link in chain),
+        note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
+    )  # fmt: skip
+
+
+def _link_cells(link: Link) -> tuple[str, ...]:
+    m, bound = link.measures, link.tolerance.max_relative_error
+    return (
+        f"{link.name}\n{link.reference} → {link.candidate}",
+        link.status,
+        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{bound:.2g} allowed'}",
+        error(m.max_abs),
+        f"{percent(m.top1_agreement)}\n{percent(m.top1_agreement_low, 1)} to {percent(m.top1_agreement_high, 1)}",
+        f"{m.decisive_flips}\nof {m.decisive_images:,}",
+        percent(m.top5_overlap),
+        f"{m.cosine_min:.4f}",
+        error(m.kl_mean),
+    )
+
+
+def located(story: Story) -> Table:
+    """Where failing links break."""
+    rows = tuple(
+        (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
+        for line in (story.parity.located if story.parity else ())
+    )
+    return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
+
+
+def structure(story: Story) -> Table:
+    """Structural tests: what did not pass line by line, what passed in one line a candidate."""
+    found = story.parity.structure if story.parity else ()
+    odd = tuple((f"{f.test}\n{f.candidate}", f.status, f.reason) for f in found if f.status != "PASS")
+    passed: dict[str, list[str]] = {}
+    for finding in found:
+        if finding.status == "PASS":
+            passed.setdefault(finding.candidate, []).append(finding.test)
+    sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(tests))) for candidate, tests in passed.items())
+    return Table(
+        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=odd + sound
+    )
+
+
+def accuracy(story: Story) -> Table:
+    """Accuracy on labels, and McNemar's test where two models were compared."""
+    parity = story.parity
+    rows = [
+        (
+            a.model,
+            f"{percent(a.accuracy)}\n{percent(a.low, 1)} to {percent(a.high, 1)}",
+            f"{a.correct:,} of {a.images:,}",
+        )
+        for a in (parity.accuracy if parity else ())
+    ]
+    rows += [
+        (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
+        for c in (parity.comparisons if parity else ())
+    ]
+    return Table(
+        key="accuracy",
+        title="Accuracy on labels",
+        columns=("Model", "Accuracy", "Images"),
+        rows=tuple(rows),
+        note="95 % Wilson intervals; two models on the same images by McNemar's exact test.",
+    )
+
+
+def shift(story: Story) -> Table:
+    """Do these images look like the calibration images?"""
+    found = story.parity.shift if story.parity else None
+    return Table(
+        key="shift",
+        title="Images against calibration",
+        columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
+        rows=tuple(
+            (s.site, s.status, *map(error, (s.mean_distance, s.mean_noise, s.covariance_distance, s.covariance_noise)))
+            for s in (found.sites if found else ())
+        ),
+        note=found.reason if found else "",
+    )
+
+
+def ways(story: Story) -> Table:
+    """One budget spent in several ways."""
+    return Table(
+        key="ways",
+        title="One budget, several ways to spend it",
+        columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
+        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in story.ways),
+        note="Found on a few calibration images, before any labels or held-out images are looked at.",
+    )
+
+
+SITE_COLUMNS: tuple[tuple[str, Callable[[SiteLine], str]], ...] = (
+    ("Site", lambda s: s.site),
+    ("Width, dense", lambda s: s.width_dense),
+    ("Width, reduced", lambda s: s.width_reduced),
+    ("Error, only cut", lambda s: error(s.error_uncompensated)),
+    ("Error, compensated", lambda s: error(s.error)),
+)
+JUDGED_COLUMNS: tuple[tuple[str, Callable[[SiteLine], float | None]], ...] = (
+    ("Held out", lambda s: s.error_held_out),
+    ("Stream lacks", lambda s: s.stream_error),
+    ("Held out, stream", lambda s: s.stream_error_held_out),
+)
+
+
+def sites(story: Story) -> Table:
+    """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
+    judged = [(name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in story.sites)]
+    return Table(
+        key="sites",
+        title="Sites",
+        columns=(*(name for name, _ in SITE_COLUMNS), *(name for name, _ in judged)),
+        rows=tuple(
+            (*(show(line) for _, show in SITE_COLUMNS), *(error(get(line)) for _, get in judged))
+            for line in story.sites
+        ),
+        note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
+    )
+
+
+def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:
+    """A flat mapping as a table."""
+    return Table(key=key, title=title, columns=("Key", "Value"), rows=tuple(values.items()))

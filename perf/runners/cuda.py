@@ -1,0 +1,168 @@
+"""Timing on a CUDA device: one non-default stream, fixed addresses, events around every stage.
+
+Definitions are trtexec's: compute is the event span around the enqueued model, end to end is the sum of the spans of
+host-to-device copy, compute and device-to-host copy. Calls of a block are enqueued one after the other and waited for
+once, so that the device is not idle while the host issues the next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from perf.errors import Missing
+from perf.timing.laps import Clock, Laps
+
+from .protocol import Images
+
+
+class Event(Protocol):
+    """A point on the stream."""
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds to the later event; both must have been reached."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBound:
+    """The stages of one call, each a function that enqueues work, and the marks between them."""
+
+    copy_in: Callable[[], object]
+    launch: Callable[[], object]
+    copy_out: Callable[[], object]
+    mark: Callable[[], Event]
+    wait: Callable[[], object]
+    flush: Callable[[], object] | None = None
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        started = clock()
+        marks = [self._enqueue() for _ in range(calls)]
+        enqueued = clock()
+        self.wait()
+        wall_ms = (clock() - started) / 1e6
+        compute = tuple(lap[2].elapsed_time(lap[3]) for lap in marks)
+        copies = (lap[0].elapsed_time(lap[1]) + lap[3].elapsed_time(lap[4]) for lap in marks)
+        return Laps(
+            calls=calls,
+            wall_ms=wall_ms,
+            compute_ms=compute,
+            end_to_end_ms=tuple(ms + copy_ms for ms, copy_ms in zip(compute, copies, strict=True)),
+            enqueue_ms=(enqueued - started) / 1e6,
+        )
+
+    def _enqueue(self) -> tuple[Event, Event, Event, Event, Event]:
+        begun = self.mark()
+        self.copy_in()
+        arrived = self.mark()
+        if self.flush is not None:
+            self.flush()
+            ready = self.mark()
+        else:
+            ready = arrived
+        self.launch()
+        computed = self.mark()
+        self.copy_out()
+        return begun, arrived, ready, computed, self.mark()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """Pinned host memory and device memory of one batch, on one stream; addresses don't change."""
+
+    stream: Any
+    host_in: Any
+    device_in: Any
+    device_out: Any
+    host_out: Any
+
+    @classmethod
+    def hold(cls, stream: Any, images: Images, logits_shape: Sequence[int]) -> Self:
+        import torch
+
+        with torch.cuda.stream(stream):
+            host_in = torch.from_numpy(images).pin_memory()
+            device_in = host_in.to("cuda", non_blocking=True)
+            device_out = torch.empty(tuple(logits_shape), dtype=torch.float32, device="cuda")
+        stream.synchronize()
+        host_out = torch.empty(tuple(logits_shape), dtype=torch.float32, pin_memory=True)
+        return cls(stream=stream, host_in=host_in, device_in=device_in, device_out=device_out, host_out=host_out)
+
+    def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> DeviceBound:
+        """Time `launch`, which must enqueue the model on this stream, reading device_in and writing device_out."""
+        return DeviceBound(
+            copy_in=self._on_stream(lambda: self.device_in.copy_(self.host_in, non_blocking=True)),
+            launch=self._on_stream(launch),
+            copy_out=self._on_stream(lambda: self.host_out.copy_(self.device_out, non_blocking=True)),
+            mark=self._mark,
+            wait=self.stream.synchronize,
+            flush=self._on_stream(_l2_flush()) if flush_l2 else None,
+        )
+
+    def _on_stream(self, work: Callable[[], object]) -> Callable[[], None]:
+        import torch
+
+        def enqueue() -> None:
+            with torch.cuda.stream(self.stream):
+                work()
+
+        return enqueue
+
+    def _mark(self) -> Event:
+        import torch
+
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        marked: Event = event
+        return marked
+
+
+def require_cuda() -> None:
+    """Raise Missing unless torch sees a CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = (
+            "this torch is built without CUDA" if built is None else f"torch (CUDA {built}) sees no device or driver"
+        )
+        raise Missing(f"a GPU was asked for and there is none: {reason}; ask for the CPU, or run where the GPU is")
+
+
+def first_uuid() -> str:
+    """The GPU that everything here runs on, by the name that NVML knows it by. Raises Missing as require_cuda does."""
+    import torch
+
+    require_cuda()
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
+def open_stream() -> Any:
+    """A new non-default CUDA stream: the default one makes engines synchronise with everything else."""
+    import torch
+
+    require_cuda()
+    return torch.cuda.Stream()
+
+
+def captured(stream: Any, launch: Callable[[], object]) -> Callable[[], object]:
+    """A CUDA graph of `launch`, warmed on the same stream first; replaying it runs at the same addresses."""
+    import torch
+
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            launch()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        launch()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def _l2_flush() -> Callable[[], object]:
+    """Overwrites twice the L2 cache, so that the next call finds none of its weights there."""
+    import torch
+
+    size = 2 * torch.cuda.get_device_properties(0).L2_cache_size
+    buffer = torch.empty(size, dtype=torch.int8, device="cuda")
+    return buffer.zero_

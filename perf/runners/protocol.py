@@ -1,0 +1,109 @@
+"""What every runner is, and the binding that times one on the host's clock.
+
+Runners live in files by what they run: `module_runner` (a torch module), `onnx_runner` (an ONNX file in ONNX Runtime),
+`engine_runner` (a TensorRT or TensorRT-RTX plan). A runner never falls back: asked for a device, provider or precision
+that it doesn't get, it raises Missing.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perf.errors import BadInput
+from perf.record.runs import Flat
+from perf.timing.laps import Bound, Clock, Laps
+from perf.timing.watch import LostTime, lost_time
+
+from .memory import Gauge
+
+Images = NDArray[np.float32]
+Logits = NDArray[np.float32]
+
+
+class Runner(Protocol):
+    """A model made ready on a device; a context manager that holds it there."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def __call__(self, images: Images) -> Logits:
+        """[B, 3, H, W] float32 -> [B, classes] float32."""
+        ...
+
+    def bind(self, images: Images) -> Bound:
+        """Put one batch in place for timing; every call of the result runs the model on it once."""
+        ...
+
+    def gauge(self) -> Gauge | None:
+        """What tells its memory; valid before it is entered."""
+        ...
+
+    def describe(self) -> Flat:
+        """What it really runs on, flat: backend, version, device, precision, mode, clock, ...; valid once entered."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostBound:
+    """Calls timed by the host's clock: the model runs on the CPU and returns when it is done.
+
+    `watch` gives the time that threads lost to other programs, see perf.timing.watch.lost_time.
+    """
+
+    call: Callable[[], object]
+    watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        """Two readings of the clock around each call and nothing else between them."""
+        call, begun, ended, lost = self.call, [0] * calls, [0] * calls, [0] * calls
+        with self.watch() as lost_ns:
+            for index in range(calls):
+                begun[index] = clock()
+                call()
+                ended[index] = clock()
+                if lost_ns is not None:
+                    lost[index] = lost_ns()
+        return Laps(
+            calls=calls,
+            wall_ms=(ended[-1] - begun[0]) / 1e6,
+            compute_ms=tuple((end - begin) / 1e6 for begin, end in zip(begun, ended, strict=True)),
+            lost_ms=None if lost_ns is None else tuple(ns / 1e6 for ns in lost),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Several bound runners called at once, one thread each; calls overlap, so only their wall time is told."""
+
+    bounds: tuple[Bound, ...]
+    pool: ThreadPoolExecutor = field(repr=False)
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        started = clock()
+        running = [self.pool.submit(bound.laps, calls, clock) for bound in self.bounds]
+        for future in running:
+            future.result()
+        return Laps(calls=calls * len(self.bounds), wall_ms=(clock() - started) / 1e6, compute_ms=())
+
+
+def as_images(images: Images) -> Images:
+    """Check what every runner is fed: [B, 3, H, W] float32, contiguous, not empty."""
+    if images.ndim != 4 or images.dtype != np.float32 or len(images) == 0:
+        raise BadInput(f"images must be float32 [B, 3, H, W] with B >= 1, got {images.dtype} {list(images.shape)}")
+    return np.ascontiguousarray(images)
+
+
+def batch_of(images: Images, batch: int) -> Images:
+    """The first `batch` images, begun again from the first when there are fewer."""
+    if batch < 1:
+        raise BadInput(f"a batch size is at least 1, got {batch}")
+    return as_images(images[np.arange(batch) % len(images)])

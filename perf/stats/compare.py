@@ -1,0 +1,134 @@
+"""Two records side by side: what differs about the machines first, then the figures."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from perf.record.runs import Bench, Scalar, differing_keys
+
+from .stats import Interval
+from .summary import Side, Summary, summarise
+
+Change = Literal["faster", "slower", "not significant", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A key of the environment, settings or a subject's description; `decisive` ones forbid comparing latencies."""
+
+    key: str
+    before: Scalar
+    after: Scalar
+    decisive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """One subject at one batch size in both records. `ratio`: p50 after over before, None when either lacks it."""
+
+    batch: int
+    subject: str
+    before: Side | None
+    after: Side | None
+    ratio: Interval | None
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`comparable` is False when a decisive key differs: the rows then show two machines, not two models."""
+
+    differences: tuple[Difference, ...]
+    rows: tuple[ComparedRow, ...]
+
+    @property
+    def comparable(self) -> bool:
+        return not any(difference.decisive for difference in self.differences)
+
+
+def compare(before: Bench, after: Bench) -> Comparison:
+    """Compare two records; subjects are paired by position, rows by batch size, and one without its twin stays."""
+    old, new = summarise(before), summarise(after)
+    batches = sorted({row.batch for row in (*old.rows, *new.rows)})
+    pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
+    rows = tuple(
+        _row(batch, name, _side(old, batch, former), _side(new, batch, name))
+        for batch in batches
+        for former, name in pairs
+    )
+    return Comparison(differences=tuple(_differences(before, after)), rows=rows)
+
+
+def ratio_of_independent(after: Interval, before: Interval) -> Interval:
+    """The quotient of two figures measured apart; their relative uncertainties add in quadrature."""
+    value = after.value / before.value
+    below = math.hypot(1 - after.low / after.value, before.high / before.value - 1)
+    above = math.hypot(after.high / after.value - 1, 1 - before.low / before.value)
+    return Interval(value=value, low=max(value * (1 - below), 0.0), high=value * (1 + above))
+
+
+def markdown_from_comparison(comparison: Comparison) -> str:
+    """Differences first, then the table."""
+    lines = (
+        ["Environment: no difference."] if not comparison.differences else ["| key | before | after |", "|---|---|---|"]
+    )
+    for difference in comparison.differences:
+        mark = " (decisive)" if difference.decisive else ""
+        lines.append(f"| {difference.key}{mark} | {difference.before} | {difference.after} |")
+    if not comparison.comparable:
+        lines += ["", "**Not comparable**: the rows below were measured differently."]
+    lines += [
+        "",
+        "| batch | subject | p50 before (ms) | p50 after (ms) | after / before | change |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [_line(row) for row in comparison.rows]
+    return "\n".join(lines) + "\n"
+
+
+def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
+    decisive = differing_keys(before, after)
+    for key, (old, new) in decisive.items():
+        yield Difference(key=key, before=old, after=new, decisive=True)
+    pairs = [("", before.environment, after.environment), ("", before.settings, after.settings)]
+    for former, latter in zip(before.subjects, after.subjects, strict=True):
+        pairs.append((f"{latter.name}.", former.describe, latter.describe))
+        figures = ({"sha256": former.sha256, "macs": former.macs}, {"sha256": latter.sha256, "macs": latter.macs})
+        pairs.append((f"{latter.name}.", *figures))
+    for prefix, old_keys, new_keys in pairs:
+        for key in sorted({*old_keys, *new_keys}):
+            old, new = old_keys.get(key), new_keys.get(key)
+            if old != new and prefix + key not in decisive:
+                yield Difference(key=prefix + key, before=old, after=new, decisive=False)
+
+
+def _side(summary: Summary, batch: int, name: str) -> Side | None:
+    row = summary.row(batch)
+    return None if row is None else row.sides[name]
+
+
+def _row(batch: int, name: str, before: Side | None, after: Side | None) -> ComparedRow:
+    ratio = None
+    if before is not None and after is not None and before.p50_ms is not None and after.p50_ms is not None:
+        ratio = ratio_of_independent(after.p50_ms, before.p50_ms)
+    return ComparedRow(batch=batch, subject=name, before=before, after=after, ratio=ratio, change=_change(ratio))
+
+
+def _change(ratio: Interval | None) -> Change:
+    if ratio is None or not math.isfinite(ratio.high):
+        return "unknown"
+    if ratio.low > 1:
+        return "slower"
+    return "faster" if ratio.high < 1 else "not significant"
+
+
+def _line(row: ComparedRow) -> str:
+    ratio = "-" if row.ratio is None else f"{row.ratio.value:.3f} ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
+    return f"| {row.batch} | {row.subject} | {_p50(row.before)} | {_p50(row.after)} | {ratio} | {row.change} |"
+
+
+def _p50(side: Side | None) -> str:
+    if side is None:
+        return "not measured"
+    return side.status if side.p50_ms is None else f"{side.p50_ms.value:.4g}"

@@ -1,0 +1,90 @@
+"""Which of the recorded times statistics keep: uninterrupted calls of rounds in which nothing was throttled."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from perf.record.runs import Block
+
+from .stats import MIN_ROUNDS, Floats
+
+# A call whose threads waited longer than this share of it for a CPU that others had says little about itself.
+LOST_REL = 0.02
+CLEAN_CALLS = 2  # of each subject that a span must have to be compared
+
+
+def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
+    """The units of a comparison: whole rounds, successive ones taken together until each subject has clean calls.
+
+    On a quiet machine every round is a span. Under load a span is as long as it takes to find a few calls of each
+    subject that no other program interrupted; what is left over at the end is no span.
+    """
+    blocks = tuple(blocks)
+    subjects = {block.subject for block in blocks}
+    clean = Counter((block.round, block.subject) for block in blocks for call in _clean(block) if call)
+    spans, span = list[tuple[int, ...]](), list[int]()
+    for index in whole_rounds(blocks):
+        span.append(index)
+        if all(sum(clean[each, subject] for each in span) >= CLEAN_CALLS for subject in subjects):
+            spans.append(tuple(span))
+            span = []
+    return spans
+
+
+def interrupted_share(blocks: Iterable[Block]) -> float:
+    """The share of calls that lost their CPU to other programs."""
+    calls = [call for block in blocks for call in _clean(block)]
+    return calls.count(False) / len(calls) if calls else 0.0
+
+
+def whole_rounds(blocks: Iterable[Block]) -> list[int]:
+    """The rounds of which no block was dropped."""
+    blocks = tuple(blocks)
+    return sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
+
+
+def is_disturbed(blocks: Iterable[Block]) -> bool:
+    """Whether there are too few quiet spans; statistics then use the interrupted calls too and must not be relied on.
+
+    Threads that wait for one another are delayed by whole scheduler slices: such times are biased, not only noisy.
+    """
+    blocks = tuple(blocks)
+    return len(quiet_spans(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
+
+
+def comparison_measure(blocks: Iterable[Block]) -> str:
+    """What a speed-up is computed from: each call's compute time, or wall time per call where calls overlap."""
+    return "compute" if all(block.compute_ms for block in blocks) else "wall"
+
+
+def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> list[Floats]:
+    """Kept times of one subject in milliseconds, one array for each span; no array is empty.
+
+    Kept are the uninterrupted calls of the quiet spans, or all calls of each whole round when `is_disturbed`.
+    `measure` is compute or end_to_end (a time for each call), or wall (for each block, divided by its calls).
+    """
+    blocks = tuple(blocks)
+    disturbed = is_disturbed(blocks)
+    spans = [(index,) for index in whole_rounds(blocks)] if disturbed else quiet_spans(blocks)
+    own: dict[int, list[float]] = {index: [] for span in spans for index in span}
+    for block in blocks:
+        if block.subject == subject and block.round in own:
+            own[block.round] += _times(block, measure, disturbed)
+    times = [[ms for index in span for ms in own[index]] for span in spans]
+    return [np.asarray(found, dtype=np.float64) for found in times if found]
+
+
+def _times(block: Block, measure: str, disturbed: bool) -> list[float]:
+    assert measure in ("compute", "end_to_end", "wall"), measure
+    if measure == "wall":
+        return [block.wall_ms / block.calls]
+    own = block.end_to_end_ms if measure == "end_to_end" and block.end_to_end_ms is not None else block.compute_ms
+    return [ms for ms, clean in zip(own, _clean(block), strict=True) if clean or disturbed]
+
+
+def _clean(block: Block) -> list[bool]:
+    """For each call, whether it kept the CPU; all did where nothing is known, or where calls can't be told apart."""
+    if block.lost_ms is None:
+        return [True] * (len(block.compute_ms) or block.calls)
+    return [lost <= LOST_REL * ms for lost, ms in zip(block.lost_ms, block.compute_ms, strict=True)]

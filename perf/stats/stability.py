@@ -1,0 +1,83 @@
+"""What is shaky about a measurement, said beside the numbers."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from perf.record.runs import Block, Row
+
+from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
+from .stats import coefficient_of_variation, trend, trend_score
+
+CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
+DRIFT_LIMIT_REL = 0.03
+DRIFT_SCORE = 2.58  # 99 % two-sided
+INTERRUPTED_LIMIT = 0.25
+ENQUEUE_LIMIT = 0.8  # trtexec's: above it the device waits for the host
+
+
+def warnings_of(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each thing that a reader of the record should know."""
+    return [f"batch {row.batch}, {text}" for row in rows for text in _row_warnings(row)]
+
+
+def drift(blocks: Sequence[Block], subject: str) -> float | None:
+    """Relative change of a subject's round medians from first to last, None when it can't be told from noise."""
+    medians = [float(np.median(times)) for times in samples(blocks, subject, comparison_measure(blocks))]
+    change = trend(medians)
+    significant = abs(trend_score(medians)) > DRIFT_SCORE and abs(change) > DRIFT_LIMIT_REL
+    return change if significant else None
+
+
+def _row_warnings(row: Row) -> Iterator[str]:
+    for name, trial in row.trials.items():
+        if trial.status != "ok":
+            yield f"{name}: {'out of memory' if trial.status == 'oom' else 'failed'}: {trial.message}"
+        elif not trial.warm_up_flat:
+            yield f"{name}: the warm-up reached its time limit before the times were flat"
+        yield from (f"{name}: {text}" for text in _block_warnings(row.blocks, name))
+    yield from _left_out(row.blocks)
+    yield from _gpu_warnings(row.blocks)
+
+
+def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
+    total, whole = len({block.round for block in blocks}), len(whole_rounds(blocks))
+    interrupted = interrupted_share(blocks)
+    if whole < total:
+        reasons = sorted({block.dropped for block in blocks if block.dropped})
+        yield f"{total - whole} of {total} rounds left out: {'; '.join(reasons)}"
+    if is_disturbed(blocks):
+        yield (
+            f"disturbed: other programs took the CPU from {100 * interrupted:.0f} % of the calls, or there are more "
+            f"threads than CPUs; don't rely on these times"
+        )
+    elif interrupted > INTERRUPTED_LIMIT:
+        yield f"{100 * interrupted:.0f} % of the calls left out: other programs had the CPU"
+
+
+def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:
+    own = [block for block in blocks if block.subject == name]
+    measured = samples(own, name, comparison_measure(own))
+    if not measured:
+        return
+    on_device = own[0].enqueue_ms is not None
+    cv = coefficient_of_variation(np.concatenate(measured))
+    limit = CV_LIMIT["cuda events" if on_device else "host"]
+    if cv > limit:
+        advice = "lock the clocks" if on_device else "quieten the machine"
+        yield f"samples vary by {100 * cv:.1f} % (CV; above {100 * limit:g} % is unstable); {advice}"
+    change = drift(own, name)
+    if change is not None:
+        yield f"times drifted by {100 * change:+.1f} % over the measurement"
+    enqueue = sum(block.enqueue_ms or 0.0 for block in own)
+    if on_device and enqueue > ENQUEUE_LIMIT * sum(sum(block.compute_ms) for block in own):
+        yield "the host takes as long to issue a call as the device to run it; measure with a CUDA graph"
+
+
+def _gpu_warnings(blocks: Sequence[Block]) -> Iterator[str]:
+    states = [block.gpu for block in blocks if block.gpu is not None]
+    if any(state.foreign_processes for state in states):
+        yield f"{max(state.foreign_processes for state in states)} other processes used the GPU"
+    capped = sum("sw_power_cap" in state.throttle for state in states)
+    if capped:
+        yield f"the power limit lowered the clocks in {capped} of {len(states)} blocks"

@@ -1,0 +1,180 @@
+"""Every number that a table, a plot or a gate wants, read out of a bench record."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from perf.record.runs import Bench, Block, Row, Trial
+
+from .knee import Knee, knee
+from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
+from .stats import (
+    Floats,
+    Interval,
+    Percentile,
+    coefficient_of_variation,
+    median_interval,
+    rate_interval,
+    ratio_of_medians,
+    tail,
+)
+
+MEASURES = ("compute", "end_to_end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One subject at one batch size. Latencies are None with several streams; everything is when it could not run.
+
+    `throughput` is images per second, one call after the other or as many at once as streams; None under an L2 flush,
+    which would be in it.
+    """
+
+    name: str
+    status: str
+    message: str | None
+    samples: int
+    p50_ms: Interval | None
+    p90_ms: Percentile | None
+    p95_ms: Percentile | None
+    p99_ms: Percentile | None
+    cv: float | None
+    throughput: Interval | None
+    peak_memory_bytes: int | None
+    times_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryRow:
+    """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate.
+
+    `rounds` are the units compared, see perf.stats.quiet.quiet_spans. `disturbed` means that other programs had the CPU in
+    almost all calls: the numbers then tell little.
+    `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
+    """
+
+    batch: int
+    measure: str
+    sides: Mapping[str, Side]
+    speedup: Interval | None
+    noise: Interval | None
+    realised_share: float | None
+    rounds: int
+    dropped_rounds: int
+    disturbed: bool
+    stop: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A whole record, read. `end_to_end_rows` is empty where compute and end to end are the same call.
+
+    `knee` is the candidate's: the batch size past which a larger one buys little.
+    """
+
+    reference: str
+    candidate: str
+    rows: tuple[SummaryRow, ...]
+    end_to_end_rows: tuple[SummaryRow, ...]
+    knee: Knee | None
+    warnings: tuple[str, ...]
+
+    @property
+    def preferred_batch_size(self) -> int | None:
+        return None if self.knee is None else self.knee.batch
+
+    def row(self, batch: int, measure: str = "compute") -> SummaryRow | None:
+        rows = self.end_to_end_rows if measure == "end_to_end" and self.end_to_end_rows else self.rows
+        return next((row for row in rows if row.batch == batch), None)
+
+
+def summarise(bench: Bench) -> Summary:
+    """Read the statistics out of a record; the same record always gives the same numbers."""
+    rows = tuple(_row(bench, row, "compute") for row in bench.rows)
+    apart = any(block.end_to_end_ms is not None for row in bench.rows for block in row.blocks)
+    rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
+    return Summary(
+        reference=bench.reference.name,
+        candidate=bench.candidate.name,
+        rows=rows,
+        end_to_end_rows=tuple(_row(bench, row, "end_to_end") for row in bench.rows) if apart else (),
+        knee=knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
+        warnings=bench.warnings,
+    )
+
+
+def speedup(blocks: Sequence[Block], reference: str, candidate: str, measure: str = "compute") -> Interval | None:
+    """How many times faster the candidate is, None unless both were measured."""
+    measure = measure if comparison_measure(blocks) == "compute" else "wall"
+    slow, fast = samples(blocks, reference, measure), samples(blocks, candidate, measure)
+    return ratio_of_medians(slow, fast) if len(slow) and len(slow) == len(fast) else None
+
+
+def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
+    reference, candidate = bench.reference.name, bench.candidate.name
+    faster = speedup(row.blocks, reference, candidate, measure)
+    disturbed = is_disturbed(row.blocks)
+    rounds, whole = {block.round for block in row.blocks}, whole_rounds(row.blocks)
+    return SummaryRow(
+        batch=row.batch,
+        measure=measure,
+        sides={name: _side(bench, row, name, measure) for name in (reference, candidate)},
+        speedup=faster,
+        noise=speedup(row.noise_blocks, reference, f"{reference} again", measure) if row.noise_blocks else None,
+        realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
+        rounds=len(whole if disturbed else quiet_spans(row.blocks)),
+        dropped_rounds=len(rounds) - len(whole),
+        disturbed=disturbed,
+        stop=row.stop,
+    )
+
+
+def realised_share(faster: Interval | None, macs_before: int | None, macs_after: int | None) -> float | None:
+    """The share of the saved MACs that became saved time; None without a saving to compare with."""
+    if faster is None or not macs_before or macs_after is None or macs_after >= macs_before:
+        return None
+    return (1 - 1 / faster.value) / (1 - macs_after / macs_before)
+
+
+def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
+    trial = row.trials[name]
+    times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []
+    some, flat = bool(times), np.concatenate([np.empty(0), *times])
+    return Side(
+        name=name,
+        status=trial.status,
+        message=trial.message,
+        samples=len(flat),
+        p50_ms=median_interval(times) if some else None,
+        p90_ms=tail(flat, 90, always=True) if some else None,
+        p95_ms=tail(flat, 95) if some else None,
+        p99_ms=tail(flat, 99) if some else None,
+        cv=coefficient_of_variation(flat) if some else None,
+        throughput=None if bench.settings.get("flush_l2") else _throughput(row, name),
+        peak_memory_bytes=_believable_peak(bench, trial, name),
+        times_ms=tuple(float(ms) for ms in flat),
+    )
+
+
+def _believable_peak(bench: Bench, trial: Trial, name: str) -> int | None:
+    """None where less was booked than the artefact's own size: the runner was given memory that others had let go."""
+    size = next(subject.size_bytes for subject in bench.subjects if subject.name == name)
+    peak = trial.peak_memory_bytes
+    return None if peak is None or (size is not None and peak < size) else peak
+
+
+def _throughput(row: Row, name: str) -> Interval | None:
+    """From the calls themselves on the CPU, where one follows the other; from wall time where calls overlap copies."""
+    one_by_one = all(block.lost_ms is not None for block in row.blocks)
+    per_call = samples(row.blocks, name, "compute" if one_by_one else "wall")
+    if not per_call:
+        return None
+    images: Floats = np.asarray([row.batch * len(times) for times in per_call], dtype=np.float64)
+    return rate_interval(images, np.asarray([times.sum() / 1e3 for times in per_call]))
+
+
+def finite(bound: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return bound if math.isfinite(bound) else None
