@@ -24,11 +24,11 @@ from torch import nn
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
-from export.choices import BatchProfile, BuildChoices
-from export.engine import build_engine
-from export.libraries import open_library
-from export.record import EngineRecord
-from export.to_onnx import onnx_from_model, save
+from export.engine.build import build_engine
+from export.engine.libraries import open_library
+from export.engine.options import BatchProfile, BuildChoices
+from export.engine.record import EngineRecord
+from export.graph.to_onnx import onnx_from_model, save
 
 MODELS = {"DeiT-T": "deit_tiny_patch16_224", "DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}
 VARIANTS = ("dense", "padded", "square", "ragged")

@@ -31,7 +31,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.precision import typed_copy
+from export.graph.precision import typed_copy
 from perf.timing.environment import cpu_name
 
 BATCHES = (1, 7, 32)

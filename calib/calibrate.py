@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint, Reached
 from .collect import ACTIVE_EPS, Collector, Precision
 from .distributed import Ranks
 from .errors import BadInput
 from .images import Batch, Images
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
+from .resume import Checkpoint, Reached
 from .sites import Site
 
 ALONE = Ranks()

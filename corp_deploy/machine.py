@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from export.libraries import version_numbers
+from export.engine.libraries import version_numbers
 
 from . import __version__
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.record import EngineRecord, Port, record_path, sha256_of
+from export.engine.record import EngineRecord, Port, record_path, sha256_of
 
 SHAPE = (3, 4, 4)
 CLASSES = 5

@@ -31,9 +31,9 @@ from corp_deploy.commands.options import RegularPath
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import PREFIX
 from corp_deploy.views.console import Output
-from export.package import Package
-from export.record import record_path
-from export.triton import write_repository
+from export.engine.record import record_path
+from export.triton.package import Package
+from export.triton.repository import write_repository
 from tests import tiny
 from tests.export_served import write_onnx, write_plan
 

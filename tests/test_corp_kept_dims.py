@@ -12,9 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from calib.checkpoint import Checkpoint as Saved
 from calib.memory import AttentionShape, bytes_of_system
 from calib.moments import AttentionMoments, Moments
+from calib.resume import Checkpoint as Saved
 from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from corp_deploy import machine
 from corp_deploy.cli import main
-from export.libraries import version_numbers
+from export.engine.libraries import version_numbers
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,8 +19,8 @@ from corp_deploy.proof.speed import Running, measure
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.choices import BuildChoices
-from export.record import EngineRecord, Port, record_path, sha256_of
+from export.engine.options import BuildChoices
+from export.engine.record import EngineRecord, Port, record_path, sha256_of
 from perf.timing.laps import Plan
 from tests import tiny
 
@@ -244,8 +244,8 @@ def test_build_hands_an_option_on_or_refuses_it(
         told.update(given)
         raise Missing(REACHED)
 
-    monkeypatch.setattr("export.engine.build_engine", engine)
-    monkeypatch.setattr("export.ort_artifact.build_ort_artifact", graph)
+    monkeypatch.setattr("export.engine.build.build_engine", engine)
+    monkeypatch.setattr("export.engine.ort_artifact.build_ort_artifact", graph)
     value, name, arrives = BUILD_VALUES[option]
     asked = BUILD_ASKED[way] | {option: value}
     result = run("build", home / "dense.onnx", *words_of(asked), "-o", tmp_path / "x")
@@ -263,7 +263,7 @@ def test_audit_takes_targets_for_one_backend(home: Path, monkeypatch: pytest.Mon
     def audited(*_: object, **told: Any) -> NoReturn:
         raise Missing(f"{REACHED} {told['sms']}")
 
-    monkeypatch.setattr("export.audit.audit_fusion", audited)
+    monkeypatch.setattr("export.engine.audit.audit_fusion", audited)
     result = run("audit", home / "dense.onnx", home / "dense.onnx", "--backend", way, "--sm", "89")
     if way == "tensorrt":
         refused(result, AUDIT, "sm", "89")

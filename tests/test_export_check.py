@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from export.check_onnx import check_onnx, load_onnx, require_onnx
 from export.errors import BadInput
-from export.to_onnx import onnx_bytes, onnx_from_model
-from export.weights import half_weight_share, matmul_weights, matmuls_2_4
+from export.graph.check import check_onnx, load_onnx, require_onnx
+from export.graph.to_onnx import onnx_bytes, onnx_from_model
+from export.graph.weights import half_weight_share, matmul_weights, matmuls_2_4
 from tests.export_vit import Vit
 
 
@@ -64,7 +64,7 @@ def test_a_good_graph_has_no_reason(fp32: ModelProto, fp16: ModelProto) -> None:
 
 
 def relabel(proto: ModelProto) -> None:
-    next(entry for entry in proto.metadata_props if entry.key == "export.precision").value = "fp16"
+    next(entry for entry in proto.metadata_props if entry.key == "export.graph.precision").value = "fp16"
 
 
 def set_opset(version: int) -> Callable[[ModelProto], None]:

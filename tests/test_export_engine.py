@@ -12,13 +12,13 @@ import timm
 import torch
 from torch import nn
 
-from export.audit import audit_fusion, audit_to_json
-from export.choices import RTX_TARGETS, BatchProfile, BuildChoices
-from export.engine import Engine, build_engine, write_engine
+from export.engine.audit import audit_fusion, audit_to_json
+from export.engine.build import Engine, build_engine, write_engine
+from export.engine.libraries import open_library, version_numbers
+from export.engine.options import RTX_TARGETS, BatchProfile, BuildChoices
+from export.engine.record import record_from_json, record_path, sha256_of
 from export.errors import BadInput, Missing
-from export.libraries import open_library, version_numbers
-from export.record import record_from_json, record_path, sha256_of
-from export.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save
 from tests.export_vit import Attention, Vit
 
 pytestmark = pytest.mark.skipif(

@@ -7,11 +7,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from export.engine import write_engine
+from export.engine.build import write_engine
+from export.engine.ort_artifact import build_ort_artifact
+from export.engine.record import record_from_json, record_path, sha256_of
 from export.errors import BadInput, Missing
-from export.ort_artifact import build_ort_artifact
-from export.record import record_from_json, record_path, sha256_of
-from export.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save
 from tests.export_vit import Vit
 
 

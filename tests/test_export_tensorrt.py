@@ -15,12 +15,12 @@ import pytest
 from onnx import numpy_helper
 
 from corp_deploy.views.engine import engine_table
-from export.choices import BatchProfile, BuildChoices
-from export.engine import Engine, build_engine
+from export.engine.build import Engine, build_engine
+from export.engine.libraries import Library, open_library
+from export.engine.options import BatchProfile, BuildChoices
+from export.engine.record import record_from_json
 from export.errors import BadInput, Missing
-from export.libraries import Library, open_library
-from export.record import record_from_json
-from export.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save
 from tests.export_vit import Vit
 
 # Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.

@@ -18,11 +18,11 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from export import to_onnx
 from export.errors import BadInput
-from export.precision import kept_modules, typed_copy
-from export.to_onnx import onnx_bytes, onnx_from_model, save
-from export.weights import element_types, half_weight_share
+from export.graph import to_onnx
+from export.graph.precision import kept_modules, typed_copy
+from export.graph.to_onnx import onnx_bytes, onnx_from_model, save
+from export.graph.weights import element_types, half_weight_share
 from tests.export_vit import Vit
 
 SHAPE = (3, 32, 32)
@@ -152,7 +152,7 @@ def test_each_weight_is_stored_once_and_parameters_keep_their_names(fp16: onnx.M
 def test_metadata_is_given_and_own_sorted(fp16: onnx.ModelProto) -> None:
     entries = {entry.key: entry.value for entry in fp16.metadata_props}
     assert list(entries) == sorted(entries)
-    assert (entries["widths"], entries["export.precision"], entries["export.opset"]) == ("qk 16", "fp16", "20")
+    assert (entries["widths"], entries["export.graph.precision"], entries["export.opset"]) == ("qk 16", "fp16", "20")
     assert entries["export.torch"].startswith(torch.__version__.partition("+")[0])
 
 
@@ -176,7 +176,7 @@ def test_the_callers_model_is_untouched() -> None:
 def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto, tmp_path: Path) -> None:
     save(fp16, tmp_path / "here.onnx")
     program = (
-        "import sys; from pathlib import Path; from tests.export_vit import Vit; from export.to_onnx import *\n"
+        "import sys; from pathlib import Path; from tests.export_vit import Vit; from export.graph.to_onnx import *\n"
         "proto = onnx_from_model(Vit(qk=16, padded=True), image_shape=(3, 32, 32), precision='fp16',"
         " metadata={'widths': 'qk 16'})\n"
         "save(proto, Path(sys.argv[1]))"

@@ -10,12 +10,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from export.package import Package
-from export.to_onnx import onnx_from_model, save
-from export.triton import write_repository
-from export.triton_config import Serving
-from export.triton_lint import lint_repository
-from export.versions import serve_version
+from export.graph.to_onnx import onnx_from_model, save
+from export.triton.config import Serving
+from export.triton.lint import lint_repository
+from export.triton.package import Package
+from export.triton.repository import write_repository
+from export.triton.versions import serve_version
 from tests.export_served import write_onnx, write_plan
 from tests.export_vit import Vit
 from tests.triton_server import Server, lack, run_clients

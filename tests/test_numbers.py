@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import export.choices
+import export.engine.options
 from corp_deploy import errors
 from corp_deploy.cli import main
 from corp_deploy.commands.numbers import Alignment, Channels, Number, Numbers, Profile
@@ -89,7 +89,7 @@ def test_bounds_belong_to_their_side() -> None:
 
 
 def test_the_rooms_agree_on_the_largest_batch() -> None:
-    assert BATCH.high == export.choices.LARGEST_BATCH
+    assert BATCH.high == export.engine.options.LARGEST_BATCH
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def pixels(setting: Setting, count: int) -> NDArray[np.float32]:
 def built(path: Path, backend: str) -> Row:
     """Build a plan beside the graph and say what it holds."""
     from corp_deploy.views.engine import write_whole_engine
-    from export.choices import BatchProfile, BuildChoices
-    from export.engine import build_engine
-    from export.libraries import open_library
+    from export.engine.build import build_engine
+    from export.engine.libraries import open_library
+    from export.engine.options import BatchProfile, BuildChoices
 
     library = open_library(backend)
     profile = BatchProfile(smallest=BATCHES[0], tuned=BATCHES[1], largest=BATCHES[-1])

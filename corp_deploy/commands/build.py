@@ -15,7 +15,7 @@ from .numbers import Number, Profile
 from .options import FILE, given_options
 
 if TYPE_CHECKING:
-    from export.choices import BatchProfile
+    from export.engine.options import BatchProfile
 
 
 def _command_line() -> str:
@@ -99,9 +99,9 @@ def build(
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
     from corp_deploy.views.engine import engine_table, write_whole_engine
-    from export.choices import BuildChoices
-    from export.engine import build_engine
-    from export.ort_artifact import build_ort_artifact
+    from export.engine.build import build_engine
+    from export.engine.options import BuildChoices
+    from export.engine.ort_artifact import build_ort_artifact
 
     way = f"{backend}-{device}" if backend == "onnxruntime" else backend
     BUILD.refuse([("", way)], given_options())
@@ -160,7 +160,7 @@ def audit(
     """
     from corp_deploy.files import write_text
     from corp_deploy.views.engine import audit_table
-    from export.audit import audit_fusion, audit_to_json
+    from export.engine.audit import audit_fusion, audit_to_json
 
     AUDIT.refuse([("", backend)], given_options())
     targets = sm if backend == "tensorrt-rtx" else ()

@@ -7,7 +7,7 @@ import click
 import export.errors
 import perf.errors
 from corp_deploy.invocation.quantities import ALIGNMENT
-from export.choices import BatchProfile
+from export.engine.options import BatchProfile
 from perf.quantity import Count, Quantity, shown
 
 

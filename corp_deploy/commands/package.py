@@ -29,7 +29,7 @@ def package(
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
     from corp_deploy.release.serving import package_of_directory
-    from export.triton import write_repository
+    from export.triton.repository import write_repository
 
     what, notes = package_of_directory(directory, name=name, version=model_version, labels=labels, server=server)
     written = write_repository(what, output)
@@ -49,7 +49,7 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
 
     Example: corp-deploy lint-repo repository --server 26.07
     """
-    from export.triton_lint import lint_repository
+    from export.triton.lint import lint_repository
 
     found = lint_repository(repository, server)
     rows = [
@@ -72,7 +72,7 @@ def serve_version(repository: Path, name: str, model_version: int, out: Output) 
 
     Example: corp-deploy serve-version repository --name vit --model-version 1
     """
-    from export.versions import serve_version as serve
+    from export.triton.versions import serve_version as serve
 
     changed = serve(repository, name, model_version)
     record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from corp_deploy.reduction.method import PRESETS, Choices
-from export.choices import REFUSALS
+from export.engine.options import REFUSALS
 
 from .honours import ANY, Axis, Values, Way
 

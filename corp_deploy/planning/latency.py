@@ -20,7 +20,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.method import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
-from export.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner

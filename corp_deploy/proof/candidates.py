@@ -15,7 +15,7 @@ from corp_deploy.errors import BadInput
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.record import record_from_json, record_path
+from export.engine.record import record_from_json, record_path
 from perf.parity.fp16_rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner

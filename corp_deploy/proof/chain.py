@@ -13,7 +13,7 @@ from calib.moments import Moments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import counted
 from corp_deploy.store.checkpoint import Checkpoint
-from export.precision import typed_copy
+from export.graph.precision import typed_copy
 from perf.parity import labels as labelled
 from perf.parity import structure, tolerance
 from perf.parity.headroom import headroom

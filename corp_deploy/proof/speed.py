@@ -21,7 +21,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
-from export.record import EngineRecord, record_from_json, record_path
+from export.engine.record import EngineRecord, record_from_json, record_path
 from perf.bench.bench import Subject, bench
 from perf.bench.sampled import SampledRunner
 from perf.parity.structure import Finding

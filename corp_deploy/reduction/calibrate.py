@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from calib import calibrate as passes
-from calib.checkpoint import Checkpoint as Saved
 from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.images import Images
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
+from calib.resume import Checkpoint as Saved
 from calib.sites import MlpSite, Site
 from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit

@@ -8,10 +8,10 @@ from typing import Any
 
 from calib import errors, memory
 from calib.calibrate import ALONE
-from calib.checkpoint import Checkpoint as Saved
 from calib.distributed import Ranks
 from calib.images import Images, parted
 from calib.moments import Moments
+from calib.resume import Checkpoint as Saved
 from calib.store import load, save
 from corp_deploy.errors import BadInput
 from corp_deploy.files import replacing

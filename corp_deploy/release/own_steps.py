@@ -21,8 +21,8 @@ from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
-from export.choices import BuildChoices
-from export.engine import build_engine, write_engine
+from export.engine.build import build_engine, write_engine
+from export.engine.options import BuildChoices
 from perf.gate.gate import Gate
 from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown

@@ -44,7 +44,7 @@ from corp_deploy.reduction.method import (
     choices_from_preset,
     loop_from,
 )
-from export.choices import BatchProfile, BuildChoices
+from export.engine.options import BatchProfile, BuildChoices
 from perf.files import regular
 from perf.gate.rule import Rule, rule_from_text
 from perf.quantity import BATCH, Quantity

@@ -5,10 +5,10 @@ from typing import Any
 
 from corp_deploy.errors import BadInput
 from corp_deploy.files import read_json
-from export.expected import Agreement, Expected, Latency
-from export.package import Package
-from export.record import record_from_json, record_path
-from export.triton_config import Serving
+from export.engine.record import record_from_json, record_path
+from export.triton.config import Serving
+from export.triton.expected import Agreement, Expected, Latency
+from export.triton.package import Package
 from perf.files import regular, whole
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import finite, summarise

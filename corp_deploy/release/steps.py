@@ -21,7 +21,7 @@ from corp_deploy.reduction.method import choices_from_preset, loop_from
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path, require_device
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
-from export.triton import write_repository
+from export.triton.repository import write_repository
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html

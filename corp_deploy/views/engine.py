@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.table import Table
 
 from corp_deploy.files import replacing, write_text
-from export.audit import Audit, Audited
-from export.engine import Engine
-from export.record import EngineRecord, record_path
+from export.engine.audit import Audit, Audited
+from export.engine.build import Engine
+from export.engine.record import EngineRecord, record_path
 
 
 def write_whole_engine(engine: Engine, path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from export.errors import BadInput
 from export.files import json_object, regular
-from export.triton_config import Variant
+
+from .config import Variant
 
 EXPECTED_NAME = "expected.json"
 VERSION = 1

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from export.pbtxt import Field, Message, Name
+from .pbtxt import Field, Message, Name
 
 _TENSOR = {"data_type": "name", "dims": "int", "zero_data": "bool", "random_data": "bool", "input_data_file": "text"}
 _SHAPES = {"key": "text", "value": {"dim": "int"}}

@@ -13,7 +13,7 @@ from .moments import Moments
 from .products import Kernel
 from .store import load, save
 
-STATE = "calib.checkpoint"
+STATE = "calib.resume"
 
 
 def _state(path: Path, text: str) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, ValueInfoProto
 
-from export.check_onnx import load_onnx
-from export.choices import BatchProfile
+from export.engine.options import BatchProfile
+from export.engine.record import EngineRecord, Port
 from export.errors import BadInput
-from export.record import EngineRecord, Port
+from export.graph.check import load_onnx
 
 _SERVED_TYPES: dict[int, str] = {
     TensorProto.FLOAT: "TYPE_FP32",

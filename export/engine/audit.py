@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.check_onnx import load_onnx
-from export.choices import BatchProfile, BuildChoices
-from export.engine import build_engine
 from export.errors import Missing
-from export.fusion import Fusion
-from export.libraries import Library, missing_message
-from export.messages import Progress
+from export.graph.check import load_onnx
+
+from .build import build_engine
+from .fusion import Fusion
+from .libraries import Library, missing_message
+from .messages import Progress
+from .options import BatchProfile, BuildChoices
 
 VERSION = 1
 KIND = "fusion-audit"

@@ -9,11 +9,11 @@ import onnx
 import torch
 from torch import nn
 
-from export.check_onnx import MAX_BYTES, SPELLED_OUT, check_onnx
 from export.errors import BadInput
-from export.precision import typed_copy
 
-from . import graph
+from . import tidy as graph
+from .check import MAX_BYTES, SPELLED_OUT, check_onnx
+from .precision import typed_copy
 
 OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
 INPUT_NAME = "images"

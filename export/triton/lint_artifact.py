@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from export.findings import ERROR, WARNING, Complaint
-from export.pbtxt import Message
-from export.signature import Signature, Tensor
+from .findings import ERROR, WARNING, Complaint
+from .pbtxt import Message
+from .signature import Signature, Tensor
 
 
 def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[Complaint]:

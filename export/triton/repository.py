@@ -6,14 +6,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from export.engine.record import EngineRecord, sha256_of
 from export.errors import BadInput
-from export.expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
-from export.package import Package
-from export.record import EngineRecord, sha256_of
-from export.server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release
-from export.triton_config import LABELS_NAME, Variant, config_text
-from export.variants import Model, checked_record, models_of
-from export.versions import config_path, install_text, install_undoably, model_names, versions_of
+
+from .config import LABELS_NAME, Variant, config_text
+from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
+from .package import Package
+from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release
+from .variants import Model, checked_record, models_of
+from .versions import config_path, install_text, install_undoably, model_names, versions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
 from export.errors import BadInput
-from export.findings import ERROR, WARNING, Finding, finding, from_complaint
-from export.lint_artifact import against_artifact
-from export.pbtxt import Message
-from export.record import EngineRecord, record_from_json, record_path, sha256_of
-from export.server_releases import ServerRelease, onnx_warnings, plan_warnings
-from export.signature import signature_from_onnx, signature_from_record
+
+from .findings import ERROR, WARNING, Finding, finding, from_complaint
+from .lint_artifact import against_artifact
+from .pbtxt import Message
+from .server_releases import ServerRelease, onnx_warnings, plan_warnings
+from .signature import signature_from_onnx, signature_from_record
 
 DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python": "model.py"}
 

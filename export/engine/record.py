@@ -11,9 +11,10 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from export.choices import BatchProfile
 from export.errors import BadInput
 from export.files import json_object
+
+from .options import BatchProfile
 
 VERSION = 1
 KIND = "engine"

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
-from export.choices import BatchProfile
-from export.server_releases import IMAGE
-from export.signature import Tensor
+from export.engine.options import BatchProfile
+
+from .server_releases import IMAGE
+from .signature import Tensor
 
 SCRIPT_NAME = "build_plan.sh"
 PENDING_NAME = "plan.config.pbtxt"

@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.config_fields import misused_fields
 from export.errors import BadInput
-from export.findings import ERROR, WARNING, Finding, finding, from_complaint
-from export.lint_artifact import own_limits
-from export.lint_files import DEFAULT_FILES, lint_version
-from export.pbtxt import Message, ParseError, parse
-from export.server_releases import ServerRelease, server_release
+
+from .findings import ERROR, WARNING, Finding, finding, from_complaint
+from .lint_artifact import own_limits
+from .lint_files import DEFAULT_FILES, lint_version
+from .pbtxt import Message, ParseError, parse
+from .schema import misused_fields
+from .server_releases import ServerRelease, server_release
 
 PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 

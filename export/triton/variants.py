@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export.build_script import PENDING_NAME, SCRIPT_NAME, build_script
-from export.choices import BatchProfile
+from export.engine.options import BatchProfile
+from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
 from export.errors import BadInput
-from export.expected import Expected
-from export.package import Package
-from export.record import EngineRecord, record_from_json, record_path, sha256_of
-from export.server_releases import ServerRelease, server_tags
-from export.signature import Signature, signature_from_onnx, signature_from_record
-from export.triton_config import Serving, Variant, config_text
+
+from .build_script import PENDING_NAME, SCRIPT_NAME, build_script
+from .config import Serving, Variant, config_text
+from .expected import Expected
+from .package import Package
+from .server_releases import ServerRelease, server_tags
+from .signature import Signature, signature_from_onnx, signature_from_record
 
 BACKEND_MODEL = Path(__file__).with_name("python_backend_model.py")
 DEFAULT_MAX_BATCH = 8

@@ -6,12 +6,13 @@ from typing import Any, NoReturn
 
 from onnx import ModelProto
 
-from export.choices import BatchProfile, BuildChoices
 from export.errors import BadInput, Missing
 from export.files import regular, replacing
-from export.fusion import Kernel, kernels_from_inspector, kernels_from_log
-from export.libraries import Library, missing_message
-from export.messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
+
+from .fusion import Kernel, kernels_from_inspector, kernels_from_log
+from .libraries import Library, missing_message
+from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
+from .options import BatchProfile, BuildChoices
 
 _NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
 _NEEDS_GPU = "an NVIDIA GPU and its driver are needed"

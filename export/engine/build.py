@@ -9,16 +9,17 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from export.check_onnx import require_onnx
-from export.choices import BatchProfile, BuildChoices
 from export.errors import BadInput
-from export.fusion import Fusion, fusion_of
-from export.interrupt import interruptible
-from export.libraries import Library, open_library
-from export.messages import Progress
-from export.record import EngineRecord, ports, precision_of, record_path, sha256_of
-from export.session import Session
-from export.weights import half_weight_share, matmuls_2_4
+from export.graph.check import require_onnx
+from export.graph.weights import half_weight_share, matmuls_2_4
+
+from .fusion import Fusion, fusion_of
+from .interrupt import interruptible
+from .libraries import Library, open_library
+from .messages import Progress
+from .options import BatchProfile, BuildChoices
+from .record import EngineRecord, ports, precision_of, record_path, sha256_of
+from .session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,14 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from export.errors import BadInput
 from export.files import regular
-from export.weights import element_types, matmul_weights
+
+from .weights import element_types, matmul_weights
 
 OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
 BACKENDS = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
-_PRECISION_KEY = "export.precision"
+_PRECISION_KEY = "export.graph.precision"
 SPELLED_OUT = "norms are spelled out in float16"
 
 

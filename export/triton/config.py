@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from export.errors import BadInput
-from export.pbtxt import Name, Plain, pbtxt_from
-from export.signature import Signature, Tensor
+
+from .pbtxt import Name, Plain, pbtxt_from
+from .signature import Signature, Tensor
 
 LABELS_NAME = "labels.txt"
 POLICIES = ("latest", "all", "specific")

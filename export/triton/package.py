@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export.choices import BatchProfile
+from export.engine.options import BatchProfile
 from export.errors import BadInput
-from export.expected import Expected
-from export.triton_config import Serving
-from export.versions import require_name
+
+from .config import Serving
+from .expected import Expected
+from .versions import require_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

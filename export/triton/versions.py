@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import BadInput
-from export.expected import EXPECTED_NAME, expected_text, read_expected
 from export.files import regular, replacing
+
+from .expected import EXPECTED_NAME, expected_text, read_expected
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

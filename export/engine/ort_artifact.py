@@ -7,15 +7,16 @@ from pathlib import Path
 
 import onnx
 
-from export.check_onnx import require_onnx
-from export.engine import Engine
 from export.errors import BadInput, Missing
-from export.fusion import Fusion, Kernel, attention_sites
-from export.libraries import missing_message
-from export.messages import Progress
-from export.record import EngineRecord, ports, precision_of, sha256_of
-from export.to_onnx import onnx_bytes
-from export.weights import half_weight_share
+from export.graph.check import require_onnx
+from export.graph.to_onnx import onnx_bytes
+from export.graph.weights import half_weight_share
+
+from .build import Engine
+from .fusion import Fusion, Kernel, attention_sites
+from .libraries import missing_message
+from .messages import Progress
+from .record import EngineRecord, ports, precision_of, sha256_of
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from export.errors import BadInput
-from export.weights import element_types
+
+from .weights import element_types
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
 
