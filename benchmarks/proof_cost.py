@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.files import write_json
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Logits, Pixels, Run, candidate_from_path, logits_at
 from corp_deploy.reduction.calibrate import calibrate
@@ -32,6 +31,7 @@ from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_ar
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.precision import typed_copy
+from ground.files import write_json
 from perf.timing.environment import cpu_name
 
 BATCHES = (1, 7, 32)

@@ -19,7 +19,6 @@ import torch
 
 from calib.collect import collect
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.files import write_json
 from corp_deploy.machine import versions
 from corp_deploy.planning.budget import eliminations
 from corp_deploy.planning.sweep import Scored, Wanted, logits, sweep
@@ -27,6 +26,7 @@ from corp_deploy.reduction.method import Choices, choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import lineage_of_model
+from ground.files import write_json
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.875)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ground.errors import BadInput
+
 from .collect import ACTIVE_EPS, Collector, Precision
 from .distributed import Ranks
-from .errors import BadInput
 from .images import Batch, Images
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments

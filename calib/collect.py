@@ -8,7 +8,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .errors import BadInput
+from ground.errors import BadInput
+
 from .hooks import Role, evaluating, listening, roles
 from .moments import Moments
 from .products import Kernel, kernel_for

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import BadInput, RankLost
+from ground.errors import BadInput, RankLost
 
 T = TypeVar("T")
 

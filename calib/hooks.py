@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from .errors import BadInput
+from ground.errors import BadInput
+
 from .sites import MlpSite, Site, Tap
 
 Role = Literal["x", "q", "k", "z"]

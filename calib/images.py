@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from .errors import BadInput
+from ground.errors import BadInput
+
 from .shards import shards_from_pattern
 from .sources import ImageShape, Source, Transform, array_from_path, folder_from_path
 

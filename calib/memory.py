@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .errors import BadInput
+from ground.errors import BadInput
+
 from .hooks import Role, evaluating, listening
 from .sites import MlpSite, Site
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import BadInput
+from ground.errors import BadInput
 
 MUST_MATCH = ("model", "preprocessing", "dtype")
 

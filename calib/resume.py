@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ground.errors import BadInput
+
 from .distributed import Ranks
-from .errors import BadInput
 from .moments import Moments
 from .products import Kernel
 from .store import load, save

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .errors import BadInput
-from .files import regular
+from ground.errors import BadInput
+from ground.files import regular
+
 from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")

@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
-from .errors import BadInput
-from .files import regular
+from ground.errors import BadInput
+from ground.files import regular
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 KEY = "images"

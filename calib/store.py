@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import BadInput
-from .files import regular
+from ground.errors import BadInput
+from ground.files import regular
+
 from .moments import AttentionMoments, MlpMoments, Moments, SiteMoments
 
 KIND = "calib.moments"

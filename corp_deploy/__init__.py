@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 def load(directory: Path | str) -> "nn.Module":
     """A model directory written by corp-deploy as an ordinary nn.Module in eval mode, on the CPU, in float32.
 
-    Raises corp_deploy.errors.BadInput when the directory is missing, foreign or damaged.
+    Raises ground.errors.BadInput when the directory is missing, foreign or damaged.
     """
     from .store.checkpoint import load_checkpoint
 

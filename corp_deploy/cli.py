@@ -6,12 +6,18 @@ from typing import Any
 
 import click
 
-import calib.errors
-import export.errors
-import perf.errors
-from perf.runners.memory import is_out_of_memory
+from ground.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MISSING,
+    EXIT_NOT_COMPARABLE,
+    BadInput,
+    Missing,
+    NotComparable,
+    is_out_of_memory,
+)
 
-from . import errors
 from .commands.bench import bench
 from .commands.build import audit, build
 from .commands.calibrate import calibrate
@@ -30,11 +36,6 @@ from .commands.report import report
 from .commands.sweep import sweep
 from .commands.verify import verify
 from .views.console import printable
-
-BAD_INPUT = (calib.errors.BadInput, errors.BadInput, export.errors.BadInput, perf.errors.BadInput)
-MISSING = (calib.errors.RankLost, errors.Missing, export.errors.Missing, perf.errors.Missing)
-
-EXIT_BAD_INPUT, EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 2, 4, 5, 70, 130
 
 
 class Failure(click.ClickException):
@@ -70,11 +71,11 @@ class Commands(click.Group):
         except click.ClickException as error:
             error.message = printable(error.message)  # type: ignore[misc]  # click shows the instance's own
             raise
-        except BAD_INPUT as error:
+        except BadInput as error:
             raise Failure(str(error), EXIT_BAD_INPUT) from error
-        except MISSING as error:
+        except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
-        except perf.errors.NotComparable as error:
+        except NotComparable as error:
             raise Failure(str(error), EXIT_NOT_COMPARABLE) from error
         except (KeyboardInterrupt, click.Abort) as error:
             raise Failure(

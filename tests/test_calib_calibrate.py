@@ -19,12 +19,12 @@ from calib import memory
 from calib.calibrate import Options, calibrate
 from calib.collect import AttentionSite, MlpSite, Site, Tap
 from calib.distributed import Ranks, joined_ranks
-from calib.errors import BadInput, RankLost
 from calib.images import Images, open_images
 from calib.memory import AttentionShape, MlpShape
 from calib.moments import Moments, merge
 from calib.resume import Checkpoint
 from calib.store import load, save
+from ground.errors import BadInput, RankLost
 
 SHAPE = (3, 2, 8)
 HEADS, DIM, HIDDEN = 2, 8, 32

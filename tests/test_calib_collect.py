@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from calib import products
 from calib.collect import AttentionSite, MlpSite, Site, Tap, collect
-from calib.errors import BadInput
 from calib.moments import AttentionMoments, MlpMoments, Moments, merge
+from ground.errors import BadInput
 
 HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5
 

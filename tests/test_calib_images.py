@@ -12,9 +12,9 @@ from PIL import Image
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from calib.errors import BadInput
 from calib.images import Images, open_images
 from calib.shards import paths_from_pattern
+from ground.errors import BadInput
 
 SHAPE = (3, 4, 6)
 

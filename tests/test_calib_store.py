@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from calib.errors import BadInput
 from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments, merge
 from calib.store import load, read_lineage, save
+from ground.errors import BadInput
 
 
 def random(*shape: int, seed: int) -> Tensor:

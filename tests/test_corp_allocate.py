@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corp_deploy.algebra.knapsack import Allocation, Choices, allocate
-from corp_deploy.errors import BadInput
+from ground.errors import BadInput
 
 NUMBERS = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0), st.integers(10**9, 10**12).map(float))
 

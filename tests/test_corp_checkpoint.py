@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import corp_deploy
-import perf.errors
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from ground.errors import BadInput
 from tests import tiny
 
 
@@ -122,7 +121,7 @@ def test_names_and_directories_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def test_damaged_directories(tmp_path: Path) -> None:
-    with pytest.raises(perf.errors.BadInput, match="no such file"):
+    with pytest.raises(BadInput, match="no such file"):
         load_checkpoint(tmp_path)
     save(tiny.checkpoint(), tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -136,8 +135,8 @@ def test_damaged_directories(tmp_path: Path) -> None:
     record = json.loads(config.read_text())
     for change, said in (({"kind": "other"}, "expected a corp-deploy/model record"), ({"version": 2}, "version 2")):
         config.write_text(json.dumps(record | change))
-        with pytest.raises(perf.errors.BadInput, match=said):
+        with pytest.raises(BadInput, match=said):
             load_checkpoint(tmp_path)
     config.write_text("{")
-    with pytest.raises(perf.errors.BadInput, match="not JSON"):
+    with pytest.raises(BadInput, match="not JSON"):
         load_checkpoint(tmp_path)

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from corp_deploy.cli import main
-from corp_deploy.files import replacing
 from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.files import replacing
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from calib.collect import collect
 from calib.images import Images, open_images
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.branch_sums import dense_advanced
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
@@ -26,6 +25,7 @@ from corp_deploy.reduction.streams import Streams
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_for_moments
 from examples.digits.images import load
+from ground.errors import BadInput
 from tests import tiny
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from calib.images import Images, open_images
 from calib.moments import AttentionMoments, Moments
 from corp_deploy.cli import main
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
@@ -31,6 +30,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
+from ground.errors import BadInput
 from tests import tiny
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32}

@@ -17,7 +17,6 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import Wanted, calibrate
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
@@ -27,6 +26,7 @@ from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from examples.digits.images import load
+from ground.errors import BadInput
 from tests import tiny
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"

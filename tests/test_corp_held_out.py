@@ -16,13 +16,13 @@ from calib.images import Images, open_images, parted
 from calib.moments import Moments
 from calib.store import load
 from corp_deploy.cli import main
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import Wanted, calibrate
 from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import save
+from ground.errors import BadInput
 from tests import tiny
 
 FIT, HELD_OUT = 40, 12

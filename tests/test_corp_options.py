@@ -10,7 +10,6 @@ from click.testing import CliRunner, Result
 
 from corp_deploy.cli import main
 from corp_deploy.commands.options import ModelChoice
-from corp_deploy.errors import Missing
 from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.honours import Axis, words_of
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
@@ -21,6 +20,7 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.options import BuildChoices
 from export.engine.record import EngineRecord, Port, record_path, sha256_of
+from ground.errors import Missing
 from perf.timing.laps import Plan
 from tests import tiny
 
@@ -202,7 +202,7 @@ def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) 
 
 
 def test_the_python_verb_refuses_as_the_command_does(home: Path) -> None:
-    from corp_deploy.errors import BadInput
+    from ground.errors import BadInput
 
     with pytest.raises(BadInput, match="--dtype fp16 is not honoured"):
         measure(home / "dense.onnx", home / "dense.onnx", batches=[1], plan=Plan(), running=Running(dtype="fp16"))
@@ -281,7 +281,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Missing(REACHED)
 
     monkeypatch.setattr(ModelChoice, "load", load)
-    monkeypatch.setattr("corp_deploy.store.inputs.require_device", lambda device: None)
+    monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
 
 
 def checked(result: Result, axis: Axis, way: str, option: str, value: object) -> None:

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from calib.store import read_lineage
 from corp_deploy.cli import main
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.release.recipe import load_recipe
@@ -22,6 +21,7 @@ from corp_deploy.release.recipe_toml import text_of_recipe
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
 from tests import tiny
 
 KEYS = tiny.ARCHITECTURE.kwargs

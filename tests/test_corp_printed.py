@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from corp_deploy.cli import main
 from corp_deploy.demo import run as demo
 from corp_deploy.demo.calls import ITSELF, Scale
-from corp_deploy.files import read_json
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.incremental import STATE, Stage, files_of
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import SECTIONS, load_recipe
 from corp_deploy.release.recipe_toml import toml_value
 from corp_deploy.store.checkpoint import save
+from ground.files import read_json
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.errors import BadInput
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import SECTIONS, load_recipe
 from corp_deploy.release.recipe_toml import starter, text_of_recipe, toml_value
+from ground.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
 LEAST = """

@@ -12,13 +12,13 @@ from torch import nn
 
 from calib.images import open_images
 from calib.moments import Moments
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import Wanted, calibrate
 from corp_deploy.reduction.method import Choices, choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from examples.digits.images import load
+from ground.errors import BadInput
 from tests import tiny
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
-from corp_deploy.files import sha256_of_file
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof.report_input import MANIFEST_KIND
 from corp_deploy.release import own_steps as release_steps
@@ -27,6 +26,7 @@ from corp_deploy.release.calls import MOMENTS
 from corp_deploy.release.incremental import Place, locked
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.store.checkpoint import save
+from ground.files import sha256_of_file
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.errors import BadInput
 from corp_deploy.release.incremental import STATE, Outcome, Place, Stage, locked, plan, run
+from ground.errors import BadInput
 from tests.killing import fake_stages, tree
 
 ROOT = Path(__file__).parents[1]

@@ -5,9 +5,9 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention
+from ground.errors import BadInput
 from tests import tiny
 
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from corp_deploy.errors import BadInput
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.weights import read_weights
+from ground.errors import BadInput
 from tests import tiny
 
 NAME, KWARGS = tiny.ARCHITECTURE.name, tiny.ARCHITECTURE.kwargs

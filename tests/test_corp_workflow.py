@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 
 from calib.store import load
 from corp_deploy.cli import main
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
 from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend, uniform_for_share
@@ -28,6 +27,7 @@ from corp_deploy.reduction.method import aligned_width, aligned_widths, choices_
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
+from ground.errors import BadInput
 from perf.parity.measures import measures
 from tests import tiny
 

@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from export.errors import BadInput
 from export.graph.check import check_onnx, load_onnx, require_onnx
 from export.graph.to_onnx import onnx_bytes, onnx_from_model
 from export.graph.weights import half_weight_share, matmul_weights, matmuls_2_4
+from ground.errors import BadInput
 from tests.export_vit import Vit
 
 

@@ -17,8 +17,8 @@ from export.engine.build import Engine, build_engine, write_engine
 from export.engine.libraries import open_library, version_numbers
 from export.engine.options import RTX_TARGETS, BatchProfile, BuildChoices
 from export.engine.record import record_from_json, record_path, sha256_of
-from export.errors import BadInput, Missing
 from export.graph.to_onnx import onnx_from_model, save
+from ground.errors import BadInput, Missing
 from tests.export_vit import Attention, Vit
 
 pytestmark = pytest.mark.skipif(

@@ -4,7 +4,7 @@ import pytest
 
 from export.engine.audit import Audit, Audited
 from export.engine.fusion import Fusion, Kernel, kernels_from_inspector, kernels_from_log, site_of
-from export.errors import BadInput
+from ground.errors import BadInput
 
 TENSOR = "{ Name: t, Dimensions: [-1,17,16], Strides: [16,-1,1], StrideOrder: [1,2,0], Datatype: %s, Format: x }"
 

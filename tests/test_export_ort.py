@@ -10,8 +10,8 @@ import pytest
 from export.engine.build import write_engine
 from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_from_json, record_path, sha256_of
-from export.errors import BadInput, Missing
 from export.graph.to_onnx import onnx_from_model, save
+from ground.errors import BadInput, Missing
 from tests.export_vit import Vit
 
 

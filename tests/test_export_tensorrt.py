@@ -19,8 +19,8 @@ from export.engine.build import Engine, build_engine
 from export.engine.libraries import Library, open_library
 from export.engine.options import BatchProfile, BuildChoices
 from export.engine.record import record_from_json
-from export.errors import BadInput, Missing
 from export.graph.to_onnx import onnx_from_model, save
+from ground.errors import BadInput, Missing
 from tests.export_vit import Vit
 
 # Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.

@@ -18,11 +18,11 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from export.errors import BadInput
 from export.graph import to_onnx
 from export.graph.precision import kept_modules, typed_copy
 from export.graph.to_onnx import onnx_bytes, onnx_from_model, save
 from export.graph.weights import element_types, half_weight_share
+from ground.errors import BadInput
 from tests.export_vit import Vit
 
 SHAPE = (3, 32, 32)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from export.engine.record import record_path
-from export.errors import BadInput
 from export.triton.config import Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.lint import lint_repository
@@ -19,6 +18,7 @@ from export.triton.pbtxt import Message, Name, parse
 from export.triton.repository import Written, write_repository
 from export.triton.server_releases import onnx_warnings, plan_warnings, server_release, server_tags
 from export.triton.versions import config_path, remove_newest, serve_version, versions_of
+from ground.errors import BadInput
 from tests.export_served import CLASSES, SHAPE, write_onnx, write_plan
 
 LABELS = tuple(f"class {index}" for index in range(CLASSES))

@@ -23,12 +23,13 @@ from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, w
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workshop import Workshop
-from corp_deploy.errors import Missing
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
-from export.errors import Missing as NoLibrary
-from perf.errors import Missing as NoGpu
-from perf.runners.cuda import Staging, require_cuda
+from ground.errors import Missing
+from ground.errors import Missing as NoGpu
+from ground.errors import Missing as NoLibrary
+from ground.gpu import require_cuda
+from perf.runners.cuda import Staging
 from perf.runners.protocol import HostBound
 
 try:

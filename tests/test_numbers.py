@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 import export.engine.options
-from corp_deploy import errors
 from corp_deploy.cli import main
 from corp_deploy.commands.numbers import Alignment, Channels, Number, Numbers, Profile
 from corp_deploy.commands.options import JsonObject, Words
 from corp_deploy.invocation import quantities
 from corp_deploy.release.recipe import SECTIONS, load_recipe
-from perf.errors import BadInput
+from ground import errors
+from ground.errors import BadInput
+from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text
-from perf.quantity import BATCH, Count, Real
 
 NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, Words)

@@ -10,10 +10,10 @@ from typing import Self
 import numpy as np
 import pytest
 
+from ground.errors import BadInput, Missing, NotComparable, is_out_of_memory
 from perf.bench.bench import Subject, bench
-from perf.errors import BadInput, Missing, NotComparable
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
-from perf.runners.memory import Gauge, Ledger, ResidentSet, is_out_of_memory
+from perf.runners.memory import Gauge, Ledger, ResidentSet
 from perf.runners.protocol import Images, Logits
 from perf.stats.knee import knee
 from perf.stats.summary import summarise

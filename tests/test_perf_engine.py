@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf.errors import BadInput, Missing
+from ground.errors import BadInput, Missing
 from perf.runners import engine as engine_runner
 from perf.runners.cuda import DeviceBound
 from perf.runners.engine import EngineRunner, EngineSession

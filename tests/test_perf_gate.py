@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.gate.evidence import Evidence
 from perf.gate.gate import EXIT_CODES, Gate, Judged, judge
 from perf.gate.gate import PARITY as PROOF

@@ -8,6 +8,7 @@ from typing import Self
 
 import pytest
 
+from ground.errors import BadInput, Missing
 from perf.bench.latency_table import (
     Grid,
     LatencyTable,
@@ -17,7 +18,6 @@ from perf.bench.latency_table import (
     predicted_ms,
     save_table,
 )
-from perf.errors import BadInput, Missing
 from perf.record.runs import Flat
 from perf.runners.memory import Gauge
 from perf.runners.protocol import Images, Logits

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.parity import module_blocks, onnx_blocks
 from perf.parity.fp16_rounding import rounded_graph
 from perf.parity.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of

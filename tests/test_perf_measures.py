@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.parity.labels import accuracy, mcnemar, wilson
 from perf.parity.measures import Measures, margins, measures, per_image
 from perf.parity.tolerance import HALF_CEILING, exact, half, limits

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.parity.labels import accuracy
 from perf.parity.locate import Located
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link, parity_from_json

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.parity.locate import Located
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.structure import batch_sizes, outputs

@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from perf.errors import BadInput, Missing
+from ground.errors import BadInput, Missing
 from perf.runners import onnx as onnx_runner
 from perf.runners.cuda import DeviceBound
 from perf.runners.module import ModuleRunner

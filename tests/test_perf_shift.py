@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.parity.shift import Shift, Stats, scattered, shift, site_shift
 
 F = 6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.runs import Block, GpuState
 from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
 from perf.stats.stability import drift

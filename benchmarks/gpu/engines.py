@@ -21,8 +21,8 @@ from benchmarks.gpu import models
 from benchmarks.gpu.record import Record, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, save
-from export.errors import Missing
-from perf.errors import BadInput as NotLoaded
+from ground.errors import BadInput as NotLoaded
+from ground.errors import Missing
 
 MODEL, SPARSITY = "DeiT-S", 0.5
 BATCHES = (1, 8, 64)

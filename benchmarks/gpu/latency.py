@@ -1,9 +1,9 @@
 """Dense against reduced, 0.1 to 0.7 joint sparsity, heads padded, square and ragged, in torch.
 
-Dense, dense again and the three geometries take turns within every round in one process (see perf.timing.laps); ratios are
-medians over rounds of the ratio within a round, with bootstrap intervals (perf.stats.stats). Compute is the time between CUDA
-events around the model; wall time adds the copies of images and logits. Weights are random, which costs the same time.
-"""
+Dense, dense again and the three geometries take turns within every round in one process (see perf.timing.laps); ratios
+are medians over rounds of the ratio within a round, with bootstrap intervals (perf.stats.stats). Compute is the time
+between CUDA events around the model; wall time adds the copies of images and logits. Weights are random, which costs
+the same time."""
 
 from collections.abc import Iterator
 from copy import deepcopy

@@ -13,11 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.errors import Missing
-from corp_deploy.files import read_json, write_json
-from export.errors import Missing as MissingForExport
-from perf.errors import Missing as MissingForTiming
-from perf.runners.memory import is_out_of_memory
+from ground.errors import Missing, is_out_of_memory
+from ground.errors import Missing as MissingForExport
+from ground.errors import Missing as MissingForTiming
+from ground.files import read_json, write_json
 
 Row = dict[str, Any]
 ABSENT = (ImportError, Missing, MissingForExport, MissingForTiming)

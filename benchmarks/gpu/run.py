@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     from benchmarks.gpu.page import page
     from benchmarks.gpu.record import Budget, OtherMachine, Record, Task, work
     from benchmarks.gpu.setting import Setting
-    from corp_deploy.files import write_text
+    from ground.files import write_text
     from perf.timing.watch import unwatched, watching
 
     if given.device == "cuda" and not torch.cuda.is_available():

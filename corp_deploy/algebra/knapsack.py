@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from corp_deploy.errors import BadInput
+from ground.errors import BadInput
 
 Array = NDArray[np.float64]
 

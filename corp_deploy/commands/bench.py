@@ -106,9 +106,9 @@ def bench(
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
-    from corp_deploy.files import replacing
     from corp_deploy.proof.speed import Running, measure
     from corp_deploy.views.speed import best_batch, speed_record, speed_table
+    from ground.files import replacing
     from perf.record.runs import save_bench
     from perf.timing.laps import Plan
 

@@ -158,9 +158,9 @@ def audit(
 
     Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
     """
-    from corp_deploy.files import write_text
     from corp_deploy.views.engine import audit_table
     from export.engine.audit import audit_fusion, audit_to_json
+    from ground.files import write_text
 
     AUDIT.refuse([("", backend)], given_options())
     targets = sm if backend == "tensorrt-rtx" else ()

@@ -128,11 +128,12 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from corp_deploy.files import write_json
     from corp_deploy.reduction.calibrate import Wanted, line_of_moments, ranks_of_this_run, reference_of_summary
     from corp_deploy.reduction.calibrating import Asked, Restriction, Running, write_moments
-    from corp_deploy.store.inputs import images_for_model, require_device
+    from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
+    from ground.files import write_json
+    from ground.gpu import require_device
 
     CALIBRATE.refuse([("", device)], given_options())
     require_device(device)

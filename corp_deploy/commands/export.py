@@ -8,7 +8,7 @@ import click
 from corp_deploy.invocation.quantities import OPSET
 from corp_deploy.invocation.table import EXPORT, EXPORT_HEADS
 from corp_deploy.views.console import Output, output_options
-from perf.quantity import BATCH
+from ground.quantity import BATCH
 
 from .numbers import Number
 from .options import ANY_PATH, FILE, ModelChoice, Words, given_options, model_options, samples_option, seed_option
@@ -76,8 +76,8 @@ def export_command(
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
     from corp_deploy.families import timm_vit as vit
-    from corp_deploy.files import sha256_of_file
     from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx, paths_by_precision
+    from ground.files import sha256_of_file
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load(out)

@@ -22,8 +22,8 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
 
     from calib.moments import merge
     from calib.store import load, save
-    from corp_deploy.files import replacing
     from corp_deploy.reduction.calibrate import summary_of_moments
+    from ground.files import replacing
 
     if len(parts) < 2:
         raise click.UsageError("one file is nothing to merge; give two or more")
@@ -45,8 +45,8 @@ def redundancy(moments: Path, output: Path | None, out: Output) -> None:
     from calib.redundancy import record_from_redundancy
     from calib.redundancy import redundancy as redundancy_of
     from calib.store import load
-    from corp_deploy.files import write_json, write_text
     from corp_deploy.views.redundancy import redundancy_plot, redundancy_tables
+    from ground.files import write_json, write_text
 
     if output is not None and output.suffix not in (".json", ".svg"):
         raise click.BadParameter(f"{output}: expected .json or .svg", param_hint="--output")

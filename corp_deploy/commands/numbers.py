@@ -4,11 +4,10 @@ from typing import Any
 
 import click
 
-import export.errors
-import perf.errors
 from corp_deploy.invocation.quantities import ALIGNMENT
 from export.engine.options import BatchProfile
-from perf.quantity import Count, Quantity, shown
+from ground.errors import BadInput
+from ground.quantity import Count, Quantity, shown
 
 
 class Number(click.ParamType[int | float]):
@@ -24,7 +23,7 @@ class Number(click.ParamType[int | float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
         try:
             return self.quantity.from_text(str(value))
-        except perf.errors.BadInput as error:
+        except BadInput as error:
             self.fail(str(error), param, ctx)
 
 
@@ -40,7 +39,7 @@ class Numbers(click.ParamType[tuple[int | float, ...]]):
             return value
         try:
             numbers = tuple(self.quantity.from_text(part.strip(" ")) for part in str(value).split(","))
-        except perf.errors.BadInput as error:
+        except BadInput as error:
             self.fail(f"{error}, or several separated by commas, such as {self.example}", param, ctx)
         if len(set(numbers)) != len(numbers):
             self.fail(f"{shown(str(value))}: a number stands there twice; give each once", param, ctx)
@@ -60,7 +59,7 @@ class Channels(click.ParamType[tuple[int | float, ...]]):
             return value
         try:
             return tuple(self.quantity.from_text(part.strip(" ")) for part in str(value).split(","))
-        except perf.errors.BadInput as error:
+        except BadInput as error:
             self.fail(f"{error}, or one for each channel, such as 0.485,0.456,0.406", param, ctx)
 
 
@@ -78,7 +77,7 @@ class Alignment(click.ParamType[dict[str, int]]):
             self.fail(f"{shown(str(value))}: expected mlp=64,head=16, each once, or one of the two", param, ctx)
         try:
             return {name: ALIGNMENT.from_text(number) for name, _, number in pairs}
-        except perf.errors.BadInput as error:
+        except BadInput as error:
             self.fail(f"{error} after mlp= and head=", param, ctx)
 
 
@@ -90,5 +89,5 @@ class Profile(click.ParamType[BatchProfile]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BatchProfile:
         try:
             return BatchProfile.from_text(str(value))
-        except export.errors.BadInput as error:
+        except BadInput as error:
             self.fail(str(error), param, ctx)

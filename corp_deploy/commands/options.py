@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 from click.core import ParameterSource
 
-import perf.errors
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from corp_deploy.invocation.quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
 from corp_deploy.views.console import Output
-from perf.files import object_from_text
-from perf.quantity import BATCH, shown
+from ground.errors import BadInput
+from ground.files import object_from_text
+from ground.quantity import BATCH, shown
 
 from .numbers import Channels, Number, Numbers
 
@@ -53,7 +53,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
             return value
         try:
             parsed = object_from_text(str(value), where=shown(str(value)))
-        except perf.errors.BadInput as error:
+        except BadInput as error:
             self.fail(f"{error}; expected an object such as '{{\"img_size\": 384}}'", param, ctx)
         return parsed
 

@@ -11,7 +11,7 @@ from corp_deploy.invocation.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from corp_deploy.invocation.table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
 from corp_deploy.views.console import Output, output_options
-from perf.quantity import BATCH
+from ground.quantity import BATCH
 
 from .numbers import Alignment, Number
 from .options import (
@@ -240,8 +240,9 @@ def reduce_command(
     from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
     from corp_deploy.planning.plan import Asked
     from corp_deploy.store.checkpoint import on_device
-    from corp_deploy.store.inputs import images_for_model, require_device
+    from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.reduction import site_table, ways_table
+    from ground.gpu import require_device
 
     PRESET.refuse([("", preset)], given_options())
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)

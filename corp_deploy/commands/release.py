@@ -84,8 +84,8 @@ def release(
 def _init(
     recipe: Path, model: str, images: Path | None, held_out: Path | None, labels: Path | None, out: Output
 ) -> None:
-    from corp_deploy.files import write_text
     from corp_deploy.release.recipe_toml import starter
+    from ground.files import write_text
 
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
@@ -126,7 +126,7 @@ def _told(out: Output) -> Callable[["Stage", str], None]:
 
 def _say_of_weights(made: Sequence[str], output: Path, out: Output) -> None:
     """Which weights the dense model was just given and what was left out or changed, as every other command says."""
-    from corp_deploy.files import read_json
+    from ground.files import read_json
 
     if "dense" in made:
         lineage = read_json(output / "dense" / "config.json", kind="corp-deploy/model")["lineage"]
@@ -175,7 +175,7 @@ def _summary(done: "Released") -> str:
 def _gate_rows(output: Path) -> "list[Table]":
     from rich.table import Table
 
-    from corp_deploy.files import read_json
+    from ground.files import read_json
 
     table = Table("fails if", "verdict", "why")
     for row in read_json(output / "gate.json", kind="gate")["rules"]:

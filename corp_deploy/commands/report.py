@@ -19,8 +19,8 @@ def report(directory: Path, output: Path, title: str | None, out: Output) -> Non
 
     Example: corp-deploy report release -o release/report.html
     """
-    from corp_deploy.files import write_text
     from corp_deploy.proof.report_input import record_of_directory
+    from ground.files import write_text
     from perf.report.render import csv, html, junit, markdown
 
     writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}

@@ -118,11 +118,11 @@ def sweep(
     import torch
 
     from calib.store import load
-    from corp_deploy.files import write_json, write_text
     from corp_deploy.planning.sweep import Scored, Wanted, logits, record_of_sweep, smallest_that_agrees
     from corp_deploy.planning.sweep import sweep as sweep_of
     from corp_deploy.store.inputs import images_for_model, labels_from_path
     from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
+    from ground.files import write_json, write_text
 
     mlp, attn = parts != "attn", parts != "mlp"
     touching = [name for name in preset if attn and PRESET.ways[name].takes("attn", attn)]

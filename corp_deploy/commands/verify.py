@@ -7,7 +7,7 @@ import click
 from corp_deploy.invocation.quantities import ERROR, FACTOR, SHARE
 from corp_deploy.invocation.table import VERIFY
 from corp_deploy.views.console import Output, output_options
-from perf.quantity import BATCH
+from ground.quantity import BATCH
 
 from .numbers import Number
 from .options import (

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.store import load as load_moments
-from corp_deploy.errors import Missing
-from corp_deploy.files import replacing, write_json
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof.report_input import EFFECTS_KIND
 from corp_deploy.reduction.method import choices_from_preset
@@ -24,6 +22,8 @@ from corp_deploy.release.incremental import Place
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.manifest import write_manifest
+from ground.errors import Missing
+from ground.files import replacing, write_json
 from perf.parity.measures import measures
 from perf.parity.parity import Parity
 from perf.record.runs import Bench

@@ -19,8 +19,8 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from calib.collect import AttentionSite, MlpSite, Tap
-from corp_deploy.errors import BadInput
 from corp_deploy.reduction.method import HeadWidths
+from ground.errors import BadInput
 
 from .head_attention import Geometry, HeadAttention
 from .preprocessing import Preprocessing

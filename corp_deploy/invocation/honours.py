@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corp_deploy.errors import BadInput
+from ground.errors import BadInput
 
 ANY: None = None
 Values = tuple[str, ...] | None

@@ -1,6 +1,6 @@
 """What the numbers of commands and recipes count, and how large each can be."""
 
-from perf.quantity import Count, Real
+from ground.quantity import Count, Real
 
 IMAGES = Count(low=1, high=10**9)
 BAD_IMAGES = Count(low=0, high=10**9)

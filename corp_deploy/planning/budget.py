@@ -16,7 +16,6 @@ from corp_deploy.algebra import knapsack as allocate
 from corp_deploy.algebra import queries_keys as recover_attention
 from corp_deploy.algebra import values as recover_values
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import Currency, SiteCosts, site_costs
@@ -25,6 +24,7 @@ from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.method import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from corp_deploy.reduction.model import site_moments, uniform_widths
 from corp_deploy.reduction.site import layers_of
+from ground.errors import BadInput
 
 from .probe import Probe, Trial, Width
 

@@ -11,9 +11,7 @@ import torch
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.errors import BadInput, Missing
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.files import sha256_of_file
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
@@ -22,6 +20,8 @@ from corp_deploy.reduction.model import Reduction, reduce, require_apart, requir
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
+from ground.errors import BadInput, Missing
+from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.method import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from export.graph.to_onnx import onnx_from_model, save
+from ground.errors import BadInput
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner

@@ -7,11 +7,11 @@ from typing import Literal
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.method import Choices, LoopName, Widths
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import BadInput
 
 from . import budget as budgets
 from .head_choice import choose_heads

@@ -12,10 +12,10 @@ from torch import nn
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.errors import BadInput
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.method import Choices
 from corp_deploy.reduction.model import Reduction, reduce
+from ground.errors import BadInput
 from perf.parity.measures import measures
 
 from .budget import Offer, eliminations, offers, spend

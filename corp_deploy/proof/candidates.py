@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from corp_deploy.errors import BadInput
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_from_json, record_path
+from ground.errors import BadInput
 from perf.parity.fp16_rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner

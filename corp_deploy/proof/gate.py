@@ -8,9 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import read_json, replacing, write_text
-from perf.files import object_from_file
+from ground.errors import BadInput
+from ground.files import object_from_file, read_json, replacing, write_text
 from perf.gate.evidence import Evidence
 from perf.gate.gate import PARITY, Gate, Judged, judge
 from perf.gate.rule import Rule

@@ -10,7 +10,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
-from perf.errors import BadInput as Unlike
+from ground.errors import BadInput as Unlike
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import Located
 from perf.parity.measures import per_image

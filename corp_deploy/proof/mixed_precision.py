@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from ground.errors import BadInput
 from perf.parity import tolerance
 from perf.parity.diagnosis import locate_in_half
 from perf.parity.locate import Located, keep_until_found_nowhere

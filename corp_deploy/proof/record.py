@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from corp_deploy.files import replacing, write_json
+from ground.files import replacing, write_json
 from perf.parity.parity import Parity, Verdict
 
 from .chain import Proof

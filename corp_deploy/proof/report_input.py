@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import read_json
 from corp_deploy.store import checkpoint
-from perf.files import whole
+from ground.errors import BadInput
+from ground.files import read_json, whole
 
 EFFECTS_KIND, MANIFEST_KIND = "corp-deploy/effects", "corp-deploy/manifest"
 REPORTS = "corp-deploy report "

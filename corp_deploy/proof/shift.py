@@ -12,7 +12,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.model import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
-from perf.files import whole
+from ground.files import whole
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import Finding

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from calib.images import ARRAYS, open_images
 from calib.sources import ImageShape
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.files import sha256_of_file
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_from_json, record_path
+from ground.errors import BadInput
+from ground.files import sha256_of_file
 from perf.bench.bench import Subject, bench
 from perf.bench.sampled import SampledRunner
 from perf.parity.structure import Finding

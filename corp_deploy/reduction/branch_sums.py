@@ -20,8 +20,8 @@ from calib.moments import AttentionMoments, MlpMoments, on_device
 from calib.products import add_active
 from calib.sums import AttentionSums
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
+from ground.errors import BadInput
 
 from .streams import Pair, Streams
 

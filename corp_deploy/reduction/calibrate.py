@@ -17,11 +17,11 @@ from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
 from calib.resume import Checkpoint as Saved
 from calib.sites import MlpSite, Site
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.files import sha256_of_file
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
+from ground.errors import BadInput
+from ground.files import sha256_of_file
 
 from .kept_dims import narrower
 

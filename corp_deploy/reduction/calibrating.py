@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calib import errors, memory
+from calib import memory
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.images import Images, parted
 from calib.moments import Moments
 from calib.resume import Checkpoint as Saved
 from calib.store import load, save
-from corp_deploy.errors import BadInput
-from corp_deploy.files import replacing
 from corp_deploy.store.checkpoint import Checkpoint
+from ground import errors
+from ground.errors import BadInput
+from ground.files import replacing
 
 from .calibrate import (
     Wanted,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.images import Images
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
+from ground.errors import BadInput
 
 from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
 from .correct import STRENGTHS, correct, correct_through

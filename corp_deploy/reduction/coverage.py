@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
+from ground.errors import BadInput
 
 from .method import Choices, HeadWidths, Widths
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.images import Images
 from calib.moments import MlpMoments, Moments
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
+from ground.errors import BadInput
 
 from .channels import output_energy
 from .folded_mlp import See, folded_mlp, judged_mlps

@@ -16,7 +16,7 @@ from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.output_error import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.values import ValueRecovery
-from corp_deploy.errors import BadInput
+from ground.errors import BadInput
 
 from .method import Choices, aligned_widths
 

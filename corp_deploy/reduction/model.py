@@ -13,9 +13,9 @@ from torch import nn
 from calib.images import Images
 from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_device
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.inputs import model_digest, preprocessing_text
+from ground.errors import BadInput
 
 from . import pool as site_pool
 from .coverage import Coverage, coverage

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corp_deploy.errors import BadInput
+from ground.errors import BadInput
 
 HELD_OUT_EVERY = 4
 CPU_TOKENS = 2048  # of a piece: its activations stay in a CPU's caches, and products over it are long enough

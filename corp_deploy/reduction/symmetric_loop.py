@@ -11,8 +11,8 @@ import torch
 
 from calib.hooks import evaluating
 from calib.images import Images
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
+from ground.errors import BadInput
 
 from .branch_sums import attention_moments, mlp_sums
 from .coverage import coverage

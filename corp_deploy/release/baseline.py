@@ -4,8 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import replacing, sha256_of_file
+from ground.errors import BadInput
+from ground.files import replacing, sha256_of_file
 from perf.record.runs import load_bench
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.files import read_json
+from ground.files import read_json
 from perf.parity.parity import parity_from_json
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise

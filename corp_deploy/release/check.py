@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import read_json, sha256_of_file
-from perf.files import regular, whole
+from ground.errors import BadInput
+from ground.files import read_json, regular, sha256_of_file, whole
 
 from .pipeline import MANIFEST, MANIFEST_KIND, SUMS
 from .samples import replay

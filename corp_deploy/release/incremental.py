@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import sha256_of_file, sha256_of_text, write_json
-from perf.files import regular
+from ground.errors import BadInput
+from ground.files import regular, sha256_of_file, sha256_of_text, write_json
 
 STATE = ".stages"
 STAMP_KIND, CACHE_KIND = "corp-deploy/stamp", "corp-deploy/digests"

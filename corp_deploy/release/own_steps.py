@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from corp_deploy.files import read_json, sha256_of_file, write_json, write_text
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import Limits, given_from_images, prove
@@ -23,6 +22,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildChoices
+from ground.files import read_json, sha256_of_file, write_json, write_text
 from perf.gate.gate import Gate
 from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown

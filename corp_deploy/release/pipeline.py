@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy import __version__
-from corp_deploy.errors import BadInput, Missing
 from corp_deploy.families.preprocessing import recorded_preprocessing
-from corp_deploy.files import read_json, sha256_of_file, write_json, write_text
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
 from corp_deploy.store.model_names import require_local_name
+from ground.errors import BadInput, Missing
+from ground.files import read_json, sha256_of_file, write_json, write_text
+from ground.gpu import missing_gpu
 
 from . import calls as commands
 from .baseline import Baseline
@@ -21,7 +22,7 @@ from .incremental import Outcome, Place, Planned, Stage, files_of, locked, run
 from .incremental import plan as plan_stages
 from .recipe import Recipe, Target
 from .recipe_toml import text_of_recipe
-from .targets import artefact_name, build_lack, gpu_lack, graph_name, plan_name, run_lack
+from .targets import artefact_name, build_lack, graph_name, plan_name, run_lack
 
 SCRIPT, SUMS, MANIFEST = "remaining.sh", "SHA256SUMS", "manifest.json"
 # As in records.py, which imports torch.
@@ -128,7 +129,7 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         outside={"calibration.images": recipe.path("calibration", "images")},
         settings={f"calibration.{key}": value for key, value in drawn.items()}
         | {**system, "versions": _tool(*() if on_gpu else TORCH)},
-        lack=gpu_lack if on_gpu else lambda: None,
+        lack=missing_gpu if on_gpu else lambda: None,
         command=str(calibrate),
     )
     reduce = commands.reduce(recipe, root)

@@ -9,9 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import export.errors
-import perf.errors
-from corp_deploy.errors import BadInput
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from corp_deploy.invocation.honours import Axis
 from corp_deploy.invocation.quantities import (
@@ -45,9 +42,10 @@ from corp_deploy.reduction.method import (
     loop_from,
 )
 from export.engine.options import BatchProfile, BuildChoices
-from perf.files import regular
+from ground.errors import BadInput
+from ground.files import regular
+from ground.quantity import BATCH, Quantity
 from perf.gate.rule import Rule, rule_from_text
-from perf.quantity import BATCH, Quantity
 
 ENGINES = ("tensorrt", "tensorrt-rtx")
 TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", *ENGINES)
@@ -372,7 +370,7 @@ def _filled(path: Path, name: str, given: Mapping[str, Any], keys: Mapping[str, 
 def _rules(path: Path, where: str, texts: list[str], batches: list[int]) -> tuple[Rule, ...]:
     try:
         rules = tuple(map(rule_from_text, texts))
-    except perf.errors.BadInput as error:
+    except BadInput as error:
         raise BadInput(f"{path}: {where}: {error}") from None
     for rule in rules:
         if rule.batch is not None and rule.batch not in batches:
@@ -392,7 +390,7 @@ def _target(path: Path, name: str, given: Mapping[str, Any], tables: Mapping[str
         profile = BatchProfile.from_text(given["batch"] or f"1:{max(batches)}:{max(batches)}")
         if name in ENGINES:
             BuildChoices(backend=name, profiles=(profile,), sms=tuple(given["sms"]))
-    except export.errors.BadInput as error:
+    except BadInput as error:
         raise BadInput(f"{path}: {where}: {error}") from None
     outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
     if name in ENGINES and outside:

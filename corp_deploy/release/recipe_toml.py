@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import read_json
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, model_of_snapshot
-from perf.files import whole
+from ground.errors import BadInput
+from ground.files import read_json, whole
 
 from .recipe import SECTIONS, Recipe
 

@@ -6,8 +6,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import read_json
+from ground.errors import BadInput
+from ground.files import read_json
 from perf.parity.measures import measures
 from perf.runners.onnx import OnnxRunner
 

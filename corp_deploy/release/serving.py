@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.errors import BadInput
-from corp_deploy.files import read_json
 from export.engine.record import record_from_json, record_path
 from export.triton.config import Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.package import Package
-from perf.files import regular, whole
+from ground.errors import BadInput
+from ground.files import read_json, regular, whole
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import finite, summarise
 

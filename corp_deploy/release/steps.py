@@ -5,7 +5,6 @@ Every function reads what its invocation names below `place.root` and writes bel
 
 from calib.images import Images
 from calib.store import load as load_moments
-from corp_deploy.files import replacing, write_json, write_text
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.planning.carry_out import reduce_checkpoint
@@ -19,9 +18,11 @@ from corp_deploy.reduction import calibrating
 from corp_deploy.reduction.calibrate import Wanted, reference_of_summary
 from corp_deploy.reduction.method import choices_from_preset, loop_from
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model, labels_from_path, require_device
+from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from export.triton.repository import write_repository
+from ground.files import replacing, write_json, write_text
+from ground.gpu import require_device
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html

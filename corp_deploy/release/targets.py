@@ -1,15 +1,14 @@
 """Where a release's model is to run: what each target needs of this machine, and how it is told to run there."""
 
-import ctypes
 import importlib.util
 from typing import Any
 
 from corp_deploy.invocation.table import BENCH
+from ground.gpu import missing_gpu
 
 from .recipe import Target
 
 LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-NO_GPU = "this machine has no NVIDIA GPU with a driver"
 
 
 def graph_name(precision: str) -> str:
@@ -27,15 +26,6 @@ def artefact_name(target: Target, subject: str) -> str:
     return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
 
 
-def gpu_lack() -> str | None:
-    """Why there is no GPU here, asked of the driver alone, which is quicker than asking torch."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return NO_GPU
-    return None if driver.cuInit(0) == 0 else NO_GPU
-
-
 def _library_lack(target: Target) -> str | None:
     name = LIBRARY[target.name]
     return None if importlib.util.find_spec(name) else f"{target.name} is not installed here"
@@ -43,13 +33,13 @@ def _library_lack(target: Target) -> str | None:
 
 def build_lack(target: Target) -> str | None:
     """Why this machine can't build the target's engines; TensorRT-RTX needs no GPU for it."""
-    return _library_lack(target) or (None if target.name == "tensorrt-rtx" else gpu_lack())
+    return _library_lack(target) or (None if target.name == "tensorrt-rtx" else missing_gpu())
 
 
 def run_lack(target: Target) -> str | None:
     """Why this machine can't run the target."""
     if target.is_engine:
-        return _library_lack(target) or gpu_lack()
+        return _library_lack(target) or missing_gpu()
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed here; pip install 'corp-deploy[cpu]'"
     if target.name == "onnxruntime-cpu":

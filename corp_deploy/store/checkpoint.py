@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
-from corp_deploy.files import read_json, replacing, sha256_of_file, write_json
-from perf.quantity import shown
+from ground.errors import BadInput
+from ground.files import read_json, replacing, sha256_of_file, write_json
+from ground.quantity import shown
 
 from .hub_snapshot import CONFIG as CONFIG
 from .model_arguments import MOST_PARAMETERS, refuse_unbounded

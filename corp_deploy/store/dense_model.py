@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
+from ground.errors import BadInput
 
 from .checkpoint import Architecture, Checkpoint, dense_from_architecture, load_checkpoint, load_weights
 from .hub_snapshot import (

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
-from perf.files import object_from_file
+from ground.errors import BadInput
+from ground.files import object_from_file
 
 CONFIG = "config.json"
 # In timm's order, shards where a single file would be.

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import Images, open_images
-from corp_deploy.errors import BadInput, Missing
 from corp_deploy.families import timm_vit as vit
-from perf.files import regular
+from ground.errors import BadInput
+from ground.files import regular
 
 from .checkpoint import Checkpoint
 
@@ -101,9 +101,3 @@ def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np
             f"order of the model's {classes} outputs"
         )
     return np.asarray(labels[np.asarray(images.rows.chosen)], dtype=np.int64)
-
-
-def require_device(device: str) -> None:
-    """Raise Missing when a GPU is asked for and there is none; the CPU is never used in its place."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Missing("--device cuda: torch sees no CUDA GPU here; run with --device cpu, or on a machine with a GPU")

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.families.preprocessing import recorded_preprocessing
-from corp_deploy.files import sha256_of_file, write_json
 from corp_deploy.machine import versions
 from corp_deploy.proof.report_input import MANIFEST_KIND
+from ground.files import sha256_of_file, write_json
 
 NAME = "manifest.json"
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from corp_deploy.errors import BadInput
-from perf.quantity import Count, Quantity, Real
+from ground.errors import BadInput
+from ground.quantity import Count, Quantity, Real
 
 MOST_PARAMETERS = 20_000_000_000
 _SIZE, _WIDTH = Count(low=1, high=16_384), Count(low=1, high=65_536)

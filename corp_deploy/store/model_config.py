@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.errors import BadInput
-from perf.quantity import Count, Real
+from ground.errors import BadInput
+from ground.quantity import Count, Real
 
 _WIDTH, _SCALE = Count(low=1, high=2**20), Real(low=0.0, high=1e6, low_open=True)
 GEOMETRIES = ("square", "padded", "ragged")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from corp_deploy.errors import BadInput
+from ground.errors import BadInput
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
 # Other libraries' names of architectures that timm has, and timm's names of them.

@@ -10,13 +10,13 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from corp_deploy import __version__
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.files import replacing
 from export.graph.to_onnx import onnx_from_model, save
-from perf.quantity import shown
+from ground.errors import BadInput
+from ground.files import replacing
+from ground.quantity import shown
 from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint

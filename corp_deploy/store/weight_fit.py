@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.errors import BadInput
 from corp_deploy.families import timm_vit as vit
+from ground.errors import BadInput
 
 from .weights import State, Weights, first_names
 

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from corp_deploy.errors import BadInput
-from perf.files import object_from_file
+from ground.errors import BadInput
+from ground.files import object_from_file
 
 State = Mapping[str, torch.Tensor]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from corp_deploy.files import replacing, write_text
 from export.engine.audit import Audit, Audited
 from export.engine.build import Engine
 from export.engine.record import EngineRecord, record_path
+from ground.files import replacing, write_text
 
 
 def write_whole_engine(engine: Engine, path: Path) -> None:

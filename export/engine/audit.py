@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.errors import Missing
 from export.graph.check import load_onnx
+from ground.errors import Missing
 
 from .build import build_engine
 from .fusion import Fusion

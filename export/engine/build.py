@@ -9,9 +9,9 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from export.errors import BadInput
 from export.graph.check import require_onnx
 from export.graph.weights import half_weight_share, matmuls_2_4
+from ground.errors import BadInput
 
 from .fusion import Fusion, fusion_of
 from .interrupt import interruptible

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnx import ModelProto
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 _FUSED_NAME = re.compile(r"gem[mv]_mha|kgen_mha|fmha")
 _FUSED_KIND = ("Attention", "MultiHeadAttention", "kgen_mha")

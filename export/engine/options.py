@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 LARGEST_BATCH = 65_536
 _PROFILE = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}:[0-9]{1,9})?")

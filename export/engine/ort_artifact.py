@@ -7,10 +7,10 @@ from pathlib import Path
 
 import onnx
 
-from export.errors import BadInput, Missing
 from export.graph.check import require_onnx
 from export.graph.to_onnx import onnx_bytes
 from export.graph.weights import half_weight_share
+from ground.errors import BadInput, Missing
 
 from .build import Engine
 from .fusion import Fusion, Kernel, attention_sites

@@ -11,8 +11,8 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from export.errors import BadInput
-from export.files import json_object
+from ground.errors import BadInput
+from ground.files import object_from_text
 
 from .options import BatchProfile
 
@@ -155,7 +155,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     """Reads `EngineRecord.to_json`; BadInput for anything else."""
-    content = json_object(text, where=where)
+    content = object_from_text(text, where=where)
     if content.get("kind") != KIND or content.get("version") != VERSION:
         raise BadInput(f"{where}: expected an object of kind {KIND!r} and version {VERSION}")
     names = {field.name for field in fields(EngineRecord)}

@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 from onnx import ModelProto
 
-from export.errors import BadInput, Missing
-from export.files import regular, replacing
+from ground.errors import BadInput, Missing
+from ground.files import regular, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message

@@ -9,8 +9,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, TensorProto
 
-from export.errors import BadInput
-from export.files import regular
+from ground.errors import BadInput
+from ground.files import regular
 
 from .weights import element_types, matmul_weights
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 PRECISIONS = ("fp32", "fp16", "mixed")
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .weights import element_types
 

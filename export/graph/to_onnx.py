@@ -9,7 +9,7 @@ import onnx
 import torch
 from torch import nn
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from . import tidy as graph
 from .check import MAX_BYTES, SPELLED_OUT, check_onnx

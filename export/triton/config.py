@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .pbtxt import Name, Plain, pbtxt_from
 from .signature import Signature, Tensor

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.errors import BadInput
-from export.files import json_object, regular
+from ground.errors import BadInput
+from ground.files import object_from_text, regular
 
 from .config import Variant
 
@@ -60,7 +60,7 @@ def read_expected(path: Path) -> dict[str, Any]:
     """The entries by model and version; empty when the file is not there yet."""
     if not path.exists():
         return {}
-    content = json_object(regular(path).read_text(encoding="utf-8"), where=str(path))
+    content = object_from_text(regular(path).read_text(encoding="utf-8"), where=str(path))
     models: Any = content.get("models")
     entries = isinstance(models, dict) and all(isinstance(versions, dict) for versions in models.values())
     if (content.get("kind"), content.get("version")) != (KIND, VERSION) or not entries:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .findings import ERROR, WARNING, Finding, finding, from_complaint
 from .lint_artifact import own_limits

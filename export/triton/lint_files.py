@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .findings import ERROR, WARNING, Finding, finding, from_complaint
 from .lint_artifact import against_artifact

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from export.engine.options import BatchProfile
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .config import Serving
 from .expected import Expected

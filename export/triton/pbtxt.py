@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 Plain: TypeAlias = "str | int | float | bool | Mapping[str, Plain] | Sequence[Plain]"
 Value: TypeAlias = "str | int | float | bool | Message"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.engine.record import EngineRecord, sha256_of
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.errors import BadInput
+from ground.errors import BadInput
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"

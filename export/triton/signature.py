@@ -8,8 +8,8 @@ from onnx import TensorProto, ValueInfoProto
 
 from export.engine.options import BatchProfile
 from export.engine.record import EngineRecord, Port
-from export.errors import BadInput
 from export.graph.check import load_onnx
+from ground.errors import BadInput
 
 _SERVED_TYPES: dict[int, str] = {
     TensorProto.FLOAT: "TYPE_FP32",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from export.engine.options import BatchProfile
 from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
-from export.errors import BadInput
+from ground.errors import BadInput
 
 from .build_script import PENDING_NAME, SCRIPT_NAME, build_script
 from .config import Serving, Variant, config_text

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from export.errors import BadInput
-from export.files import regular, replacing
+from ground.errors import BadInput
+from ground.files import regular, replacing
 
 from .expected import EXPECTED_NAME, expected_text, read_expected
 

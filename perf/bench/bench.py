@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from time import perf_counter_ns
 
-from perf.errors import BadInput, Missing
+from ground.errors import BadInput, Missing, is_out_of_memory
 from perf.record.runs import Bench, Block, Described, Flat, Row, Scalar, Trial
-from perf.runners.memory import Ledger, is_out_of_memory
+from perf.runners.memory import Ledger
 from perf.runners.protocol import Images, Runner, Streams, batch_of
 from perf.stats.stability import warnings_of
 from perf.timing.environment import environment

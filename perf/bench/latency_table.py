@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from perf.errors import BadInput, Missing
-from perf.files import read_json, whole
+from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.files import read_json, whole
 from perf.record.runs import Flat
-from perf.runners.memory import is_out_of_memory
 from perf.runners.protocol import Images, Runner
 from perf.stats.quiet import is_disturbed, samples
 from perf.stats.stats import median

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.runs import Bench, Described
 from perf.stats.quiet import samples
 from perf.stats.stats import Interval, needed_samples, percentile_interval

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.runs import differing_keys
 from perf.stats.stats import Interval
 from perf.stats.summary import finite

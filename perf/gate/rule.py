@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perf.errors import BadInput
-from perf.quantity import BATCH, Quantity, Real, shown
+from ground.errors import BadInput
+from ground.quantity import BATCH, Quantity, Real, shown
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 HALF, SINGLE = TensorProto.FLOAT16, TensorProto.FLOAT
 # These hand on values as they are, which are rounded already.

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 from .locate import HALF_LIMIT
 from .onnx_blocks import by_site, half_values, largest_activations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 from .tolerance import FLOAT16_UNIT
 

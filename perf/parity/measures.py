@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 from .labels import wilson
 

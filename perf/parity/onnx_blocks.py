@@ -14,7 +14,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
-from perf.errors import BadInput, Missing
+from ground.errors import BadInput, Missing
 
 from .fp16_rounding import element_types, rounded_graph
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.rows import json_from_row, row_from_json
 
 from .labels import Accuracy, Comparison

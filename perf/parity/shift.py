@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.rows import row_from_json
 
 Floats = NDArray[np.float64]

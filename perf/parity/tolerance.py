@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 from .measures import Measures
 

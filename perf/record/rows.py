@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 Row = TypeVar("Row")
 KINDS: dict[object, tuple[type, ...]] = {

@@ -1,7 +1,7 @@
 """The record of one `bench`: raw samples of two subjects, block by block, and the machine they ran on.
 
-Nothing derived is stored: `perf.stats.quiet` says which times statistics keep, `perf.stats.summary` reads them. The file is one JSON
-object:
+Nothing derived is stored: `perf.stats.quiet` says which times statistics keep, `perf.stats.summary` reads them. The
+file is one JSON object:
 
     kind "bench", version 1, created (ISO 8601, UTC), command (list of words, may be empty)
     environment  flat: system, machine, cpu, ..., gpu, driver (null where there is none); see perf.timing.environment
@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from perf.errors import BadInput, NotComparable
-from perf.files import object_from_file, require_kind, whole
+from ground.errors import BadInput, NotComparable
+from ground.files import object_from_file, require_kind, whole
 
 VERSION = 1
 STATUSES = ("ok", "oom", "failed")

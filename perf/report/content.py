@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from perf.errors import BadInput
-from perf.files import whole
+from ground.errors import BadInput
+from ground.files import whole
 from perf.parity.parity import Parity, parity_from_json
 from perf.record.rows import row_from_json
 from perf.record.runs import Bench, bench_from_json

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from perf.errors import Missing
+from ground.gpu import require_cuda
 from perf.timing.laps import Clock, Laps
 
 from .protocol import Images
@@ -114,18 +114,6 @@ class Staging:
         event.record(self.stream)
         marked: Event = event
         return marked
-
-
-def require_cuda() -> None:
-    """Raise Missing unless torch sees a CUDA device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        reason = (
-            "this torch is built without CUDA" if built is None else f"torch (CUDA {built}) sees no device or driver"
-        )
-        raise Missing(f"a GPU was asked for and there is none: {reason}; ask for the CPU, or run where the GPU is")
 
 
 def first_uuid() -> str:

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from perf.errors import BadInput, Missing
+from ground.errors import BadInput, Missing
+from ground.gpu import require_cuda
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .cuda import Staging, captured, open_stream, require_cuda
+from .cuda import Staging, captured, open_stream
 from .memory import DeviceMemory, Gauge
 from .protocol import Images, Logits, as_images
 

@@ -1,12 +1,13 @@
-"""Peak memory of one runner among several in a process, and how running out of it is recognised."""
+"""Peak memory of one runner among several in a process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ground.gpu import require_cuda
+
 T = TypeVar("T")
-OUT_OF_MEMORY = ("out of memory", "failed to allocate memory", "can't allocate memory", "bad_alloc", "bad allocation")
 
 
 class Gauge(Protocol):
@@ -52,8 +53,6 @@ class TorchAllocator:
     def reset_peak(self) -> None:
         import torch
 
-        from .cuda import require_cuda
-
         require_cuda()
         torch.cuda.reset_peak_memory_stats()
 
@@ -76,8 +75,6 @@ class DeviceMemory:
     _at_reset: int = field(default=0, init=False)
 
     def reset_peak(self) -> None:
-        from .cuda import require_cuda
-
         require_cuda()
         self._at_reset = self.now()
 
@@ -119,8 +116,3 @@ def resident_gauge() -> Gauge | None:
     except OSError:
         return None
     return gauge
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of any runtime says that memory ran out."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from perf.errors import BadInput
+from ground.errors import BadInput
+from ground.gpu import require_cuda
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .cuda import Staging, captured, open_stream, require_cuda
+from .cuda import Staging, captured, open_stream
 from .memory import Gauge, TorchAllocator, resident_gauge
 from .protocol import HostBound, Images, Logits, as_images
 

@@ -9,12 +9,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from perf.errors import BadInput, Missing
+from ground.errors import BadInput, Missing, is_out_of_memory
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
-from .memory import DeviceMemory, Gauge, is_out_of_memory, resident_gauge
+from .memory import DeviceMemory, Gauge, resident_gauge
 from .protocol import HostBound, Images, Logits, as_images
 
 Provider = Literal["cpu", "cuda", "tensorrt"]

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.runs import Flat
 from perf.timing.laps import Bound, Clock, Laps
 from perf.timing.watch import LostTime, lost_time

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 
 PERCENTILE_METHOD = (
     "inverted_cdf"  # the smallest sample that at least p % of the samples don't exceed; never interpolated

@@ -50,8 +50,8 @@ class Side:
 class SummaryRow:
     """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate.
 
-    `rounds` are the units compared, see perf.stats.quiet.quiet_spans. `disturbed` means that other programs had the CPU in
-    almost all calls: the numbers then tell little.
+    `rounds` are the units compared, see perf.stats.quiet.quiet_spans. `disturbed` means that other programs had the
+    CPU in almost all calls: the numbers then tell little.
     `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 

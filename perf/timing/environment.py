@@ -15,7 +15,7 @@ PACKAGES = ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorr
 
 
 def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
-    """The machine's description; `gpu` is what `perf.timing.watch.Gpu.describe` says, None where there is no GPU to ask.
+    """The machine's description; `gpu` is what `watch.Gpu.describe` says, None where there is no GPU to ask.
 
     Names no host, user or path. Versions are of the packages installed, null for those that aren't.
     """

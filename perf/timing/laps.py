@@ -13,7 +13,7 @@ from itertools import count
 from statistics import fmean
 from typing import Protocol
 
-from perf.errors import BadInput
+from ground.errors import BadInput
 from perf.record.runs import Block
 from perf.stats.quiet import comparison_measure, quiet_spans, samples
 from perf.stats.stats import MIN_ROUNDS, ratio_of_medians, trend, trend_score

@@ -89,8 +89,8 @@ def _waited_ns(accounts: list[int]) -> int:
 def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
     """The watch of a GPU and its description, if NVML (package nvidia-ml-py) finds one.
 
-    Of several it is the one of this UUID, as `perf.runners.cuda.first_uuid` tells the one that CUDA runs on; NVML counts all
-    of a machine's GPUs, CUDA those that a process may see, in an order of its own. None takes the first.
+    Of several it is the one of this UUID, as `perf.runners.cuda.first_uuid` tells the one that CUDA runs on; NVML
+    counts all of a machine's GPUs, CUDA those that a process may see, in an order of its own. None takes the first.
     """
     nvml = _nvml()
     if nvml is None:
@@ -133,7 +133,7 @@ class Gpu:
         )
 
     def describe(self) -> dict[str, Scalar]:
-        """The keys of perf.timing.environment that concern the GPU; `clocks` is the limit set for applications, if any."""
+        """What perf.timing.environment tells of the GPU; `clocks` is the limit set for applications, if any."""
         nvml = self.nvml
         limit_mw = self._ask(nvml.nvmlDeviceGetPowerManagementLimit)
         capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability)

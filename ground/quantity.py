@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from perf.errors import BadInput
+from .errors import BadInput
 
 _DIGITS = re.compile(r"[0-9]{1,19}")
 _REAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")

@@ -1,15 +1,17 @@
-"""What may be read: regular files alone, and records that are neither huge nor nested without end.
-
-A pipe would be waited on for ever, a device read until memory is full.
+"""Files that appear whole or not at all, their digests, and what may be read: regular files alone, and records that are
+neither huge nor nested without end. A pipe would be waited on for ever, a device read until memory is full.
 """
 
+import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from perf.errors import BadInput
+from .errors import BadInput
 
 MOST_BYTES = 2**28
 DEEPEST = 40
@@ -21,6 +23,49 @@ def regular(path: Path) -> Path:
         kind = "directory" if path.is_dir() else "pipe, socket or device"
         raise BadInput(f"{path}: a {kind}, expected a regular file")
     return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, renamed over it when the body ends well and removed when it doesn't.
+
+    Raises BadInput where something else than a regular file stands: a device is never replaced.
+    """
+    regular(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file or none."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON record with a final newline; keys keep their order."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with regular(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_text(text: str) -> str:
+    """Hex digest of a text in UTF-8."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _refuse_depth(value: Any, where: str) -> None:
@@ -84,7 +129,7 @@ def require_kind(data: Mapping[str, Any], *, kind: str, version: int, where: str
         raise BadInput(f"{where}: {kind} record of version {got}; this tool reads version {version}")
 
 
-def read_json(path: Path, *, kind: str, version: int) -> dict[str, Any]:
+def read_json(path: Path, *, kind: str, version: int = 1) -> dict[str, Any]:
     """The JSON object in `path`, of this kind and version; raises BadInput otherwise."""
     data = object_from_file(path)
     require_kind(data, kind=kind, version=version, where=str(path))

@@ -1,9 +1,0 @@
-"""What a caller of this room may have to hear; light to import."""
-
-
-class BadInput(ValueError):
-    """The user's mistake: what is wrong, where, what was got and expected, what to do."""
-
-
-class Missing(RuntimeError):
-    """This machine lacks what the step needs; the message says what and how to get it."""

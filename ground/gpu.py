@@ -1,0 +1,34 @@
+"""Whether there is a GPU here: asked of the driver alone where that is enough, of torch where torch is to use it."""
+
+import ctypes
+
+from .errors import Missing
+
+NO_GPU = "this machine has no NVIDIA GPU with a driver"
+
+
+def missing_gpu() -> str | None:
+    """Why there is no GPU here, None where there is one. Quicker than asking torch, and needs none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return NO_GPU
+    return None if driver.cuInit(0) == 0 else NO_GPU
+
+
+def require_cuda() -> None:
+    """Raise Missing unless torch sees a CUDA device; the CPU is never used in its place."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = (
+            "this torch is built without CUDA" if built is None else f"torch (CUDA {built}) sees no device or driver"
+        )
+        raise Missing(f"a GPU was asked for and there is none: {reason}; ask for the CPU, or run where the GPU is")
+
+
+def require_device(device: str) -> None:
+    """Raise Missing when --device cuda is asked for and there is no GPU."""
+    if device == "cuda":
+        require_cuda()
