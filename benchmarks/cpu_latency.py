@@ -16,9 +16,9 @@ from torch import nn
 
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.widths import HeadGeometry, aligned_width
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import Running, measure
-from corp_deploy.reduction.method import HeadGeometry, aligned_width
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record

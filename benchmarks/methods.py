@@ -40,6 +40,7 @@ from corp_deploy.algebra import scores as select
 from corp_deploy.algebra import values as recover_values
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, Widths
 from corp_deploy.reduction import (
     branch_sums,
     closed_loop,
@@ -56,7 +57,7 @@ from corp_deploy.reduction import heads as reduce_attention
 from corp_deploy.reduction import site as reduce_site
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.reduction.method import Choices, HeadWidths, Widths, choices_from_preset
+from corp_deploy.reduction.method import Choices, choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.site import layers_of
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop

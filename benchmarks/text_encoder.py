@@ -26,11 +26,12 @@ from calib.moments import AttentionMoments, MlpMoments, Moments
 from corp_deploy.algebra.queries_keys import lowrank_spectrum
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.cost import attention_macs, mlp_macs
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.machine import versions
 from corp_deploy.planning.budget import Offer, spend
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, walk
-from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.reduction.site import layers_of, reduced_attention, reduced_mlp
 from corp_deploy.reduction.streams import Streams
 from ground.files import read_json, write_json

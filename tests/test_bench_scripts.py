@@ -15,7 +15,7 @@ from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
 from corp_deploy.commands import passes as told
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.method import HeadWidths
+from corp_deploy.families.widths import HeadWidths
 from tests import tiny
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}

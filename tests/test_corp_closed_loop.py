@@ -16,10 +16,11 @@ from calib.collect import collect
 from calib.images import Images, open_images
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.branch_sums import dense_advanced
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.correct import correction
-from corp_deploy.reduction.method import Choices, HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import Choices, choices_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.streams import Streams
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save

@@ -15,7 +15,7 @@ from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import counted, macs, parameters
 from corp_deploy.families.site_cost import Currency, site_costs
-from corp_deploy.reduction.method import HeadGeometry, HeadWidths
+from corp_deploy.families.widths import HeadGeometry, HeadWidths
 from perf.parity.tolerance import exact
 from tests import tiny
 

@@ -13,9 +13,10 @@ from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
-from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link

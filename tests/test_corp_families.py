@@ -20,12 +20,13 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import Currency
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
-from corp_deploy.reduction.method import Choices, HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import Choices, choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model

@@ -19,10 +19,11 @@ from corp_deploy.algebra import scores as select
 from corp_deploy.algebra import values as recover_values
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction import channels as reduce_mlp
 from corp_deploy.reduction import folded_mlp
 from corp_deploy.reduction.calibrate import Wanted, calibrate
-from corp_deploy.reduction.method import PRESETS, HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import PRESETS, choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny

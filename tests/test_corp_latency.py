@@ -11,10 +11,11 @@ import pytest
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import Offer, spend
 from corp_deploy.planning.latency import Tables, Where, measure_tables, offers_in_time
-from corp_deploy.reduction.method import aligned_widths, choices_from_preset
+from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
 from perf.bench import latency_table
 from perf.record.runs import Flat

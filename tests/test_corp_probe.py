@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.planning.budget import eliminations
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
 

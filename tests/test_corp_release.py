@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
-from corp_deploy.proof.report_input import MANIFEST_KIND
 from corp_deploy.release import own_steps as release_steps
 from corp_deploy.release import pipeline as releases
 from corp_deploy.release import steps
@@ -26,6 +25,7 @@ from corp_deploy.release.calls import MOMENTS
 from corp_deploy.release.incremental import Place, locked
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.files import sha256_of_file
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
@@ -118,7 +118,7 @@ def edit(home: Path, old: str, new: str) -> None:
 def test_the_folder_holds_what_is_promised(first: Path) -> None:
     out = first / "out"
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["kind"] == MANIFEST_KIND == releases.MANIFEST_KIND
+    assert manifest["kind"] == MANIFEST_KIND
     for name in (
         *("recipe.toml", "dense/model.safetensors", "dense/model.onnx", "reduced/config.json", "reduced/model.onnx"),
         *("moments.json", "parity.json", "bench.json", "gate.json", "report.html", "report.md", "report.xml"),

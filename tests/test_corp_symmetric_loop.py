@@ -15,8 +15,9 @@ from calib.images import Images, open_images
 from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import HeadWidths, choices_from_preset
+from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import save

@@ -17,13 +17,14 @@ from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend, uniform_for_share
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep import logits
 from corp_deploy.proof.locate import mend_command
 from corp_deploy.proof.mixed_precision import Mixed
-from corp_deploy.reduction.method import aligned_width, aligned_widths, choices_from_preset
+from corp_deploy.reduction.method import choices_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx

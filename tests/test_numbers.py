@@ -13,9 +13,8 @@ import export.engine.options
 from corp_deploy.cli import main
 from corp_deploy.commands.numbers import Alignment, Channels, Number, Numbers, Profile
 from corp_deploy.commands.options import JsonObject, Words
-from corp_deploy.invocation import quantities
 from corp_deploy.release.recipe import SECTIONS, load_recipe
-from ground import errors
+from ground import errors, quantities
 from ground.errors import BadInput
 from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text

@@ -8,7 +8,7 @@ from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
-from corp_deploy.reduction.method import aligned_width
+from corp_deploy.families.widths import aligned_width
 from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3

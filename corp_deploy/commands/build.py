@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.invocation.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 from corp_deploy.invocation.table import AUDIT, BUILD
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
 from .options import FILE, given_options

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.invocation.quantities import IMAGES, SHARE_REMOVED
 from corp_deploy.invocation.table import CALIBRATE
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import IMAGES, SHARE_REMOVED
 
 from .numbers import Alignment, Number, Numbers
 from .options import (

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.quantities import OPSET
 from corp_deploy.invocation.table import EXPORT, EXPORT_HEADS
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import OPSET
 from ground.quantity import BATCH
 
 from .numbers import Number

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.quantities import THREADS
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import THREADS
 
 from .numbers import Alignment, Number
 from .options import BATCHES, DIRECTORY, ModelChoice, model_options

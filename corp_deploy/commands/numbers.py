@@ -4,9 +4,9 @@ from typing import Any
 
 import click
 
-from corp_deploy.invocation.quantities import ALIGNMENT
 from export.engine.options import BatchProfile
 from ground.errors import BadInput
+from ground.quantities import ALIGNMENT
 from ground.quantity import Count, Quantity, shown
 
 

@@ -10,10 +10,10 @@ import click
 from click.core import ParameterSource
 
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
-from corp_deploy.invocation.quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.files import object_from_text
+from ground.quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_KEPT, WORKERS
 from ground.quantity import BATCH, shown
 
 from .numbers import Channels, Number, Numbers

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.quantities import MODEL_VERSION
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import MODEL_VERSION
 
 from .numbers import Number
 from .options import DIRECTORY, FILE

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from corp_deploy.invocation.table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from ground.quantity import BATCH
 
 from .numbers import Alignment, Number

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 from corp_deploy.invocation.table import ATTENTION, PRESET
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 
 from .numbers import Alignment, Number, Numbers
 from .options import (

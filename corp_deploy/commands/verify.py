@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.quantities import ERROR, FACTOR, SHARE
 from corp_deploy.invocation.table import VERIFY
 from corp_deploy.views.console import Output, output_options
+from ground.quantities import ERROR, FACTOR, SHARE
 from ground.quantity import BATCH
 
 from .numbers import Number

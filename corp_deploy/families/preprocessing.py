@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.invocation.quantities import DEVIATION, MEAN, SHARE_KEPT
 from ground.errors import BadInput
 from ground.files import read_json
+from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")

@@ -6,12 +6,11 @@ from typing import Literal
 
 from torch import nn
 
-from corp_deploy.reduction.method import HeadGeometry, HeadWidths
-
 from . import timm_vit as vit
 from .cost import attention_macs, attention_parameters, mlp_macs, mlp_parameters
 from .counting import Counted
 from .model_cost import counted, parameters
+from .widths import HeadGeometry, HeadWidths
 
 Currency = Literal["macs", "params"]
 

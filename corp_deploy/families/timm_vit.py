@@ -19,11 +19,11 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from calib.collect import AttentionSite, MlpSite, Tap
-from corp_deploy.reduction.method import HeadWidths
 from ground.errors import BadInput
 
 from .head_attention import Geometry, HeadAttention
 from .preprocessing import Preprocessing
+from .widths import HeadWidths
 
 # What hybrids have before their patch embedding's projection: a network of its own, to be told apart in costs.
 STEMS = ("patch_embed.backbone",)

@@ -19,9 +19,10 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import Currency, SiteCosts, site_costs
+from corp_deploy.families.widths import HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.channels import elimination
-from corp_deploy.reduction.method import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
+from corp_deploy.reduction.method import Choices
 from corp_deploy.reduction.model import site_moments, uniform_widths
 from corp_deploy.reduction.site import layers_of
 from ground.errors import BadInput

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.method import Choices, HeadWidths, aligned_widths, geometry_of_heads, head_widths
+from corp_deploy.families.widths import HeadWidths, aligned_widths, geometry_of_heads, head_widths
+from corp_deploy.reduction.method import Choices
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from export.graph.to_onnx import onnx_from_model, save

@@ -8,7 +8,8 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.method import Choices, LoopName, Widths
+from corp_deploy.families.widths import Widths
+from corp_deploy.reduction.method import Choices, LoopName
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput

@@ -14,8 +14,9 @@ from calib.hooks import evaluating
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction import pool as site_pool
-from corp_deploy.reduction.method import Choices, HeadWidths
+from corp_deploy.reduction.method import Choices
 from corp_deploy.reduction.model import ReducedSite, reduce, reduced_site
 
 Width = int | HeadWidths

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.store import checkpoint
+from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
 from ground.files import read_json, whole
 
-EFFECTS_KIND, MANIFEST_KIND = "corp-deploy/effects", "corp-deploy/manifest"
+EFFECTS_KIND = "corp-deploy/effects"
 REPORTS = "corp-deploy report "
 
 

@@ -21,12 +21,13 @@ from calib.hooks import evaluating
 from calib.images import Images
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, Widths
 from ground.errors import BadInput
 
 from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
 from .correct import STRENGTHS, correct, correct_through
 from .coverage import coverage
-from .method import Choices, HeadWidths, Widths
+from .method import Choices
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import Reads, named, tokens_to_fit
 from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp

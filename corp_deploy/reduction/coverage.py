@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, Widths
 from ground.errors import BadInput
 
-from .method import Choices, HeadWidths, Widths
+from .method import Choices
 
 NAMED = 3
 

@@ -11,11 +11,12 @@ from calib.hooks import evaluating
 from calib.images import Images
 from calib.moments import MlpMoments, Moments
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 
 from .channels import output_energy
 from .folded_mlp import See, folded_mlp, judged_mlps
-from .method import Choices, Widths
+from .method import Choices
 from .report import HeldOut, SiteReport
 from .site import layers_of, mlp_report
 

@@ -16,9 +16,10 @@ from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.output_error import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.values import ValueRecovery
+from corp_deploy.families.widths import aligned_widths
 from ground.errors import BadInput
 
-from .method import Choices, aligned_widths
+from .method import Choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

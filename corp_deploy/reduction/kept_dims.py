@@ -11,9 +11,10 @@ from calib.moments import AttentionMoments, Moments
 from calib.sites import Site
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, aligned_widths
 from ground.errors import BadInput
 
-from .method import HeadWidths, aligned_widths, choices_from_preset
+from .method import choices_from_preset
 from .model import require_same_model, site_moments, uniform_widths
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from corp_deploy.families.widths import HeadGeometry
+
 MlpRanking = Literal[
     "obs", "combined", "energy", "magnitude", "active", "variance", "wanda", "producer-l1", "producer-l2"
 ]
@@ -17,7 +19,6 @@ QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
 ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
-HeadGeometry = Literal["square", "padded", "ragged"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
@@ -28,7 +29,6 @@ NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
         "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
     }
 )
-MIN_WIDTH = 8
 DEFAULT_RIDGE_REL = 1e-4
 
 
@@ -126,49 +126,3 @@ def loop_from(value: "bool | LoopName | None") -> LoopName | None:
 def choices_from_preset(preset: str, **changes: Any) -> Choices:
     """The preset with the given fields set; a field given as None keeps the preset's value."""
     return replace(PRESETS[preset], **{name: value for name, value in changes.items() if value is not None})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadWidths:
-    """Kept widths per head."""
-
-    qk: int
-    v: int
-
-
-Widths = Mapping[str, int | HeadWidths]
-
-
-def aligned_width(dense: int, share_kept: float, align: int) -> int:
-    """The width kept: dense * share to the nearest multiple of `align`, never above dense.
-
-    At least 8, or `align` where a finer one is asked for. A share of 1 keeps the width as it is. A site narrower than
-    its alignment is aligned to 8 instead.
-    """
-    if share_kept == 1.0:
-        return dense
-    step = align if dense >= align else MIN_WIDTH
-    nearest = int(dense * share_kept / step + 0.5) * step
-    return min(dense, max(nearest, step))
-
-
-def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
-    """Every width a site may have under an alignment, the dense one included, narrowest first."""
-    step = align if dense >= align else MIN_WIDTH
-    return (*range(step, dense, step), dense)
-
-
-def head_widths(size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool) -> HeadWidths:
-    """What one number stands for: the width of the values where Q/K must stay, of all three with square heads, of
-    queries and keys with the others.
-    """
-    if keeps_qk:
-        return HeadWidths(qk=dense.qk, v=size)
-    return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" else dense.v)
-
-
-def geometry_of_heads(widths: HeadWidths, geometry: HeadGeometry) -> HeadGeometry:
-    """The geometry of one site: square where both widths are one, padded where square was asked and Q/K had to stay."""
-    if widths.qk == widths.v:
-        return "square"
-    return "padded" if geometry == "square" else geometry

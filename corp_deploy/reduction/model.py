@@ -14,13 +14,14 @@ from calib.images import Images
 from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_device
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, Widths, aligned_width, head_widths
 from corp_deploy.store.inputs import model_digest, preprocessing_text
 from ground.errors import BadInput
 
 from . import pool as site_pool
 from .coverage import Coverage, coverage
 from .folded import ShownImages, folded_mlps
-from .method import Choices, HeadWidths, Widths, aligned_width, head_widths
+from .method import Choices
 from .report import SiteReport, as_allocated
 from .site import reduced_attention, reduced_mlp
 

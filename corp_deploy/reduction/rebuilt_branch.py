@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from calib.moments import AttentionMoments, MlpMoments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.widths import HeadWidths
 
 from .channels import mlp_at_site, output_energy
 from .folded_mlp import See, folded_mlp, judged_mlps
-from .method import Choices, HeadWidths
+from .method import Choices
 from .report import SiteReport
 from .site import built_mlp, layers_of, mlp_report, reduced_attention
 from .streams import Streams

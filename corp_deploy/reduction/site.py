@@ -9,12 +9,13 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, geometry_of_heads
 
 from . import channels as reduce_mlp
 from . import heads as reduce_attention
 from .channels import MlpAtSite, MlpLayers, mlp_at_site, output_energy
 from .heads import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
-from .method import Choices, HeadWidths, geometry_of_heads
+from .method import Choices
 from .report import HeldOut, SiteReport
 
 

@@ -12,11 +12,12 @@ import torch
 from calib.hooks import evaluating
 from calib.images import Images
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths, Widths
 from ground.errors import BadInput
 
 from .branch_sums import attention_moments, mlp_sums
 from .coverage import coverage
-from .method import Choices, HeadWidths, Widths
+from .method import Choices
 from .model import Reduction, notes_on, uniform_widths
 from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
 from .report import as_allocated

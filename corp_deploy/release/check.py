@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
 from ground.files import read_json, regular, sha256_of_file, whole
 
-from .pipeline import MANIFEST, MANIFEST_KIND, SUMS
+from .pipeline import MANIFEST, SUMS
 from .samples import replay
 
 

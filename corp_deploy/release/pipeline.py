@@ -10,6 +10,7 @@ from corp_deploy.families.preprocessing import recorded_preprocessing
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
+from corp_deploy.store.manifest import MANIFEST_KIND
 from corp_deploy.store.model_names import require_local_name
 from ground.errors import BadInput, Missing
 from ground.files import read_json, sha256_of_file, write_json, write_text
@@ -25,8 +26,6 @@ from .recipe_toml import text_of_recipe
 from .targets import artefact_name, build_lack, graph_name, plan_name, run_lack
 
 SCRIPT, SUMS, MANIFEST = "remaining.sh", "SHA256SUMS", "manifest.json"
-# As in records.py, which imports torch.
-MANIFEST_KIND = "corp-deploy/manifest"
 MODELS = tuple(f"{name}/{file}" for name in SUBJECTS for file in ("config.json", "model.safetensors"))
 TORCH = ("torch", "timm", "numpy")
 

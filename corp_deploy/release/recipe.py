@@ -11,7 +11,21 @@ from typing import Any
 
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from corp_deploy.invocation.honours import Axis
-from corp_deploy.invocation.quantities import (
+from corp_deploy.invocation.table import ATTENTION, BENCH, LOOP, PRESET
+from corp_deploy.reduction.method import (
+    DEFAULT_RIDGE_REL,
+    MLP_RANKINGS,
+    NOT_HELD_OUT,
+    PRESETS,
+    QK_RANKINGS,
+    Choices,
+    choices_from_preset,
+    loop_from,
+)
+from export.engine.options import BatchProfile, BuildChoices
+from ground.errors import BadInput
+from ground.files import regular
+from ground.quantities import (
     ALIGNMENT,
     BAD_IMAGES,
     DEVIATION,
@@ -30,20 +44,6 @@ from corp_deploy.invocation.quantities import (
     THREADS,
     WORKERS,
 )
-from corp_deploy.invocation.table import ATTENTION, BENCH, LOOP, PRESET
-from corp_deploy.reduction.method import (
-    DEFAULT_RIDGE_REL,
-    MLP_RANKINGS,
-    NOT_HELD_OUT,
-    PRESETS,
-    QK_RANKINGS,
-    Choices,
-    choices_from_preset,
-    loop_from,
-)
-from export.engine.options import BatchProfile, BuildChoices
-from ground.errors import BadInput
-from ground.files import regular
 from ground.quantity import BATCH, Quantity
 from perf.gate.rule import Rule, rule_from_text
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from corp_deploy.families.preprocessing import recorded_preprocessing
 from corp_deploy.machine import versions
-from corp_deploy.proof.report_input import MANIFEST_KIND
 from ground.files import sha256_of_file, write_json
 
-NAME = "manifest.json"
+NAME, MANIFEST_KIND = "manifest.json", "corp-deploy/manifest"
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""Widths that sites have and may have. PURE."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+HeadGeometry = Literal["square", "padded", "ragged"]
+MIN_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWidths:
+    """Kept widths per head."""
+
+    qk: int
+    v: int
+
+
+Widths = Mapping[str, int | HeadWidths]
+
+
+def aligned_width(dense: int, share_kept: float, align: int) -> int:
+    """The width kept: dense * share to the nearest multiple of `align`, never above dense.
+
+    At least 8, or `align` where a finer one is asked for. A share of 1 keeps the width as it is. A site narrower than
+    its alignment is aligned to 8 instead.
+    """
+    if share_kept == 1.0:
+        return dense
+    step = align if dense >= align else MIN_WIDTH
+    nearest = int(dense * share_kept / step + 0.5) * step
+    return min(dense, max(nearest, step))
+
+
+def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
+    """Every width a site may have under an alignment, the dense one included, narrowest first."""
+    step = align if dense >= align else MIN_WIDTH
+    return (*range(step, dense, step), dense)
+
+
+def head_widths(size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool) -> HeadWidths:
+    """What one number stands for: the width of the values where Q/K must stay, of all three with square heads, of
+    queries and keys with the others.
+    """
+    if keeps_qk:
+        return HeadWidths(qk=dense.qk, v=size)
+    return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" else dense.v)
+
+
+def geometry_of_heads(widths: HeadWidths, geometry: HeadGeometry) -> HeadGeometry:
+    """The geometry of one site: square where both widths are one, padded where square was asked and Q/K had to stay."""
+    if widths.qk == widths.v:
+        return "square"
+    return "padded" if geometry == "square" else geometry
