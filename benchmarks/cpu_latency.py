@@ -18,7 +18,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.widths import HeadGeometry, aligned_width
 from corp_deploy.machine import versions
-from corp_deploy.proof.speed import Running, measure
+from corp_deploy.proof.speed import RunOptions, measure
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record
@@ -51,7 +51,7 @@ def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: 
         graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
         for checkpoint, path in zip((dense, reduced), graphs, strict=True):
             export_checkpoint(checkpoint, path, precision="fp32")
-        bench = measure(*graphs, batches=batches, plan=plan, running=Running(threads=2))
+        bench = measure(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
     share = macs(reduced.model) / macs(dense.model)
     return {
         "model": name,

@@ -26,7 +26,7 @@ from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
 from export.engine.build import build_engine
 from export.engine.libraries import open_library
-from export.engine.options import BatchProfile, BuildChoices
+from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import EngineRecord
 from export.graph.to_onnx import onnx_from_model, save
 
@@ -75,10 +75,10 @@ def model_of(name: str, variant: str) -> nn.Module:
     return halved(dense, variant)  # type: ignore[arg-type]
 
 
-def built(path: Path, choices: BuildChoices) -> tuple[EngineRecord, float]:
+def built(path: Path, method: BuildOptions) -> tuple[EngineRecord, float]:
     """The record, and the CPU seconds of all threads (reading and checking the graph included)."""
     started = time.process_time()
-    return build_engine(path, choices).record, time.process_time() - started
+    return build_engine(path, method).record, time.process_time() - started
 
 
 def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
@@ -88,8 +88,8 @@ def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
     save(onnx_from_model(exported, image_shape=(3, 224, 224), precision="fp16", metadata={}), path)
     rows = []
     for sm in sms:
-        choices = BuildChoices(backend="tensorrt-rtx", profiles=(BATCH,), sms=(sm,))
-        (first, first_cpu), (second, second_cpu) = built(path, choices), built(path, choices)
+        method = BuildOptions(backend="tensorrt-rtx", profiles=(BATCH,), sms=(sm,))
+        (first, first_cpu), (second, second_cpu) = built(path, method), built(path, method)
         rows.append(
             Row(
                 model=name,

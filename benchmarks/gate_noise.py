@@ -26,7 +26,7 @@ import numpy as np
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, Block, Described, Row, Trial
+from perf.record.runs import Bench, BenchTrial, Block, Described, Row
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import LOST_REL, is_disturbed, quiet_spans, samples
 from perf.timing.environment import environment
@@ -88,7 +88,7 @@ def background(processes: int) -> Iterator[None]:
 
 def record_of(blocks: tuple[Block, ...], stop: str) -> Bench:
     """The blocks as the record that a gate judges."""
-    trial = Trial(status="ok", warm_up_flat=True)
+    trial = BenchTrial(status="ok", warm_up_flat=True)
     row = Row(
         batch=8,
         trials={"reference": trial, "candidate": trial},

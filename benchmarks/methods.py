@@ -57,7 +57,7 @@ from corp_deploy.reduction import heads as reduce_attention
 from corp_deploy.reduction import site as reduce_site
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.site import layers_of
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
@@ -75,7 +75,7 @@ DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
+class Variant:
     """One row of the table: a preset, what differs from it, and which kinds of reduction it can do."""
 
     name: str
@@ -85,8 +85,8 @@ class Method:
     kinds: tuple[Kind, ...] = KINDS
     component: bool = False
 
-    def choices(self) -> Choices:
-        return choices_from_preset(self.preset, **self.changes)
+    def choices(self) -> Method:
+        return method_from_preset(self.preset, **self.changes)
 
     def code(self) -> Iterator[ModuleType]:
         """The modules whose algebra the row follows from."""
@@ -112,20 +112,20 @@ class Method:
         return hashlib.sha256(whole.encode()).hexdigest()
 
 
-METHODS = (
-    Method(name="best, closed loop", preset="best", loop=Loop()),
-    Method(name="best", preset="best"),
-    Method(name="corp", preset="corp"),
-    Method(name="corp-v1", preset="corp-v1"),
-    Method(name="grail", preset="grail", kinds=("mlp",)),
-    Method(name="grail, symmetric closed loop", preset="grail", loop="symmetric", kinds=("mlp",)),
-    Method(name="grail, producer-l2", preset="grail", changes={"mlp_selection": "producer-l2"}, kinds=("mlp",)),
-    Method(name="grail-fold", preset="grail-fold", kinds=("mlp",)),
-    Method(name="fold", preset="fold", kinds=("mlp",)),
-    Method(name="vbp", preset="vbp", kinds=("mlp",)),
-    Method(name="none", preset="none"),
+VARIANTS = (
+    Variant(name="best, closed loop", preset="best", loop=Loop()),
+    Variant(name="best", preset="best"),
+    Variant(name="corp", preset="corp"),
+    Variant(name="corp-v1", preset="corp-v1"),
+    Variant(name="grail", preset="grail", kinds=("mlp",)),
+    Variant(name="grail, symmetric closed loop", preset="grail", loop="symmetric", kinds=("mlp",)),
+    Variant(name="grail, producer-l2", preset="grail", changes={"mlp_selection": "producer-l2"}, kinds=("mlp",)),
+    Variant(name="grail-fold", preset="grail-fold", kinds=("mlp",)),
+    Variant(name="fold", preset="fold", kinds=("mlp",)),
+    Variant(name="vbp", preset="vbp", kinds=("mlp",)),
+    Variant(name="none", preset="none"),
     *(
-        Method(name=name, preset="best", changes=changes, loop=loop, kinds=("joint",), component=True)
+        Variant(name=name, preset="best", changes=changes, loop=loop, kinds=("joint",), component=True)
         for name, changes, loop in (
             ("best, combined instead of obs", {"mlp_selection": "combined"}, None),
             ("best, nothing instead of affine", {"mlp_recovery": "none"}, None),
@@ -244,9 +244,9 @@ class Bench:
         for part in vit.parts(self.subject.checkpoint.model).mlps:
             moments = self.moments.sites[part.name]
             assert isinstance(moments, MlpMoments), part.name
-            yield part.name, elimination(moments, layers_of(part), choices_from_preset("best"))
+            yield part.name, elimination(moments, layers_of(part), method_from_preset("best"))
 
-    def _reduced(self, method: Method, choices: Choices, widths: Widths) -> nn.Module:
+    def _reduced(self, method: Variant, choices: Method, widths: Widths) -> nn.Module:
         model = self.subject.checkpoint.model
         if method.loop == "symmetric":
             return reduce_symmetric_loop(model, self.images, choices, widths=widths).model
@@ -256,7 +256,7 @@ class Bench:
             model, self.moments, choices, widths=widths, eliminations=self.eliminations, images=self.images
         ).model
 
-    def row(self, method: Method, kind: Kind, sparsity: float) -> Row:
+    def row(self, method: Variant, kind: Kind, sparsity: float) -> Row:
         """Reduce and judge."""
         model, choices = self.subject.checkpoint.model, method.choices()
         widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
@@ -280,11 +280,11 @@ class Bench:
         )
 
 
-def plan(sparsities: Sequence[float]) -> Iterator[tuple[Method, Kind, float]]:
+def plan(sparsities: Sequence[float]) -> Iterator[tuple[Variant, Kind, float]]:
     """Every row of one model and seed."""
     for kind in KINDS:
         for sparsity in sparsities:
-            for method in METHODS:
+            for method in VARIANTS:
                 if kind in method.kinds:
                     yield method, kind, sparsity
 
@@ -295,7 +295,7 @@ def measured(
     """All rows of one model and seed; those in the cache that the same code made are not made again."""
     path = cache / f"rows-{subject.name}-{seed}-{images}.json"
     made: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
-    digests = {method.name: method.digest() for method in METHODS}
+    digests = {method.name: method.digest() for method in VARIANTS}
     rows = [row for row in made if row.get("digest") == digests.get(row["method"], "")]
     there = {(row["method"], row["kind"], row["sparsity"]) for row in rows}
     missing = [each for each in plan(sparsities) if (each[0].name, each[1], each[2]) not in there]

@@ -25,9 +25,9 @@ from calib.images import Images
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.machine import versions
 from corp_deploy.planning.carry_out import reduce_checkpoint
-from corp_deploy.planning.plan import Asked, Budget
+from corp_deploy.planning.plan import Budget, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import choices_from_preset, loop_from
+from corp_deploy.reduction.method import loop_from, method_from_preset
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
 from ground.files import write_json
@@ -40,12 +40,12 @@ Work = Callable[[], object]
 Samples = dict[str, dict[str, list[float]]]
 
 
-def asked(row: str, share: float) -> Asked:
+def asked(row: str, share: float) -> ReductionRequest:
     """What a row's `reduce` is asked for: half of every width, or widths by site for a share of the MACs."""
     budget = Budget(currency="macs", share=share) if "macs" in row else None
     sparsity = SPARSITY if budget is None else 0.0
-    choices = choices_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity)
-    return Asked(preset="best", choices=choices, budget=budget, closed_loop=loop_from("loop" in row))
+    method = method_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity)
+    return ReductionRequest(preset="best", method=method, budget=budget, closed_loop=loop_from("loop" in row))
 
 
 ROWS = ("calibrate", "uniform", "macs", "loop", "macs and loop")

@@ -25,7 +25,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Logits, Pixels, Run, candidate_from_path, logits_at
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
@@ -47,7 +47,7 @@ def made(architecture: Architecture, images: int, folder: Path) -> Path:
     shape = vit.input_spec(dense.model).shape
     np.save(path, np.random.default_rng(0).standard_normal((images, *shape), dtype=np.float32))
     moments = calibrate(dense, images_for_model(dense.model, path, samples=FEW), batch_size=FEW)
-    halved = choices_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
+    halved = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
     reduced = Checkpoint(
         model=reduce(dense.model, moments, halved).model, architecture=architecture, lineage=dense.lineage
     )

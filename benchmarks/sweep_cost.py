@@ -21,8 +21,8 @@ from calib.collect import collect
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.machine import versions
 from corp_deploy.planning.budget import eliminations
-from corp_deploy.planning.sweep import Scored, Wanted, logits, sweep
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.planning.sweep import Scored, SweepRequest, logits, sweep
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import lineage_of_model
@@ -37,8 +37,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def choices_at(sparsity: float) -> Choices:
-    return choices_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity)
+def choices_at(sparsity: float) -> Method:
+    return method_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity)
 
 
 def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images: int, rounds: int) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)
     scored = Scored(images=held_out, dense_NC=logits(model, held_out, 8), labels_N=None, batch_size=8)
-    wanted = [Wanted(preset="best", choices=choices_at(sparsity)) for sparsity in SPARSITIES]
+    wanted = [SweepRequest(preset="best", method=choices_at(sparsity)) for sparsity in SPARSITIES]
     found = []
     for _ in range(rounds):
-        known = eliminations(model, moments, wanted[0].choices)
-        one = seconds(partial(reduce, model, moments, wanted[0].choices))
-        nine = sum(seconds(partial(reduce, model, moments, each.choices, eliminations=known)) for each in wanted[1:])
-        apart = one + sum(seconds(partial(reduce, model, moments, each.choices)) for each in wanted[1:])
+        known = eliminations(model, moments, wanted[0].method)
+        one = seconds(partial(reduce, model, moments, wanted[0].method))
+        nine = sum(seconds(partial(reduce, model, moments, each.method, eliminations=known)) for each in wanted[1:])
+        apart = one + sum(seconds(partial(reduce, model, moments, each.method)) for each in wanted[1:])
         whole = seconds(partial(sweep, model, moments, wanted, scored))
         found.append({"one": one, "nine": nine, "ten_apart": apart, "sweep": whole})
     return {

@@ -31,7 +31,7 @@ from corp_deploy.machine import versions
 from corp_deploy.planning.budget import Offer, spend
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, walk
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.site import layers_of, reduced_attention, reduced_mlp
 from corp_deploy.reduction.streams import Streams
 from ground.files import read_json, write_json
@@ -123,7 +123,7 @@ def pieces(tokenizer_json: Path) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
+class Variant:
     """A row of the table: a preset, in open loop or in a closed one; `by_site` spends the MACs of uniform widths by
     the error curves instead.
     """
@@ -135,19 +135,21 @@ class Method:
     first_case_only: bool = False
 
 
-METHODS = (
-    Method(name="corp", preset="corp"),
-    Method(name="best", preset="best"),
-    Method(name="best, closed loop", preset="best", loop=Loop()),
-    Method(
+VARIANTS = (
+    Variant(name="corp", preset="corp"),
+    Variant(name="best", preset="best"),
+    Variant(name="best, closed loop", preset="best", loop=Loop()),
+    Variant(
         name="best, closed loop, first layers not aligned",
         preset="best",
         loop=Loop(align_inputs=False),
         first_case_only=True,
     ),
-    Method(name="best, same MACs by site", preset="best", by_site=True, first_case_only=True),
-    Method(name="best, same MACs by site, closed loop", preset="best", loop=Loop(), by_site=True, first_case_only=True),
-    Method(name="none", preset="none"),
+    Variant(name="best, same MACs by site", preset="best", by_site=True, first_case_only=True),
+    Variant(
+        name="best, same MACs by site, closed loop", preset="best", loop=Loop(), by_site=True, first_case_only=True
+    ),
+    Variant(name="none", preset="none"),
 )
 CASES = (("joint", 0.5), ("mlp", 0.5), ("attention", 0.5), ("joint", 0.3), ("joint", 0.7))
 
@@ -190,7 +192,7 @@ class Subject:
         if isinstance(part, vit.MlpPart):
             assert isinstance(moments, MlpMoments), name
             sizes = tuple(range(64, part.hidden + 1, 64))
-            order = elimination(moments, layers_of(part), choices_from_preset("best"))
+            order = elimination(moments, layers_of(part), method_from_preset("best"))
             costs = tuple(mlp_macs(tokens=TOKENS, dim=WIDTH, hidden=size) for size in sizes)
             return sizes, costs, tuple(map(order.error_at, sizes))
         assert isinstance(moments, AttentionMoments), name
@@ -212,7 +214,7 @@ class Subject:
         for name, width in uniform.items():
             widths, costs, errors = self.curve(name)
             at = widths.index(width)
-            alone = outputs(self.reduced(Method(name="probe", preset="best"), {name: width}), few)
+            alone = outputs(self.reduced(Variant(name="probe", preset="best"), {name: width}), few)
             effect = float((alone - dense).square().sum() / dense.square().sum())
             scaled = tuple(effect * error / errors[at] for error in errors)
             offers.append(Offer(site=name, widths=widths, costs=costs, errors=scaled, cost_now=costs[-1]))
@@ -231,31 +233,31 @@ class Subject:
                 )
                 yield block.get_submodule(norm)
 
-    def reduced(self, method: Method, widths: dict[str, int | HeadWidths]) -> nn.Module:
+    def reduced(self, variant: Variant, widths: dict[str, int | HeadWidths]) -> nn.Module:
         """The encoder at these widths."""
-        choices = choices_from_preset(method.preset)
+        method = method_from_preset(variant.preset)
         modules: dict[str, nn.Module] = {}
-        if method.loop is not None:
+        if variant.loop is not None:
             streams = Streams(batch.squeeze(1) for batch in self.batches)
-            modules, _ = walk(self.steps(), self.parts, streams, choices, widths, loop=method.loop)
+            modules, _ = walk(self.steps(), self.parts, streams, method, widths, loop=variant.loop)
             return vit.replaced(self.model, modules).eval()
         for name, width in widths.items():
             part, moments = self.parts[name], self.moments.sites[name]
             if isinstance(part, vit.MlpPart):
                 assert isinstance(moments, MlpMoments), name
                 assert isinstance(width, int), name
-                modules |= reduced_mlp(part, moments, choices, width)[0]
+                modules |= reduced_mlp(part, moments, method, width)[0]
             else:
                 assert isinstance(moments, AttentionMoments), name
                 assert isinstance(width, HeadWidths), name
-                modules |= reduced_attention(part, moments, choices, width)[0]
+                modules |= reduced_attention(part, moments, method, width)[0]
         return vit.replaced(self.model, modules).eval()
 
-    def error(self, method: Method, kind: str, sparsity: float) -> float:
+    def error(self, variant: Variant, kind: str, sparsity: float) -> float:
         """Of the pooled outputs, relative to the dense ones about their mean."""
         widths = self.widths(kind, sparsity)
-        widths = self.widths_by_site(widths) if method.by_site else widths
-        reduced = outputs(self.reduced(method, widths), self.held_out)
+        widths = self.widths_by_site(widths) if variant.by_site else widths
+        reduced = outputs(self.reduced(variant, widths), self.held_out)
         return float((reduced - self.dense).norm() / (self.dense - self.dense.mean(dim=0)).norm())
 
 
@@ -265,16 +267,16 @@ def rows_of(
     """Every method in every case, some in the first one alone; rows that are `known` are not made again."""
     for place, (kind, sparsity) in enumerate(cases):
         corp = float("nan")
-        for method in METHODS:
-            if method.first_case_only and place > 0:
+        for variant in VARIANTS:
+            if variant.first_case_only and place > 0:
                 continue
-            key = facts | {"kind": kind, "sparsity": sparsity, "method": method.name}
+            key = facts | {"kind": kind, "sparsity": sparsity, "method": variant.name}
             row = next((each for each in known if key.items() <= each.items()), None)
             if row is None:
-                error = subject.error(method, kind, sparsity)
-                row = key | {"error": error, "of_corp": 1.0 if method.name == "corp" else error / corp}
+                error = subject.error(variant, kind, sparsity)
+                row = key | {"error": error, "of_corp": 1.0 if variant.name == "corp" else error / corp}
                 click.echo(str(row))
-            corp = row["error"] if method.name == "corp" else corp
+            corp = row["error"] if variant.name == "corp" else corp
             yield row
 
 

@@ -14,7 +14,7 @@ from .distributed import Ranks
 from .images import Batch, Images
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
-from .resume import Checkpoint, Reached
+from .resume import Progress, ResumeFile
 from .sites import Site
 
 ALONE = Ranks()
@@ -51,7 +51,7 @@ def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device
 class _Share:
     """One rank's part of a calibration: its position, its ids and bad images, its checkpoints."""
 
-    def __init__(self, collector: Collector, images: Images, span: range, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, collector: Collector, images: Images, span: range, checkpoint: ResumeFile | None) -> None:
         self.collector, self.images, self.span, self.checkpoint = collector, images, span, checkpoint
         self.position, self.bad = span.start, list[str]()
         self.ids = torch.empty(0, dtype=torch.int64)
@@ -73,7 +73,7 @@ class _Share:
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
             moments = replace(self.collector.moments({}), image_ids=self.ids)
             assert self.collector.kernel is not None
-            reached = Reached(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
+            reached = Progress(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
             self.checkpoint.save(moments, reached, run)
 
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
@@ -122,7 +122,7 @@ def calibrate(
     device: str,
     options: Options | None = None,
     lineage: Mapping[str, str],
-    checkpoint: Checkpoint | None = None,
+    checkpoint: ResumeFile | None = None,
     ranks: Ranks = ALONE,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:

@@ -29,7 +29,7 @@ def _state(path: Path, text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class Progress:
     """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
     whose rounding the rest is to have."""
 
@@ -39,7 +39,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class ResumeFile:
     """Saved to `path` after every `every` images; with several processes each has its own file beside it."""
 
     path: Path
@@ -49,7 +49,7 @@ class Checkpoint:
         if self.every < 1:
             raise BadInput(f"checkpoint every: got {self.every} images, expected at least 1")
 
-    def of_rank(self, ranks: Ranks) -> "Checkpoint":
+    def of_rank(self, ranks: Ranks) -> "ResumeFile":
         if ranks.size == 1:
             return self
         name = f"{self.path.stem}.rank{ranks.rank}of{ranks.size}{self.path.suffix}"
@@ -59,7 +59,7 @@ class Checkpoint:
         """Whether a multiple of `every` images was passed."""
         return before // self.every < now // self.every
 
-    def save(self, moments: Moments, reached: Reached, run: Mapping[str, str]) -> None:
+    def save(self, moments: Moments, reached: Progress, run: Mapping[str, str]) -> None:
         """Replaces the file in one step; `run` holds all that must be equal to go on."""
         state = json.dumps({**asdict(reached), "run": dict(run)}, sort_keys=True)
         beside = self.path.with_name(f".{self.path.name}.partial")
@@ -68,7 +68,7 @@ class Checkpoint:
             os.fsync(file.fileno())
         beside.replace(self.path)
 
-    def load(self, run: Mapping[str, str]) -> tuple[Moments, Reached] | None:
+    def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
         """What was saved, or None without a file. Raises BadInput for the state of another run."""
         if not self.path.exists():
             return None
@@ -82,7 +82,7 @@ class Checkpoint:
                     f"{self.path}: checkpoint of another run: {key} was {state['run'].get(key)!r}, now "
                     f"{run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
                 )
-        reached = Reached(position=state["position"], bad=tuple(state["bad"]), kernel=state["kernel"])
+        reached = Progress(position=state["position"], bad=tuple(state["bad"]), kernel=state["kernel"])
         return moments, reached
 
     def clear(self) -> None:

@@ -41,7 +41,7 @@ _BELOW_FLOOR = {"tensorrt": "10.16.1 and newer build engines for servers that ha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Capability:
     """One thing looked for: what was found (empty when absent), what its lack disables, and what to do about it."""
 
     what: str
@@ -64,16 +64,16 @@ def versions() -> dict[str, str]:
     return found | {package: version for package in PACKAGES if (version := _version(package))}
 
 
-def _package(name: str, *, disables: str = "", extra: str = "") -> Finding:
+def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
     """A package, absent or older than its floor."""
     found, floor = _version(name), FLOORS[name]
     if not found:
         words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
-        return Finding(what=name, found="", disables=disables or "everything", remedy=f"pip install {words}")
+        return Capability(what=name, found="", disables=disables or "everything", remedy=f"pip install {words}")
     if version_numbers(found) >= version_numbers(floor):
-        return Finding(what=name, found=found)
+        return Capability(what=name, found=found)
     told = _BELOW_FLOOR.get(name)
-    return Finding(
+    return Capability(
         what=name,
         found=f"{found}, older than {floor}",
         disables="published fixes are missing" + (f"; {told}" if told else ""),
@@ -81,35 +81,35 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Finding:
     )
 
 
-def _runtimes() -> Iterator[Finding]:
+def _runtimes() -> Iterator[Capability]:
     """The ONNX Runtime that is installed, of the two there are."""
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if _version(name):
             yield _package(name)
 
 
-def _providers() -> Finding:
+def _providers() -> Capability:
     try:
         import onnxruntime
     except ImportError:
-        return Finding(
+        return Capability(
             what="ONNX Runtime providers",
             found="",
             disables="verify and bench of ONNX files",
             remedy="pip install 'corp-deploy[cpu]'",
         )
-    return Finding(what="ONNX Runtime providers", found=", ".join(onnxruntime.get_available_providers()))
+    return Capability(what="ONNX Runtime providers", found=", ".join(onnxruntime.get_available_providers()))
 
 
-def _gpu() -> Finding:
+def _gpu() -> Capability:
     import torch
 
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        return Finding(
+        return Capability(
             what="GPU", found=f"{torch.cuda.get_device_name()}, SM {major}{minor}, CUDA {torch.version.cuda}"
         )
-    return Finding(
+    return Capability(
         what="GPU",
         found="",
         disables="measuring on a GPU; building a full TensorRT engine",
@@ -117,38 +117,40 @@ def _gpu() -> Finding:
     )
 
 
-def _driver() -> Finding:
+def _driver() -> Capability:
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Finding(
+        return Capability(
             what="NVIDIA driver", found="", disables="whatever needs a GPU", remedy="install the driver of the GPU"
         )
     query = [command, "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
-        return Finding(
+        return Capability(
             what="NVIDIA driver",
             found="",
             disables="whatever needs a GPU",
             remedy=done.stdout.strip() or done.stderr.strip(),
         )
-    return Finding(what="NVIDIA driver", found=f"{done.stdout.strip()} (driver, SM clock, highest, power limit)")
+    return Capability(what="NVIDIA driver", found=f"{done.stdout.strip()} (driver, SM clock, highest, power limit)")
 
 
-def _memory() -> Finding:
+def _memory() -> Capability:
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Finding(what="memory", found=f"{pages * size / 2**30:.1f} GiB, {os.cpu_count()} CPUs, {platform.machine()}")
+    return Capability(
+        what="memory", found=f"{pages * size / 2**30:.1f} GiB, {os.cpu_count()} CPUs, {platform.machine()}"
+    )
 
 
-def _disk(where: Path) -> Finding:
-    return Finding(what="free disk", found=f"{shutil.disk_usage(where).free / 2**30:.1f} GiB")
+def _disk(where: Path) -> Capability:
+    return Capability(what="free disk", found=f"{shutil.disk_usage(where).free / 2**30:.1f} GiB")
 
 
-def findings() -> list[Finding]:
+def findings() -> list[Capability]:
     """Everything the commands may need, found or not."""
     return [
-        Finding(what="corp-deploy", found=__version__),
-        Finding(what="python", found=platform.python_version()),
+        Capability(what="corp-deploy", found=__version__),
+        Capability(what="python", found=platform.python_version()),
         *map(_package, _REQUIRED),
         *_runtimes(),
         _providers(),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from corp_deploy.release.incremental import STATE, Place, Stage, locked, run
+from corp_deploy.release.incremental import STATE, Stage, StageDirs, locked, run
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod", "mid-file")
 
@@ -50,8 +50,8 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
-def _writer(name: str, reads: tuple[str, ...], makes: tuple[str, ...]) -> Callable[[Place], None]:
-    def does(place: Place) -> None:
+def _writer(name: str, reads: tuple[str, ...], makes: tuple[str, ...]) -> Callable[[StageDirs], None]:
+    def does(place: StageDirs) -> None:
         seen = b"".join((place.root / each).read_bytes() for each in reads)
         for each in makes:
             path = place.into / each

@@ -49,14 +49,14 @@ def test_the_encoders_steps_are_the_encoder(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = subject(monkeypatch)
     rows = list(text_encoder.rows_of(made, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}))
-    assert [row["method"] for row in rows] == [method.name for method in text_encoder.METHODS]
+    assert [row["method"] for row in rows] == [method.name for method in text_encoder.VARIANTS]
     assert all(0.0 < row["error"] < 3.0 for row in rows)
     assert rows[0]["of_corp"] == 1.0
     widths = made.widths("joint", 0.5)
     assert widths == {"blocks.0.attn": HeadWidths(qk=6, v=12), "blocks.0.mlp": 64}
     again = list(text_encoder.rows_of(made, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}, rows))
     assert again == rows
-    whole = made.reduced(text_encoder.METHODS[1], made.widths("joint", 0.0))
+    whole = made.reduced(text_encoder.VARIANTS[1], made.widths("joint", 0.0))
     torch.testing.assert_close(whole(made.held_out), made.model(made.held_out), rtol=1e-3, atol=1e-4)
     table = text_encoder_table({"rows": rows})
     assert "| joint | 50% | 40 |" in table

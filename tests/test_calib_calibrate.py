@@ -22,7 +22,7 @@ from calib.distributed import Ranks, joined_ranks
 from calib.images import Images, open_images
 from calib.memory import AttentionShape, MlpShape
 from calib.moments import Moments, merge
-from calib.resume import Checkpoint
+from calib.resume import ResumeFile
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 
@@ -85,7 +85,7 @@ def calibrated(
     batch_size: int = 4,
     max_bad: int = 0,
     options: Options = SYSTEM,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: ResumeFile | None = None,
     ranks: Ranks | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
@@ -133,7 +133,7 @@ def interrupt_at(images: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("stop", [4, 8, 12, 20])
 def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_path: Path, stop: int) -> None:
-    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=8)
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
     with pytest.raises(Interrupted):
         calibrated(path, checkpoint=checkpoint, progress=interrupt_at(stop))
     heard: list[int] = []
@@ -147,7 +147,7 @@ def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_pa
 def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=8)
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
     monkeypatch.setattr("calib.collect.kernel_for", lambda width: "onednn")
     uninterrupted = calibrated(path)
     with pytest.raises(Interrupted):
@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
 
 
 def test_a_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=1)
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=1)
     calibrated(path, checkpoint=checkpoint)
     assert_same_bits(calibrated(path, checkpoint=checkpoint), calibrated(path))
 
@@ -167,7 +167,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
     images[[1, 9, 17]] = np.nan
     np.save(path, images)
     options = Options(kept={"attn": torch.tensor([[0, 3], [1, 7]])})
-    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=5)
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=5)
     with pytest.raises(Interrupted):
         calibrated(path, max_bad=3, options=options, checkpoint=checkpoint, progress=interrupt_at(12))
     resumed = calibrated(path, max_bad=3, options=options, checkpoint=checkpoint)
@@ -178,7 +178,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
 
 
 def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(path=tmp_path / "state.safetensors", every=4)
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
     with pytest.raises(Interrupted):
         calibrated(path, checkpoint=checkpoint, progress=interrupt_at(8))
     with pytest.raises(BadInput, match="checkpoint of another run: batch_size was '4', now '5'"):
@@ -194,7 +194,7 @@ def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> N
 
 
 def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(path=tmp_path / "moments.safetensors", every=4)
+    checkpoint = ResumeFile(path=tmp_path / "moments.safetensors", every=4)
     save(calibrated(path), checkpoint.path)
     with pytest.raises(BadInput, match="holds moments, not a calibration's checkpoint"):
         calibrated(path, checkpoint=checkpoint)

@@ -10,7 +10,7 @@ from torch import nn
 
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import Limits, given_from_images, prove
+from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -45,7 +45,7 @@ def test_a_proof_runs_at_most_twice_the_images_it_judges(home: Path, monkeypatch
     dense = load_checkpoint(home / "dense")
     given = given_from_images(images_for_model(dense.model, home / "images.npy"))
     candidates = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx", "fp16.onnx")]
-    proof = prove(dense, candidates, given, batches=(1, 7, 32), limits=Limits(max_error=1.0))
+    proof = prove(dense, candidates, given, batches=(1, 7, 32), limits=ParityLimits(max_error=1.0))
     assert proof.parity.verdict == "PASS"
     assert IMAGES * 4 < sum(count for _, count in runs) <= 2 * IMAGES * 4
     for each in proof.parity.links:
@@ -80,7 +80,7 @@ def test_one_candidate_is_open_at_a_time(home: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(runner, "__exit__", left)
     dense = load_checkpoint(home / "dense")
     given = given_from_images(images_for_model(dense.model, home / "images.npy"))
-    prove(dense, [candidate_from_path(home / "reduced")], given, batches=(8,), limits=Limits())
+    prove(dense, [candidate_from_path(home / "reduced")], given, batches=(8,), limits=ParityLimits())
     assert opened == [0, -1, 0, -1]
 
 
@@ -98,9 +98,9 @@ def test_blocks_are_looked_at_only_when_a_link_fails(home: Path, monkeypatch: py
     dense = load_checkpoint(home / "dense")
     given = given_from_images(images_for_model(dense.model, home / "images.npy", samples=8))
     steps = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx")]
-    prove(dense, steps, given, batches=(8,), limits=Limits())
+    prove(dense, steps, given, batches=(8,), limits=ParityLimits())
     assert asked == []
-    prove(dense, steps, given, batches=(8,), limits=Limits(max_error=1e-9))
+    prove(dense, steps, given, batches=(8,), limits=ParityLimits(max_error=1e-9))
     assert asked == ["reduced"]
 
 

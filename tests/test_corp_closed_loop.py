@@ -20,7 +20,7 @@ from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.branch_sums import dense_advanced
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.correct import correction
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.streams import Streams
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -49,8 +49,8 @@ def relative_error(candidate: Tensor, reference: Tensor) -> float:
     return float((candidate.double() - reference.double()).norm() / reference.double().norm())
 
 
-def best(**changes: Any) -> Choices:
-    return choices_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
+def best(**changes: Any) -> Method:
+    return method_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
 
 
 def inputs_of_blocks(model: nn.Module, images: NDArray[np.float32]) -> list[Tensor]:
@@ -153,9 +153,9 @@ def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str
     scale = model.blocks[0].ls2
     if "init_values" in kwargs:
         scale.gamma.detach().copy_(torch.linspace(0.2, 0.9, 48))
-    choices = best(attention_sparsity=0.5, mlp_sparsity=0.5, geometry="square")
+    method = best(attention_sparsity=0.5, mlp_sparsity=0.5, geometry="square")
     source = opened(model, images)
-    looped = reduce_closed_loop(model, source, choices, loop=Loop(strengths=(strength,), align_inputs=False))
+    looped = reduce_closed_loop(model, source, method, loop=Loop(strengths=(strength,), align_inputs=False))
     assert [site.loop.strength for site in looped.sites if site.loop] == [strength, strength]
     # The prior: the same model with fc2 as recovered, which a fit that never helps leaves alone.
     attention = {"blocks.0.attn": looped.model.get_submodule("blocks.0.attn")}
@@ -219,10 +219,10 @@ def test_alignment_lowers_the_error_where_much_is_missing(tmp_path: Path) -> Non
     """And a bias that it makes comes back with the saved model."""
     checkpoint = tiny.checkpoint(depth=4, qkv_bias=False)
     source, held_out = opened(checkpoint.model, tiny.images(192)), tiny.images(64, seed=9)
-    choices = best(mlp_sparsity=0.5, attention_sparsity=0.5)
+    method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     dense = logits(checkpoint.model, held_out)
     aligned, plain = (
-        reduce_closed_loop(checkpoint.model, source, choices, loop=Loop(align_inputs=align)) for align in (True, False)
+        reduce_closed_loop(checkpoint.model, source, method, loop=Loop(align_inputs=align)) for align in (True, False)
     )
     assert not any(site.alignment for site in plain.sites)
     errors = [relative_error(logits(each.model, held_out), dense) for each in (aligned, plain)]
@@ -236,18 +236,18 @@ def example() -> Checkpoint:
     return load_checkpoint(EXAMPLE)
 
 
-def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], choices: Choices) -> tuple[Reduction, Reduction]:
+def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], method: Method) -> tuple[Reduction, Reduction]:
     """Open and closed, from the same images."""
     source, sites = opened(checkpoint.model, images), vit.calibration_sites(checkpoint.model)
     lineage = lineage_for_moments(checkpoint, source)
     moments = collect(checkpoint.model, sites, source.batches(32), device="cpu", lineage=lineage)
-    return reduce(checkpoint.model, moments, choices), reduce_closed_loop(checkpoint.model, source, choices)
+    return reduce(checkpoint.model, moments, method), reduce_closed_loop(checkpoint.model, source, method)
 
 
 def test_on_the_example_the_loop_lowers_the_held_out_error() -> None:
     held_out = load("held-out").images
-    choices = best(mlp_sparsity=0.75, attention_sparsity=0.75)
-    open_loop, looped = both_loops(example(), load("train").images[:256], choices)
+    method = best(mlp_sparsity=0.75, attention_sparsity=0.75)
+    open_loop, looped = both_loops(example(), load("train").images[:256], method)
     dense = logits(example().model, held_out)
     assert relative_error(logits(looped.model, held_out), dense) < 0.98 * relative_error(
         logits(open_loop.model, held_out), dense
@@ -258,8 +258,8 @@ def test_on_the_example_the_loop_lowers_the_held_out_error() -> None:
 def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
     """Random weights leave little to explain one channel by others, so much goes missing at every block."""
     checkpoint, held_out = tiny.checkpoint(depth=4), tiny.images(64, seed=9)
-    choices = best(mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square")
-    open_loop, looped = both_loops(checkpoint, tiny.images(192), choices)
+    method = best(mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square")
+    open_loop, looped = both_loops(checkpoint, tiny.images(192), method)
     dense = logits(checkpoint.model, held_out)
     assert relative_error(logits(looped.model, held_out), dense) < 0.9 * relative_error(
         logits(open_loop.model, held_out), dense
@@ -280,11 +280,11 @@ def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
 
 def test_the_order_of_the_images_hardly_matters() -> None:
     model, images = tiny.checkpoint().model, tiny.images(64)
-    choices = best(mlp_sparsity=0.5, attention_sparsity=0.5)
+    method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     held_out = tiny.images(16, seed=5)
     dense = logits(model, held_out)
     one, other = (
-        logits(reduce_closed_loop(model, opened(model, images[order]), choices).model, held_out)
+        logits(reduce_closed_loop(model, opened(model, images[order]), method).model, held_out)
         for order in (slice(None), np.random.default_rng(3).permutation(64))
     )
     assert float((one - other).norm()) < 0.3 * float((one - dense).norm())
@@ -370,13 +370,13 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     checkpoint = tiny.checkpoint(qkv_bias=False)
     if preset == "corp" and geometry == "square":
         return
-    choices = choices_from_preset(
+    method = method_from_preset(
         preset, mlp_sparsity=0.5, attention_sparsity=0.5, geometry=geometry, align_hidden=8, align_head=8
     )
     before = {name: tensor.clone() for name, tensor in checkpoint.model.state_dict().items()}
     counted: list[int] = []
     source = opened(checkpoint.model, tiny.images(16))
-    reduction = reduce_closed_loop(checkpoint.model, source, choices, done=counted.append)
+    reduction = reduce_closed_loop(checkpoint.model, source, method, done=counted.append)
     assert counted == [1, 2, 3, 4]
     widths = {(part.qk, part.v, part.geometry) for part in vit.parts(reduction.model).attentions}
     assert widths == {(8, 8 if geometry == "square" else 16, geometry)}

@@ -16,7 +16,7 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
@@ -111,7 +111,7 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     assert "rounded to multiples (hidden 64, head 16)" in refused.stderr
     assert reduce(home, "plain", tmp_path / "r", *words, "--allow-partial").exit_code == 0
     found = vit.parts(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
-    keeps = choices_from_preset("vbp", attention_sparsity=0.5)
+    keeps = method_from_preset("vbp", attention_sparsity=0.5)
     with pytest.raises(BadInput, match="this preset's method reduces MLPs only"):
         require_as_asked(coverage(found, keeps, {}, by_site=False), keeps)
 
@@ -122,14 +122,14 @@ def test_a_block_that_is_refused_whole_counts_twice() -> None:
     found = vit.Parts(
         mlps=plain.mlps, attentions=plain.attentions, refused=(vit.Refusal(name="blocks.1", reason="block is odd"),)
     )
-    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
+    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}
-    covered = coverage(found, choices, widths, by_site=False)
+    covered = coverage(found, method, widths, by_site=False)
     assert covered.verdict == "2 of 4 sites reduced"
     assert covered.refused == {"blocks.1.attn": "block is odd", "blocks.1.mlp": "block is odd"}
-    mlp_alone = choices_from_preset("best", mlp_sparsity=0.5)
+    mlp_alone = method_from_preset("best", mlp_sparsity=0.5)
     assert coverage(found, mlp_alone, {"blocks.0.mlp": 96}, by_site=False).verdict == "1 of 2 sites reduced"
-    assert coverage(found, choices, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn",)
+    assert coverage(found, method, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn",)
 
 
 def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from calib.moments import AttentionMoments, Moments, on_device
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.planning.probe import Probe
-from corp_deploy.reduction.calibrate import Wanted, calibrate
+from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.folded import BATCH_SIZE
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store import checkpoint as checkpoints
 from tests import tiny
@@ -36,12 +36,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def moments(images: Images) -> Moments:
-    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Wanted(attention_system=True))
+    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Statistics(attention_system=True))
 
 
-def choices(preset: str, **changes: Any) -> Choices:
+def method(preset: str, **changes: Any) -> Method:
     whole: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    return choices_from_preset(preset, **(whole | changes))
+    return method_from_preset(preset, **(whole | changes))
 
 
 def require_same(one: nn.Module, other: nn.Module) -> None:
@@ -62,7 +62,7 @@ CASES = [
 def test_reduction_makes_nothing_on_the_default_device(
     preset: str, changes: Any, moments: Moments, images: Images
 ) -> None:
-    model, wanted = tiny.checkpoint().model, choices(preset, **changes)
+    model, wanted = tiny.checkpoint().model, method(preset, **changes)
     held = list(images.read(BATCH_SIZE))
 
     class Held:
@@ -82,7 +82,7 @@ def test_reduction_makes_nothing_on_the_default_device(
 
 @pytest.mark.parametrize("preset", ["best", "corp"])
 def test_the_closed_loop_makes_nothing_on_the_default_device(preset: str, images: Images) -> None:
-    model, wanted = tiny.checkpoint().model, choices(preset)
+    model, wanted = tiny.checkpoint().model, method(preset)
     held = [batch.clone() for batch in images.batches(8)]
 
     class Held:
@@ -99,12 +99,12 @@ def test_the_closed_loop_makes_nothing_on_the_default_device(preset: str, images
 
 
 def test_budgets_make_nothing_on_the_default_device(images: Images, moments: Moments) -> None:
-    model, wanted = tiny.checkpoint().model, choices("best", mlp_sparsity=0.0, attention_sparsity=0.0)
+    model, wanted = tiny.checkpoint().model, method("best", mlp_sparsity=0.0, attention_sparsity=0.0)
     pixels = next(iter(images.batches(8)))
 
     def widths() -> Any:
         known = eliminations(model, moments, wanted)
-        probe = Probe(model=model, moments=moments, choices=wanted, images=pixels, eliminations=known)
+        probe = Probe(model=model, moments=moments, method=wanted, images=pixels, eliminations=known)
         return spend(list(offers(probe, "macs")), dense_cost(model, "macs"), 0.7).widths
 
     plain = widths()
@@ -153,7 +153,7 @@ def test_neither_calibrating_nor_the_loop_on_a_gpu_moves_a_model(images: Images)
     calibrate(checkpoint, images, batch_size=8, device="cuda")
     assert not next(checkpoint.model.parameters()).is_cuda
     there = tiny.checkpoint().model.cuda()
-    assert next(reduce_closed_loop(there, images, choices("best")).model.parameters()).is_cuda
+    assert next(reduce_closed_loop(there, images, method("best")).model.parameters()).is_cuda
     assert next(there.parameters()).is_cuda
 
 
@@ -167,7 +167,7 @@ def relative_error(one: nn.Module, other: nn.Module) -> float:
 @needs_gpu
 @pytest.mark.parametrize(("preset", "changes"), CASES)
 def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments, images: Images) -> None:
-    wanted = choices(preset, **changes)
+    wanted = method(preset, **changes)
     here: Reduction = reduce(tiny.checkpoint().model, moments, wanted, images=images)
     there = reduce(tiny.checkpoint().model.cuda(), moments, wanted, images=images)
     assert relative_error(there.model, here.model) < 1e-4
@@ -175,6 +175,6 @@ def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments, imag
 
 @needs_gpu
 def test_the_closed_loop_runs_on_a_gpu(images: Images) -> None:
-    here = reduce_closed_loop(tiny.checkpoint().model, images, choices("best"))
-    there = reduce_closed_loop(tiny.checkpoint().model.cuda(), images, choices("best"))
+    here = reduce_closed_loop(tiny.checkpoint().model, images, method("best"))
+    there = reduce_closed_loop(tiny.checkpoint().model.cuda(), images, method("best"))
     assert relative_error(there.model, here.model) < 1e-2

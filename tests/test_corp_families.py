@@ -26,7 +26,7 @@ from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
@@ -70,14 +70,14 @@ def moments(family: str) -> Moments:
     return calibrate(checkpoint(family), opened(family), batch_size=8)
 
 
-def best(**changes: Any) -> Choices:
-    return choices_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
+def best(**changes: Any) -> Method:
+    return method_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
 
 
-def probe(family: str, choices: Choices) -> Probe:
+def probe(family: str, method: Method) -> Probe:
     model, taken = checkpoint(family).model, moments(family)
-    known = eliminations(model, taken, choices)
-    return Probe(model=model, moments=taken, choices=choices, images=pixels(family)[:8], eliminations=known)
+    known = eliminations(model, taken, method)
+    return Probe(model=model, moments=taken, method=method, images=pixels(family)[:8], eliminations=known)
 
 
 def relative_error(candidate: nn.Module, family: str) -> float:
@@ -94,7 +94,7 @@ def test_a_budget_holds_for_the_counted_number(family: str, share: float, curren
     asked = probe(family, best())
     dense = dense_cost(asked.model, currency)
     found = spend(list(offers(asked, currency)), dense, share)
-    reduced = reduce(asked.model, asked.moments, asked.choices, widths=found.widths, eliminations=asked.eliminations)
+    reduced = reduce(asked.model, asked.moments, asked.method, widths=found.widths, eliminations=asked.eliminations)
     counted = macs(reduced.model) if currency == "macs" else parameters(reduced.model)
     assert counted / dense <= found.share * (1.0 + 1e-9) <= share
     assert counted < dense
@@ -109,7 +109,7 @@ def test_a_site_that_keeps_q_and_k_offers_its_values(geometry: Any) -> None:
     assert offer.costs[0] < offer.costs[1] == offer.cost_now
     assert offer.errors[0] > offer.errors[1] == 0.0
     narrow = {name: each.widths[0] for name, each in found.items()}
-    reduction = reduce(asked.model, asked.moments, asked.choices, widths=narrow, eliminations=asked.eliminations)
+    reduction = reduce(asked.model, asked.moments, asked.method, widths=narrow, eliminations=asked.eliminations)
     assert [(site.part, site.width) for site in reduction.sites if site.site == "blocks.1.attn"] == [("v", 8)]
     assert reduction.notes[1].startswith("blocks.1.attn keeps Q/K: q_norm / k_norm stand")
     assert reduction.notes[1].endswith("8 of 16 value dimensions a head stay")
@@ -172,17 +172,17 @@ def test_a_model_with_narrow_values_alone_comes_back(tmp_path: Path) -> None:
 def test_heads_are_weighed_where_some_keep_q_and_k() -> None:
     asked = probe("q/k norm", best(mlp_sparsity=0.5, attention_sparsity=0.5))
     taken = choose_heads(asked, None)
-    uniform = reduce(asked.model, asked.moments, asked.choices).model
+    uniform = reduce(asked.model, asked.moments, asked.method).model
     dense = macs(asked.model)
     assert taken.allocated.share <= macs(uniform) / dense
-    reduced = reduce(asked.model, asked.moments, taken.choices, widths=taken.allocated.widths).model
+    reduced = reduce(asked.model, asked.moments, taken.method, widths=taken.allocated.widths).model
     assert macs(reduced) <= taken.allocated.share * dense * (1.0 + 1e-9)
 
 
 def test_weighing_heads_takes_values_where_only_values_can_go() -> None:
     asked = probe("q/k norm", best(attention_sparsity=0.5))
     taken = choose_heads(asked, None)
-    square = reduce(asked.model, asked.moments, replace(asked.choices, geometry="square")).model
+    square = reduce(asked.model, asked.moments, replace(asked.method, geometry="square")).model
     assert taken.allocated.share <= macs(square) / macs(asked.model) < 1.0
 
 

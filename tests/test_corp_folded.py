@@ -18,9 +18,9 @@ from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.calibrate import Wanted, calibrate
+from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe import load_recipe
@@ -76,8 +76,8 @@ def pixels_of(images: Images) -> Tensor:
 
 
 def folded(preset: str, both: tuple[Moments, Moments], images: Images, sparsity: float = 0.5) -> Reduction:
-    choices = choices_from_preset(preset, mlp_sparsity=sparsity, align_hidden=8)
-    return reduce(tiny.checkpoint().model, both[0], choices, held_out=both[1], images=images)
+    method = method_from_preset(preset, mlp_sparsity=sparsity, align_hidden=8)
+    return reduce(tiny.checkpoint().model, both[0], method, held_out=both[1], images=images)
 
 
 @pytest.mark.parametrize("preset", ["grail-fold", "fold"])
@@ -142,8 +142,8 @@ def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
 def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: float) -> None:
     checkpoint = doubles_of(tiny.checkpoint())
     moments = calibrate(checkpoint, images, batch_size=8)
-    choices = choices_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, ridge_rel=ridge_rel)
-    for site in reduce(checkpoint.model, moments, choices, images=images).sites:
+    method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, ridge_rel=ridge_rel)
+    for site in reduce(checkpoint.model, moments, method, images=images).sites:
         assert site.width == 96
         assert max(site.error, site.error_uncompensated) < 1e-9 * site.energy
 
@@ -153,14 +153,14 @@ def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) 
     np.save(tmp_path / "images.npy", load("train").images[:96])
     spec = vit.input_spec(checkpoint.model)
     source = open_images(tmp_path / "images.npy", image_shape=spec.shape, transform=spec.transform())
-    moments = calibrate(checkpoint, source, batch_size=32, wanted=Wanted(attention=False))
+    moments = calibrate(checkpoint, source, batch_size=32, wanted=Statistics(attention=False))
     others = torch.from_numpy(load("held-out").images[:100])
     with torch.inference_mode():
         dense = checkpoint.model(others)
         error = {}
         for preset in ("grail-fold", "fold"):
-            choices = choices_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
-            reduction = reduce(checkpoint.model, moments, choices, images=source)
+            method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
+            reduction = reduce(checkpoint.model, moments, method, images=source)
             error[preset] = float((reduction.model(others) - dense).norm() / dense.norm())
     assert error["fold"] < 0.5 * error["grail-fold"], error
 
@@ -169,10 +169,10 @@ def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) 
 def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -> None:
     """Before the first reduced site that stream is the dense one, so the loss is the open loop's."""
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
-    choices, widths = choices_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
+    method, widths = method_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
     loop = Loop(align_inputs=False)
-    looped = reduce_closed_loop(model, images, choices, widths=widths, loop=loop).sites
-    alone = reduce(model, moments, choices, widths=widths, images=images).sites
+    looped = reduce_closed_loop(model, images, method, widths=widths, loop=loop).sites
+    alone = reduce(model, moments, method, widths=widths, images=images).sites
     assert looped[0].error == pytest.approx(alone[0].error, rel=1e-4)
     assert looped[0].error_uncompensated == pytest.approx(alone[0].error_uncompensated, rel=1e-4)
     assert looped[1].error != pytest.approx(alone[1].error, rel=1e-3)
@@ -180,21 +180,21 @@ def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -
 
 
 def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
-    dense, choices = tiny.checkpoint().model, choices_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
+    dense, method = tiny.checkpoint().model, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
     with pytest.raises(BadInput, match="give them: --images"):
-        reduce(dense, both[0], choices)
+        reduce(dense, both[0], method)
     strangers = opened(tmp_path / "other.npy", tiny.images(9, seed=8))
     with pytest.raises(BadInput, match="none of these 9 images is a calibration one"):
-        reduce(dense, both[0], choices, images=strangers)
+        reduce(dense, both[0], method, images=strangers)
     rest, _ = parted(images, 12, seed=0)
     with pytest.raises(BadInput, match="none of these 28 images is a held-out one"):
-        reduce(dense, both[0], choices, held_out=both[1], images=rest)
+        reduce(dense, both[0], method, held_out=both[1], images=rest)
 
 
 def test_fewer_images_than_the_moments_are_of_are_told(both: tuple[Moments, Moments], images: Images) -> None:
     few, _ = parted(parted(images, 12, seed=0)[0], 20, seed=0)
-    choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
-    (note,) = reduce(tiny.checkpoint().model, both[0], choices, images=few).notes
+    method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
+    (note,) = reduce(tiny.checkpoint().model, both[0], method, images=few).notes
     assert "on 8 of the 28 calibration images" in note
 
 

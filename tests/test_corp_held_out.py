@@ -17,8 +17,8 @@ from calib.moments import Moments
 from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.calibrate import Wanted, calibrate
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import save
@@ -35,7 +35,7 @@ def opened(path: Path) -> Images:
 
 def taken(path: Path, count: int, seed: int) -> Moments:
     np.save(path, tiny.images(count, seed=seed))
-    return calibrate(tiny.checkpoint(), opened(path), batch_size=8, wanted=Wanted(attention_system=True))
+    return calibrate(tiny.checkpoint(), opened(path), batch_size=8, wanted=Statistics(attention_system=True))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def heads_of(qkv_BNX: Tensor, heads: int, qk: int, v: int) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("preset", ["best", "corp", "grail", "vbp", "none"])
 def test_an_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], preset: str) -> None:
     dense = tiny.checkpoint().model
-    choices = choices_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
-    found = reduce(dense, both[0], choices, held_out=both[1])
+    method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
+    found = reduce(dense, both[0], method, held_out=both[1])
     for name in ("blocks.0.mlp", "blocks.1.mlp"):
         given, out = heard(dense, name, held_out_images())
         with torch.inference_mode():
@@ -92,8 +92,8 @@ def test_an_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], pres
 @pytest.mark.parametrize("preset", ["best", "none", "corp-v1"])
 def test_logits_are_judged_over_all_pairs_of_tokens(both: tuple[Moments, Moments], preset: str) -> None:
     dense = tiny.checkpoint().model
-    choices = choices_from_preset(preset, attention_sparsity=0.5, align_head=8)
-    found = reduce(dense, both[0], choices, held_out=both[1])
+    method = method_from_preset(preset, attention_sparsity=0.5, align_head=8)
+    found = reduce(dense, both[0], method, held_out=both[1])
     name, heads = "blocks.1.attn", 3
     given, out = heard(dense, f"{name}.qkv", held_out_images())
     with torch.inference_mode():
@@ -117,8 +117,8 @@ def test_logits_are_judged_over_all_pairs_of_tokens(both: tuple[Moments, Moments
 
 def test_logits_of_corp_are_judged_image_by_image(both: tuple[Moments, Moments]) -> None:
     dense = tiny.checkpoint().model
-    choices = choices_from_preset("corp", attention_sparsity=0.5, align_head=8)
-    found = reduce(dense, both[0], choices, held_out=both[1])
+    method = method_from_preset("corp", attention_sparsity=0.5, align_head=8)
+    found = reduce(dense, both[0], method, held_out=both[1])
     name, heads = "blocks.0.attn", 3
     given, out = heard(dense, f"{name}.qkv", held_out_images())
     with torch.inference_mode():
@@ -139,8 +139,8 @@ def test_logits_of_corp_are_judged_image_by_image(both: tuple[Moments, Moments])
 
 def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, Moments]) -> None:
     dense = tiny.checkpoint().model
-    choices = choices_from_preset("best", attention_sparsity=0.5, align_head=8, geometry="square")
-    found = reduce(dense, both[0], choices, held_out=both[1])
+    method = method_from_preset("best", attention_sparsity=0.5, align_head=8, geometry="square")
+    found = reduce(dense, both[0], method, held_out=both[1])
     name, heads = "blocks.1.attn", 3
     given, out = heard(dense, f"{name}.qkv", held_out_images())
     _, wanted = heard(dense, f"{name}.proj", held_out_images())
@@ -161,7 +161,7 @@ def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(bo
     dense, fit = tiny.checkpoint().model, both[0]
     unknown = replace(fit, image_ids=torch.empty(0, dtype=torch.int64))
     for preset, geometry in (("best", "square"), ("corp", "padded")):
-        choices = choices_from_preset(
+        method = method_from_preset(
             preset,
             mlp_sparsity=0.5,
             attention_sparsity=0.5,
@@ -169,7 +169,7 @@ def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(bo
             align_head=8,
             geometry=geometry,
         )
-        for site in reduce(dense, fit, choices, held_out=unknown).sites:
+        for site in reduce(dense, fit, method, held_out=unknown).sites:
             assert site.held_out is not None
             assert site.held_out.error == pytest.approx(site.error, rel=1e-6, abs=1e-9 * site.energy), site
             assert site.held_out.energy == pytest.approx(site.energy, rel=1e-9), site
@@ -177,18 +177,18 @@ def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(bo
 
 def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Moments]) -> None:
     dense, (fit, held_out) = tiny.checkpoint().model, both
-    choices = choices_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
+    method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
     with pytest.raises(BadInput, match="40 of their 40 images are calibration images too"):
-        reduce(dense, fit, choices, held_out=fit)
+        reduce(dense, fit, method, held_out=fit)
     other = replace(held_out, lineage={**held_out.lineage, "preprocessing": "other"})
     with pytest.raises(BadInput, match="another preprocessing: theirs is other"):
-        reduce(dense, fit, choices, held_out=other)
+        reduce(dense, fit, method, held_out=other)
     foreign = replace(held_out, lineage={**held_out.lineage, "model": "other"})
     with pytest.raises(BadInput, match="taken on another model"):
-        reduce(dense, fit, choices, held_out=foreign)
+        reduce(dense, fit, method, held_out=foreign)
     fewer = replace(held_out, sites={name: site for name, site in held_out.sites.items() if name != "blocks.0.mlp"})
     with pytest.raises(BadInput, match=r"blocks\.0\.mlp: the moments hold no statistics"):
-        reduce(dense, fit, choices, held_out=fewer)
+        reduce(dense, fit, method, held_out=fewer)
 
 
 # Images held out

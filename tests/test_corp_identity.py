@@ -22,8 +22,8 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction import channels as reduce_mlp
 from corp_deploy.reduction import folded_mlp
-from corp_deploy.reduction.calibrate import Wanted, calibrate
-from corp_deploy.reduction.method import PRESETS, choices_from_preset
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.method import PRESETS, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny
@@ -41,7 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def moments(images: Images) -> Moments:
-    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Wanted(attention_system=True))
+    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Statistics(attention_system=True))
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -52,10 +52,10 @@ def logits(model: nn.Module) -> Tensor:
 
 def at_full_width(moments: Moments, images: Images, preset: str, geometry: str = "padded") -> nn.Module:
     ridge_rel = 1e-12 if preset in SHRINKING else None
-    choices = choices_from_preset(
+    method = method_from_preset(
         preset, mlp_sparsity=0.0, attention_sparsity=0.0, geometry=geometry, ridge_rel=ridge_rel
     )
-    return reduce(tiny.checkpoint().model, moments, choices, images=images).model
+    return reduce(tiny.checkpoint().model, moments, method, images=images).model
 
 
 def assert_identity(reduced: nn.Module) -> None:
@@ -131,17 +131,17 @@ def test_a_wrong_method_is_not_the_identity(
 
 def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:
     dense = tiny.checkpoint().model
-    reduced = reduce(dense, moments, choices_from_preset("best", mlp_sparsity=0.0)).model
+    reduced = reduce(dense, moments, method_from_preset("best", mlp_sparsity=0.0)).model
     name = "blocks.0.attn.qkv.weight"
     assert torch.equal(reduced.get_parameter(name), dense.get_parameter(name))
-    attention = reduce(dense, moments, choices_from_preset("best", attention_sparsity=0.0))
+    attention = reduce(dense, moments, method_from_preset("best", attention_sparsity=0.0))
     assert [site.part for site in attention.sites] == ["qk", "qk"]
     assert attention.sites[0].width == attention.sites[0].width_asked == 16
 
 
 def test_full_widths_one_by_one_are_the_dense_model_too(moments: Moments) -> None:
     widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 192, "blocks.1.attn": HeadWidths(qk=16, v=16)}
-    reduction = reduce(tiny.checkpoint().model, moments, choices_from_preset("best", geometry="square"), widths=widths)
+    reduction = reduce(tiny.checkpoint().model, moments, method_from_preset("best", geometry="square"), widths=widths)
     assert [(site.site, site.part) for site in reduction.sites] == [
         ("blocks.0.mlp", "mlp"),
         ("blocks.1.attn", "qk"),

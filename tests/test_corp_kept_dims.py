@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 
 from calib.memory import AttentionShape, bytes_of_system
 from calib.moments import AttentionMoments, Moments
-from calib.resume import Checkpoint as Saved
+from calib.resume import ResumeFile
 from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.heads import qk_at_site
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
@@ -63,13 +63,13 @@ def reduced(home: Path, output: Path, moments: str, share: float, *extra: object
 
 
 def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moments, width: int) -> None:
-    choices = choices_from_preset("corp", attention_sparsity=1 - width / 32, align_head=8)
+    method = method_from_preset("corp", attention_sparsity=1 - width / 32, align_head=8)
     for part in vit.parts(checkpoint.model).attentions:
         results = []
         for moments in (exact, found):
             site = moments.sites[part.name]
             assert isinstance(site, AttentionMoments)
-            results.append(qk_at_site(part.name, site, choices, part.qkv.weight.detach().double(), width))
+            results.append(qk_at_site(part.name, site, method, part.qkv.weight.detach().double(), width))
         one, other = (each.recovery for each in results)
         maps = one.q_map_HRD.mT @ one.k_map_HRD
         assert float((other.q_map_HRD.mT @ other.k_map_HRD - maps).norm() / maps.norm()) < 1e-9
@@ -119,8 +119,8 @@ def test_a_wider_head_than_covered_is_refused_with_the_widths_there_are(home: Pa
 
 def test_full_width_needs_nothing_of_the_system(home: Path) -> None:
     checkpoint = load_checkpoint(home / "dense")
-    choices = choices_from_preset("corp", attention_sparsity=0.0)
-    result = reduce(checkpoint.model, load(home / "kept.safetensors"), choices)
+    method = method_from_preset("corp", attention_sparsity=0.0)
+    result = reduce(checkpoint.model, load(home / "kept.safetensors"), method)
     assert all(site.error == 0.0 for site in result.sites)
 
 
@@ -157,7 +157,7 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
 def test_both_passes_go_on_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ("--batch-size", 8, "--checkpoint-every", 8)
     with monkeypatch.context() as patched:
-        patched.setattr(Saved, "clear", lambda self: None)  # as if the machine had gone before the last step
+        patched.setattr(ResumeFile, "clear", lambda self: None)  # as if the machine had gone before the last step
         calibrated(home, "saved.safetensors", *RESTRICTED, *every)
     states = sorted(path.name for path in home.glob("saved*partial*"))
     assert states == ["saved.first.partial.safetensors", "saved.partial.safetensors"]
@@ -257,15 +257,15 @@ def test_a_release_goes_on_from_the_states_of_both_passes(
     moments = ".stages/moments.safetensors"
     assert run("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES).exit_code == 0
     saves: list[str] = []
-    save_state = Saved.save
+    save_state = ResumeFile.save
 
-    def interrupted(self: Saved, *words: Any) -> None:
+    def interrupted(self: ResumeFile, *words: Any) -> None:
         save_state(self, *words)
         saves.append(self.path.name)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Saved, "save", interrupted)
+        patched.setattr(ResumeFile, "save", interrupted)
         for _ in range(4):
             run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
     assert [".first." in name for name in saves] == [True, True, False, False]

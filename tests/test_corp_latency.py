@@ -14,8 +14,8 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import Offer, spend
-from corp_deploy.planning.latency import Tables, Where, measure_tables, offers_in_time
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.planning.latency import LatencyTarget, Tables, measure_tables, offers_in_time
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
 from perf.bench import latency_table
 from perf.record.runs import Flat
@@ -24,7 +24,7 @@ from perf.runners.protocol import Images, Logits
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests import tiny
 
-CHOICES = choices_from_preset("best", align_hidden=16, align_head=8)
+CHOICES = method_from_preset("best", align_hidden=16, align_head=8)
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 
 
@@ -80,7 +80,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Check
 
     monkeypatch.setattr(latency_grid, "_runner", runner)
     monkeypatch.setattr(latency_grid, "cached_table", partial(latency_table.cached_table, clock=clock))
-    where = Where(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
+    where = LatencyTarget(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
     return lambda checkpoint: measure_tables(checkpoint, CHOICES, where)
 
 

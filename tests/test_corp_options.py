@@ -14,11 +14,11 @@ from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.honours import Axis, words_of
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
 from corp_deploy.proof import speed as side_by_side
-from corp_deploy.proof.speed import Running, measure
+from corp_deploy.proof.speed import RunOptions, measure
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.engine.options import BuildChoices
+from export.engine.options import BuildOptions
 from export.engine.record import EngineRecord, Port, record_path, sha256_of
 from ground.errors import Missing
 from perf.timing.laps import Plan
@@ -187,11 +187,11 @@ def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(ho
     record = replace(record_of("tensorrt"), onnx_sha256=sha256_of(content), onnx_bytes=len(content))
     record_path(plan).write_text(record.to_json())
     facts = facts_of_onnx(graph)
-    told = side_by_side._from_engine("dense", plan, Running()).subject
+    told = side_by_side._from_engine("dense", plan, RunOptions()).subject
     assert (told.macs, told.params) == (facts.macs, facts.parameters)
     assert told.macs
     graph.write_bytes(content + b"\0")
-    told = side_by_side._from_engine("dense", plan, Running()).subject
+    told = side_by_side._from_engine("dense", plan, RunOptions()).subject
     assert (told.macs, told.params) == (None, None)
 
 
@@ -205,7 +205,7 @@ def test_the_python_verb_refuses_as_the_command_does(home: Path) -> None:
     from ground.errors import BadInput
 
     with pytest.raises(BadInput, match="--dtype fp16 is not honoured"):
-        measure(home / "dense.onnx", home / "dense.onnx", batches=[1], plan=Plan(), running=Running(dtype="fp16"))
+        measure(home / "dense.onnx", home / "dense.onnx", batches=[1], plan=Plan(), running=RunOptions(dtype="fp16"))
 
 
 # Build
@@ -236,8 +236,8 @@ def test_build_hands_an_option_on_or_refuses_it(
 ) -> None:
     told: dict[str, Any] = {}
 
-    def engine(graph: Path, choices: BuildChoices, **_: object) -> NoReturn:
-        told.update({name: getattr(choices, name) for name in choices.__slots__})
+    def engine(graph: Path, method: BuildOptions, **_: object) -> NoReturn:
+        told.update({name: getattr(method, name) for name in method.__slots__})
         raise Missing(REACHED)
 
     def graph(path: Path, **given: Any) -> NoReturn:

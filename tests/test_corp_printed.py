@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from corp_deploy.demo import run as demo
-from corp_deploy.demo.calls import ITSELF, Scale
+from corp_deploy.demo.calls import ITSELF, DemoScale
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.incremental import STATE, Stage, files_of
 from corp_deploy.release.pipeline import stages_of
@@ -188,7 +188,7 @@ def test_every_command_of_the_demo_makes_what_it_stands_beside(tmp_path: Path, m
     save(tiny.checkpoint(depth=1), tmp_path / "example" / "model")
     monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "example")
     monkeypatch.setattr(demo, "_write_images", small_images)
-    monkeypatch.setattr(demo, "SCALE", Scale(samples=20, hold_out=5, batches=(2,), time_limit=0.2))
+    monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=0.2))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)
     run_in(home / "demo-out", ITSELF.words, monkeypatch)

@@ -16,7 +16,7 @@ from corp_deploy.planning.budget import eliminations
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
 
@@ -29,12 +29,12 @@ def probe_of(folder: Path, geometry: str) -> Probe:
     dense = tiny.checkpoint()
     path = folder / "images.npy"
     np.save(path, tiny.images(32))
-    choices = choices_from_preset("best", align_hidden=16, align_head=8, geometry=geometry)
+    method = method_from_preset("best", align_hidden=16, align_head=8, geometry=geometry)
     opened = images_for_model(dense.model, path)
     moments = calibrate(dense, opened, batch_size=8)
     images = next(iter(opened.batches(6)))
-    known = eliminations(dense.model, moments, choices)
-    return Probe(model=dense.model, moments=moments, choices=choices, images=images, eliminations=known)
+    known = eliminations(dense.model, moments, method)
+    return Probe(model=dense.model, moments=moments, method=method, images=images, eliminations=known)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
     ]
     effects = probe.effects(trials)
     assert set(effects) == set(trials)
-    plain = replace(probe.choices, geometry="ragged", mlp_swaps=False)
+    plain = replace(probe.method, geometry="ragged", mlp_swaps=False)
     with torch.inference_mode():
         dense = probe.model(probe.images).double()
         for site, width in trials:
@@ -115,7 +115,7 @@ def test_the_pool_keeps_modes_and_raises_the_first_error() -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "padded")
-    wanted = replace(probe.choices, mlp_sparsity=0.5, attention_sparsity=0.5)
+    wanted = replace(probe.method, mlp_sparsity=0.5, attention_sparsity=0.5)
     side_by_side = reduce(probe.model, probe.moments, wanted)
     torch.set_num_threads(1)
     alone = reduce(probe.model, probe.moments, wanted)

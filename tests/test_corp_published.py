@@ -15,7 +15,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from tests import tiny
 
@@ -138,8 +138,8 @@ def test_the_mlp_of_a_preset_is_the_published_one(
     moments: Moments, preset: str, select: str | None, published: Published
 ) -> None:
     dense, others = tiny.checkpoint().model, tiny.images(6, seed=9)
-    choices = choices_from_preset(preset, mlp_sparsity=0.5, mlp_selection=select, align_hidden=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(dense, moments, choices).model)
+    method = method_from_preset(preset, mlp_sparsity=0.5, mlp_selection=select, align_hidden=8, ridge_rel=RIDGE)
+    reduced = doubled(reduce(dense, moments, method).model)
     for site in SITES:
         x = heard(f"{site}.fc2", "input", tiny.images(COUNT)).reshape(-1, 192)
         new = published(x, layer(f"{site}.fc1")[0], *layer(f"{site}.fc2"))
@@ -151,8 +151,8 @@ def test_the_mlp_of_a_preset_is_the_published_one(
 
 def test_merged_channels_are_recovered_as_published(moments: Moments, images: Images) -> None:
     """GRAIL's folding: mean rows, B = G M' (M G M' + ridge I)^-1 with M the means over clusters."""
-    choices = choices_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(tiny.checkpoint().model, moments, choices, images=images).model)
+    method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
+    reduced = doubled(reduce(tiny.checkpoint().model, moments, method, images=images).model)
     for site in SITES:
         (first, first_bias), (second, bias) = layer(f"{site}.fc1"), layer(f"{site}.fc2")
         cluster = cluster_rows(torch.from_numpy(first), HIDDEN, seed=0).tolist()
@@ -178,8 +178,8 @@ def heads_of(site: str, images: NDArray[np.float32]) -> tuple[Array, Array]:
 @pytest.mark.parametrize("select", ["energy", "magnitude"])
 def test_the_logits_of_the_first_version_are_the_published_ones(moments: Moments, select: Any) -> None:
     """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16."""
-    choices = choices_from_preset("corp-v1", attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(tiny.checkpoint().model, moments, choices).model)
+    method = method_from_preset("corp-v1", attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
+    reduced = doubled(reduce(tiny.checkpoint().model, moments, method).model)
     others = tiny.images(5, seed=9)
     for site in ("blocks.0.attn", "blocks.1.attn"):
         weight = layer(f"{site}.qkv")[0].reshape(3, HEADS, DIM, -1)
@@ -211,6 +211,6 @@ def test_the_logits_of_the_first_version_are_the_published_ones(moments: Moments
 def test_rankings_that_rank_nothing_are_refused() -> None:
     for preset in ("best", "grail", "vbp"):
         with pytest.raises(ValueError, match="can't be ranked by magnitude"):
-            choices_from_preset(preset, qk_selection="magnitude")
+            method_from_preset(preset, qk_selection="magnitude")
     with pytest.raises(ValueError, match="merges channels"):
-        Choices(mlp_selection="fold", mlp_recovery="affine", qk_recovery="keep")
+        Method(mlp_selection="fold", mlp_recovery="affine", qk_recovery="keep")

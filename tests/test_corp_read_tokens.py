@@ -15,7 +15,7 @@ from calib.images import Images, open_images
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import named, tokens_read, tokens_to_fit
 from corp_deploy.store.checkpoint import save
@@ -107,7 +107,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-HALF = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
 
 
 def test_both_heads_of_a_distilled_model_gain_by_the_loop(tmp_path: Path) -> None:

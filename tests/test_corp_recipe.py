@@ -42,7 +42,7 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
     assert [target.name for target in recipe.targets] == ["onnxruntime-cpu"]
     assert recipe.targets[0].precision == "fp32"
     assert recipe["bench"]["batches"] == [1, 8, 32]
-    assert recipe.choices.mlp_sparsity == 0.5
+    assert recipe.method.mlp_sparsity == 0.5
 
 
 def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
@@ -158,11 +158,11 @@ def test_the_tokens_that_a_loop_reads_stand_in_the_command(tmp_path: Path, reads
 
 def test_full_widths_can_be_asked_for(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0\nattn = 0")))
-    assert (recipe.choices.mlp_sparsity, recipe.choices.attention_sparsity) == (0.0, 0.0)
+    assert (recipe.method.mlp_sparsity, recipe.method.attention_sparsity) == (0.0, 0.0)
     again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
-    assert again.choices == recipe.choices
+    assert again.method == recipe.method
     alone = load_recipe(written(tmp_path, LEAST))
-    assert (alone.choices.mlp_sparsity, alone.choices.attention_sparsity) == (0.5, None)
+    assert (alone.method.mlp_sparsity, alone.method.attention_sparsity) == (0.5, None)
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from calib.images import open_images
 from calib.moments import Moments
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.calibrate import Wanted, calibrate
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from examples.digits.images import load
@@ -37,7 +37,7 @@ def moments_of(
     np.save(directory / "images.npy", images)
     spec = vit.input_spec(checkpoint.model)
     source = open_images(directory / "images.npy", image_shape=spec.shape, transform=spec.transform())
-    return calibrate(checkpoint, source, batch_size=16, wanted=Wanted(attention_system=attention_system))
+    return calibrate(checkpoint, source, batch_size=16, wanted=Statistics(attention_system=attention_system))
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +138,14 @@ class PaperAttention(nn.Module):
 
 def test_preset_corp_is_the_paper(tmp_path: Path) -> None:
     calibration, held_out = load("train").images[:64], load("held-out").images[:50]
-    choices = choices_from_preset("corp", mlp_sparsity=0.5, attention_sparsity=0.5)
-    reduced = reduce(example().model, moments_of(example(), calibration, tmp_path), choices).model
+    method = method_from_preset("corp", mlp_sparsity=0.5, attention_sparsity=0.5)
+    reduced = reduce(example().model, moments_of(example(), calibration, tmp_path), method).model
     expected = paper_model(example().model, calibration, hidden=192, width=16)
     with torch.inference_mode():
         reference = expected(torch.from_numpy(held_out).double())
     assert relative_error(logits(reduced, held_out), reference) < 1e-4
     # The test can tell: without the compensation the same widths are far away.
-    plain = choices_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
+    plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
     without = reduce(example().model, moments_of(example(), calibration, tmp_path), plain).model
     assert relative_error(logits(without, held_out), reference) > 1e-2
 
@@ -156,10 +156,10 @@ def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moment
     dense = logits(example().model, held_out)
     error = {}
     for preset in ("best", "corp", "none"):
-        choices = choices_from_preset(
+        method = method_from_preset(
             preset, mlp_sparsity=sparsity, attention_sparsity=sparsity, align_hidden=8, align_head=8
         )
-        error[preset] = relative_error(logits(reduce(example().model, example_moments, choices).model, held_out), dense)
+        error[preset] = relative_error(logits(reduce(example().model, example_moments, method).model, held_out), dense)
     assert error["best"] <= 0.25 * error["corp"], error
     assert error["corp"] <= 0.25 * error["none"], error
 
@@ -171,13 +171,13 @@ def test_the_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Mom
         return float((logits(model, held_out.images).argmax(1).numpy() == held_out.labels).mean())
 
     assert accuracy(example().model) >= 0.97
-    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
-    assert accuracy(reduce(example().model, example_moments, choices).model) >= accuracy(example().model) - 0.01
+    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
+    assert accuracy(reduce(example().model, example_moments, method).model) >= accuracy(example().model) - 0.01
 
 
 def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
-    choices = choices_from_preset("best", mlp_sparsity=0.6, attention_sparsity=0.6)
-    reduction = reduce(example().model, example_moments, choices)
+    method = method_from_preset("best", mlp_sparsity=0.6, attention_sparsity=0.6)
+    reduction = reduce(example().model, example_moments, method)
     mlp = next(site for site in reduction.sites if site.site == "blocks.2.mlp")
     head = next(site for site in reduction.sites if site.site == "blocks.2.attn")
     assert (mlp.width_dense, round(mlp.width_asked, 1), mlp.width) == (384, 153.6, 128)
@@ -190,18 +190,18 @@ def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
 
 def test_every_site_tells_what_was_lost(example_moments: Moments) -> None:
     for preset in ("best", "corp"):
-        choices = choices_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5)
-        for site in reduce(example().model, example_moments, choices).sites:
+        method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5)
+        for site in reduce(example().model, example_moments, method).sites:
             assert 0.0 <= site.error < site.error_uncompensated, site
             assert 0.0 < site.r2 <= 1.0, site
             assert site.error < site.energy, site
 
 
 def test_only_what_is_asked_is_reduced(example_moments: Moments) -> None:
-    reduced = reduce(example().model, example_moments, choices_from_preset("best", mlp_sparsity=0.5)).model
+    reduced = reduce(example().model, example_moments, method_from_preset("best", mlp_sparsity=0.5)).model
     assert {(part.qk, part.v) for part in vit.parts(reduced).attentions} == {(32, 32)}
     before = {name: tensor.clone() for name, tensor in example().model.state_dict().items()}
-    reduce(example().model, example_moments, choices_from_preset("best", attention_sparsity=0.5))
+    reduce(example().model, example_moments, method_from_preset("best", attention_sparsity=0.5))
     assert all(torch.equal(tensor, before[name]) for name, tensor in example().model.state_dict().items())
 
 
@@ -210,7 +210,7 @@ def test_geometries_compute_the_same(example_moments: Moments) -> None:
         reduce(
             example().model,
             example_moments,
-            choices_from_preset("best", attention_sparsity=0.5, geometry=geometry),
+            method_from_preset("best", attention_sparsity=0.5, geometry=geometry),
         ).model
         for geometry in ("padded", "ragged")
     )
@@ -220,21 +220,21 @@ def test_geometries_compute_the_same(example_moments: Moments) -> None:
 
 def test_moments_of_another_model_are_refused(example_moments: Moments) -> None:
     with pytest.raises(BadInput, match="taken on another model"):
-        reduce(tiny.checkpoint().model, example_moments, choices_from_preset("best", mlp_sparsity=0.5))
+        reduce(tiny.checkpoint().model, example_moments, method_from_preset("best", mlp_sparsity=0.5))
 
 
 def test_corp_without_the_attention_system_says_what_to_do(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint()
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     with pytest.raises(BadInput, match=r"blocks\.0\.attn: .* --attention-system"):
-        reduce(checkpoint.model, moments, choices_from_preset("corp", attention_sparsity=0.5))
+        reduce(checkpoint.model, moments, method_from_preset("corp", attention_sparsity=0.5))
 
 
 def test_qk_norm_keeps_q_and_k_and_says_so(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint(qk_norm=True)
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
-    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
-    reduction = reduce(checkpoint.model, moments, choices)
+    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
+    reduction = reduce(checkpoint.model, moments, method)
     assert [note.split(":")[0] for note in reduction.notes] == [
         "blocks.0.attn keeps Q/K",
         "blocks.1.attn keeps Q/K",
@@ -246,12 +246,12 @@ def test_qk_norm_keeps_q_and_k_and_says_so(tmp_path: Path) -> None:
 def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: bool) -> None:
     checkpoint = tiny.checkpoint(proj_bias=bias, qkv_bias=bias)
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
-    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
-    reduced = reduce(checkpoint.model, moments, choices).model
+    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
+    reduced = reduce(checkpoint.model, moments, method).model
     assert all(part.fc2.bias is not None for part in vit.parts(reduced).mlps)
     images = tiny.images(8)
     dense = logits(checkpoint.model, images)
-    plain = choices_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
+    plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
     assert relative_error(logits(reduced, images), dense) < relative_error(
         logits(reduce(checkpoint.model, moments, plain).model, images), dense
     )
@@ -262,4 +262,4 @@ def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: 
 )
 def test_impossible_choices_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"got|expected"):
-        Choices(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", **bad)  # type: ignore[arg-type]
+        Method(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", **bad)  # type: ignore[arg-type]

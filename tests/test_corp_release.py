@@ -22,7 +22,7 @@ from corp_deploy.release import own_steps as release_steps
 from corp_deploy.release import pipeline as releases
 from corp_deploy.release import steps
 from corp_deploy.release.calls import MOMENTS
-from corp_deploy.release.incremental import Place, locked
+from corp_deploy.release.incremental import StageDirs, locked
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.manifest import MANIFEST_KIND
@@ -229,7 +229,7 @@ def test_two_in_one_directory_are_refused(home: Path) -> None:
 
 
 def test_a_full_disk_is_one_message_and_no_half_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(place: Place, run: Invocation) -> None:
+    def full(place: StageDirs, run: Invocation) -> None:
         (place.into / "reduced").mkdir()
         (place.into / "reduced" / "model.safetensors").write_bytes(b"half")
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -343,17 +343,17 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
 
 
 def play_gpu(there: pytest.MonkeyPatch) -> None:
-    def engines(place: Place, target: Target, run: Invocation) -> None:
+    def engines(place: StageDirs, target: Target, run: Invocation) -> None:
         for subject in ("dense", "reduced"):
             (place.into / subject).mkdir()
             (place.into / subject / "model.tensorrt.plan").write_bytes(b"plan")
             (place.into / subject / "model.tensorrt.plan.json").write_text("{}")
 
-    def parity(place: Place, recipe: Recipe, target: Target) -> None:
+    def parity(place: StageDirs, recipe: Recipe, target: Target) -> None:
         for suffix in ("json", "npz"):
             shutil.copy(place.root / f"parity.{suffix}", place.into / f"parity.{target.name}.{suffix}")
 
-    def bench(place: Place, run: Invocation) -> None:
+    def bench(place: StageDirs, run: Invocation) -> None:
         shutil.copy(place.root / "bench.json", place.into / run["output"])
 
     there.setattr(release_steps, "write_engines", engines)

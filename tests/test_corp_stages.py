@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.release.incremental import STATE, Outcome, Place, Stage, locked, plan, run
+from corp_deploy.release.incremental import STATE, Outcome, Stage, StageDirs, locked, plan, run
 from ground.errors import BadInput
 from tests.killing import fake_stages, tree
 
@@ -136,7 +136,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_full_disk_is_one_error_and_leaves_no_half_file(root: Path, source: Path, error: Exception) -> None:
-    def full(place: Place) -> None:
+    def full(place: StageDirs) -> None:
         (place.into / "two.bin").write_bytes(b"half")
         raise error
 

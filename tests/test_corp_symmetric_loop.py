@@ -17,7 +17,7 @@ from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import save
@@ -57,8 +57,8 @@ def test_it_is_grails_loop(images: Images) -> None:
         block.mlp.fc1.weight = nn.Parameter(block.mlp.fc1.weight[kept])
         block.mlp.fc1.bias = nn.Parameter(block.mlp.fc1.bias[kept])
         block.mlp.fc2.weight = nn.Parameter(torch.from_numpy(new))
-    choices = choices_from_preset("grail", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
-    reduction = reduce_symmetric_loop(tiny.checkpoint().model, images, choices)
+    method = method_from_preset("grail", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
+    reduction = reduce_symmetric_loop(tiny.checkpoint().model, images, method)
     others = torch.from_numpy(tiny.images(6, seed=9))
     with torch.inference_mode():
         expected, found = by_hand(others.double()), reduction.model(others)
@@ -68,27 +68,27 @@ def test_it_is_grails_loop(images: Images) -> None:
     # It can tell: the open loop's second MLP is another one.
     moments = calibrate(tiny.checkpoint(), images, batch_size=8)
     with torch.inference_mode():
-        alone = reduce(tiny.checkpoint().model, moments, choices).model(others)
+        alone = reduce(tiny.checkpoint().model, moments, method).model(others)
     assert float((alone - expected).norm() / expected.norm()) > 1e-3
 
 
 @pytest.mark.parametrize("preset", ["best", "corp", "corp-v1", "grail-fold", "fold", "none"])
 def test_every_method_walks_in_it(images: Images, preset: str) -> None:
-    choices = choices_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    parts = vit.parts(reduce_symmetric_loop(tiny.checkpoint().model, images, choices).model)
+    method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+    parts = vit.parts(reduce_symmetric_loop(tiny.checkpoint().model, images, method).model)
     assert {part.hidden for part in parts.mlps} == {96}
     assert {part.qk for part in parts.attentions} == {16 if "fold" in preset else 8}
 
 
 def test_the_first_site_is_the_open_loops_and_full_width_is_the_dense_model(images: Images) -> None:
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
-    choices = choices_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
     widths: dict[str, int | HeadWidths] = {"blocks.0.attn": HeadWidths(qk=8, v=16), "blocks.0.mlp": 96}
-    looped = reduce_symmetric_loop(model, images, choices, widths=widths).sites
-    alone = {site.site: site for site in reduce(model, moments, choices, widths=widths).sites}
+    looped = reduce_symmetric_loop(model, images, method, widths=widths).sites
+    alone = {site.site: site for site in reduce(model, moments, method, widths=widths).sites}
     assert looped[0].error == pytest.approx(alone["blocks.0.attn"].error, rel=1e-4)
     assert looped[1].error != pytest.approx(alone["blocks.0.mlp"].error, rel=1e-4)
-    whole = choices_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)
+    whole = method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)
     others = torch.from_numpy(tiny.images(4, seed=9))
     with torch.inference_mode():
         dense, same = model(others), reduce_symmetric_loop(model, images, whole).model(others)

@@ -24,7 +24,7 @@ from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep import logits
 from corp_deploy.proof.locate import mend_command
 from corp_deploy.proof.mixed_precision import Mixed
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
@@ -95,11 +95,11 @@ def test_widths_go_to_the_nearest_multiple(dense: int, kept: float, align: int, 
 @pytest.fixture(scope="module")
 def probe(home: Path) -> Probe:
     model = load_checkpoint(home / "dense").model
-    choices = choices_from_preset("best", align_hidden=16, align_head=8, mlp_sparsity=0.5, attention_sparsity=0.5)
+    method = method_from_preset("best", align_hidden=16, align_head=8, mlp_sparsity=0.5, attention_sparsity=0.5)
     moments = load(home / "m.safetensors")
     images = torch.from_numpy(tiny.images(8))
-    known = eliminations(model, moments, choices)
-    return Probe(model=model, moments=moments, choices=choices, images=images, eliminations=known)
+    known = eliminations(model, moments, method)
+    return Probe(model=model, moments=moments, method=method, images=images, eliminations=known)
 
 
 @pytest.mark.parametrize("currency", ["macs", "params"])
@@ -108,14 +108,14 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     sites = list(offers(probe, currency))
     found = spend(sites, dense, 0.7)
     assert found.share <= 0.7
-    model = reduce(probe.model, probe.moments, probe.choices, widths=found.widths).model
+    model = reduce(probe.model, probe.moments, probe.method, widths=found.widths).model
     cost = macs(model) if currency == "macs" else sum(p.numel() for p in model.parameters())
     assert cost == pytest.approx(found.share * dense, rel=1e-9)
-    beside = uniform_for_share(probe.model, probe.choices, sites, dense, 0.7)
+    beside = uniform_for_share(probe.model, probe.method, sites, dense, 0.7)
     assert beside is not None
-    assert uniform_for_share(probe.model, probe.choices, sites, dense, 0.05) is None
+    assert uniform_for_share(probe.model, probe.method, sites, dense, 0.05) is None
     sparsity, uniform = beside
-    asked = replace(probe.choices, mlp_sparsity=sparsity, attention_sparsity=sparsity)
+    asked = replace(probe.method, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
     assert {part.name: part.hidden for part in vit.parts(even).mlps}.items() <= uniform.widths.items()
     assert found.predicted_error <= uniform.predicted_error
@@ -132,9 +132,9 @@ def test_a_budget_out_of_reach_says_what_is_reachable(probe: Probe) -> None:
 
 def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
     taken = choose_heads(probe, 0.7)
-    assert taken.choices.geometry in ("square", "padded")
+    assert taken.method.geometry in ("square", "padded")
     assert "predicted logit error" in taken.reason
-    reduction = reduce(probe.model, probe.moments, taken.choices, widths=taken.allocated.widths)
+    reduction = reduce(probe.model, probe.moments, taken.method, widths=taken.allocated.widths)
     assert macs(reduction.model) <= 0.7 * dense_cost(probe.model, "macs")
 
 
@@ -173,8 +173,8 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
     words = ("--preset", "corp-v1", "--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
     directory = reduced(home, tmp_path / "r", *words, "--select", "mlp=producer-l2,head=magnitude")
     config = json.loads((directory / "config.json").read_text())
-    choices = config["lineage"]["reduction"]["choices"]
-    assert (choices["mlp_selection"], choices["qk_selection"]) == ("producer-l2", "magnitude")
+    method = config["lineage"]["reduction"]["choices"]
+    assert (method["mlp_selection"], method["qk_selection"]) == ("producer-l2", "magnitude")
     dense = load_checkpoint(home / "dense").model
     fc1 = load_checkpoint(directory).model.get_submodule("blocks.0.mlp.fc1").weight
     rows = dense.get_submodule("blocks.0.mlp.fc1").weight

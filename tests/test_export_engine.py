@@ -15,7 +15,7 @@ from torch import nn
 from export.engine.audit import audit_fusion, audit_to_json
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.libraries import open_library, version_numbers
-from export.engine.options import RTX_TARGETS, BatchProfile, BuildChoices
+from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_from_json, record_path, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
@@ -89,7 +89,7 @@ class Graphs:
 
 
 def build(path: Path, **options: object) -> Engine:
-    choices = BuildChoices(**{"backend": "tensorrt-rtx", "profiles": BATCHES, "sms": ("86",), **options})  # type: ignore[arg-type]
+    choices = BuildOptions(**{"backend": "tensorrt-rtx", "profiles": BATCHES, "sms": ("86",), **options})  # type: ignore[arg-type]
     return build_engine(path, choices)
 
 
@@ -255,7 +255,7 @@ def test_files_that_will_not_do_are_refused_before_the_builder(graphs: Graphs, t
 
 def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
     steps: list[tuple[str, int, int]] = []
-    choices = BuildChoices(backend="tensorrt-rtx", profiles=BATCHES, sms=("86",))
+    choices = BuildOptions(backend="tensorrt-rtx", profiles=BATCHES, sms=("86",))
     build_engine(graphs.path("tiny"), choices, progress=lambda *step: steps.append(step))
     assert "Building engine" in {phase for phase, _, _ in steps}
     assert all(1 <= done <= total for _, done, total in steps)
@@ -299,7 +299,7 @@ def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
 )
 def test_choices_that_mean_nothing_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        BuildChoices(**{"backend": "tensorrt-rtx", **options})  # type: ignore[arg-type]
+        BuildOptions(**{"backend": "tensorrt-rtx", **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "1:2", "8:4:16", "0:1:2", "a:b:c", "1:8:64:2", "-1"])

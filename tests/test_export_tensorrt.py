@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from corp_deploy.views.engine import engine_table
 from export.engine.build import Engine, build_engine
 from export.engine.libraries import Library, open_library
-from export.engine.options import BatchProfile, BuildChoices
+from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import record_from_json
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
@@ -238,7 +238,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(graph: Path, world: Tensorrt, **options: object) -> Engine:
-    choices = BuildChoices(**{"backend": "tensorrt", "profiles": PROFILES, **options})  # type: ignore[arg-type]
+    choices = BuildOptions(**{"backend": "tensorrt", "profiles": PROFILES, **options})  # type: ignore[arg-type]
     library = Library(name="tensorrt", version=world.__version__, module=world)
     return build_engine(graph, choices, library=library)
 

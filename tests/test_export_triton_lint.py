@@ -9,7 +9,7 @@ import pytest
 
 from export.engine.record import record_path
 from export.triton.config import Serving
-from export.triton.findings import Finding
+from export.triton.findings import LintFinding
 from export.triton.lint import lint_repository
 from export.triton.package import Package
 from export.triton.pbtxt import Message, Name, ParseError, Plain, parse, pbtxt_from
@@ -298,7 +298,7 @@ def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_finding_reads_like_a_compilers() -> None:
-    finding = Finding(severity="error", path=Path("a/config.pbtxt"), line=3, what="it is wrong", remedy="mend it")
+    finding = LintFinding(severity="error", path=Path("a/config.pbtxt"), line=3, what="it is wrong", remedy="mend it")
     assert str(finding) == "a/config.pbtxt:3: error: it is wrong; mend it"
 
 

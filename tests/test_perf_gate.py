@@ -13,11 +13,11 @@ import pytest
 
 from ground.errors import BadInput
 from perf.gate.evidence import Evidence
-from perf.gate.gate import EXIT_CODES, Gate, Judged, judge
+from perf.gate.gate import EXIT_CODES, Gate, JudgedRule, judge
 from perf.gate.gate import PARITY as PROOF
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
-from perf.record.runs import Bench, Block, Described, Row, Trial
+from perf.record.runs import Bench, BenchTrial, Block, Described, Row
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
@@ -45,7 +45,7 @@ def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
     ]
     return Row(
         batch=batch,
-        trials={name: Trial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times},
+        trials={name: BenchTrial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times},
         calls_per_block=20,
         settle_calls=1,
         stop="narrow",
@@ -97,7 +97,7 @@ PARITY = {
 }
 
 
-def one(text: str, now: Bench | None = None, baseline: Bench | None = None, parity: Any = PARITY) -> Judged:
+def one(text: str, now: Bench | None = None, baseline: Bench | None = None, parity: Any = PARITY) -> JudgedRule:
     evidence = Evidence(bench=plain() if now is None else now, parity=parity)
     before = None if baseline is None else Evidence(bench=baseline)
     return judge([rule_from_text(text)], evidence, before).rules[0]
@@ -180,14 +180,14 @@ def test_a_busy_machine_decides_nothing() -> None:
     assert "other programs had the CPU" in judged.message
 
 
-def with_trial(bench: Bench, name: str, trial: Trial) -> Bench:
+def with_trial(bench: Bench, name: str, trial: BenchTrial) -> Bench:
     row = bench.rows[0]
     blocks = tuple(block for block in row.blocks if block.subject != name)
     return replace(bench, rows=(replace(row, trials={**row.trials, name: trial}, blocks=blocks),))
 
 
 def test_a_candidate_that_ran_out_of_memory_fails_and_a_reference_that_did_decides_nothing() -> None:
-    oom = Trial(status="oom", message="CUDA out of memory")
+    oom = BenchTrial(status="oom", message="CUDA out of memory")
     failed = one("speedup@b8 < 1.2", with_trial(plain(), "reduced", oom))
     assert failed.verdict == "FAIL"
     assert "reduced ran out of memory at batch 8: CUDA out of memory" in failed.message
@@ -295,7 +295,7 @@ def test_the_gravest_verdict_is_the_gates() -> None:
 
 
 def test_a_proof_that_judged_nothing_is_no_pass_alone() -> None:
-    proof = Judged(rule="parity", verdict="UNJUDGED", message="no limit", metric=PROOF)
+    proof = JudgedRule(rule="parity", verdict="UNJUDGED", message="no limit", metric=PROOF)
     assert (Gate(rules=(proof,)).verdict, Gate(rules=(proof,)).exit_code) == ("UNJUDGED", 3)
     first = judge([rule_from_text("p50@b8 > baseline * 1.03")], Evidence(bench=plain()), starting=True)
     assert Gate(rules=(proof, *first.rules)).exit_code == 0
@@ -315,7 +315,7 @@ def test_a_first_record_is_judged_by_what_needs_no_older_one() -> None:
 
 def test_a_record_without_the_figure_can_not_start_a_baseline() -> None:
     rules = [rule_from_text("p50@b8 > baseline * 1.03")]
-    broken = with_trial(plain(), "reduced", Trial(status="oom", message="no memory"))
+    broken = with_trial(plain(), "reduced", BenchTrial(status="oom", message="no memory"))
     assert judge(rules, Evidence(bench=broken), starting=True).verdict == "FAIL"
     tails = [rule_from_text("p99@b8 > baseline * 1.03")]
     assert judge(tails, Evidence(bench=plain(rounds=10)), starting=True).verdict == "INCONCLUSIVE"

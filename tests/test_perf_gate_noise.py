@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from perf.gate.evidence import Evidence
-from perf.gate.gate import Judged, judge
+from perf.gate.gate import JudgedRule, judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, Described, Row, Trial
+from perf.record.runs import Bench, BenchTrial, Described, Row
 from perf.timing.laps import Clock, Laps, Plan, measure_pair
 
 RULE = rule_from_text("speedup@b8 < 0.97")
@@ -55,13 +55,13 @@ class Subject:
         return Laps(calls=calls, wall_ms=self.machine.now_ms - begun, compute_ms=times, lost_ms=lost)
 
 
-def judged(candidate_ms: float, seed: int) -> tuple[Judged, bool]:
+def judged(candidate_ms: float, seed: int) -> tuple[JudgedRule, bool]:
     """The gate's verdict, and whether a mean of 20 calls of one, then of 20 of the other would have failed it."""
     machine = Machine(np.random.default_rng(seed))
     bounds = {"dense": Subject(machine, 5.0), "reduced": Subject(machine, candidate_ms)}
     naive = [float(np.mean(bound.laps(20, machine.clock).compute_ms)) for bound in bounds.values()]
     blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=machine.clock)
-    trial = Trial(status="ok", warm_up_flat=True)
+    trial = BenchTrial(status="ok", warm_up_flat=True)
     row = Row(
         batch=8,
         trials={"dense": trial, "reduced": trial},

@@ -17,7 +17,7 @@ from perf.parity.locate import Located
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, Block, Described, Row, Trial
+from perf.record.runs import Bench, BenchTrial, Block, Described, Row
 from perf.report.numbers import count, number, percent, size
 from perf.report.render import csv, html, junit, markdown, svgs
 
@@ -35,14 +35,14 @@ def blocks(names: tuple[str, str], ms: tuple[float, float]) -> tuple[Block, ...]
 
 
 def row(batch: int, ms: tuple[float, float]) -> Row:
-    trials = {name: Trial(status="ok", peak_memory_bytes=5_000_000) for name in ("dense", "reduced")}
+    trials = {name: BenchTrial(status="ok", peak_memory_bytes=5_000_000) for name in ("dense", "reduced")}
     measured, noise = blocks(("dense", "reduced"), ms), blocks(("dense", "dense again"), (ms[0], ms[0]))
     return Row(batch=batch, trials=trials, calls_per_block=4, settle_calls=0, stop="narrow", blocks=measured,
                noise_blocks=noise)  # fmt: skip
 
 
 def failed_row(batch: int) -> Row:
-    trials = {name: Trial(status="oom", message="out of memory") for name in ("dense", "reduced")}
+    trials = {name: BenchTrial(status="oom", message="out of memory") for name in ("dense", "reduced")}
     return Row(batch=batch, trials=trials, calls_per_block=1, settle_calls=0, stop="nothing to measure", blocks=(),
                noise_blocks=())  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from perf.bench.sampled import SampledRunner
-from perf.parity.structure import Finding
+from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
 
 
@@ -28,7 +28,7 @@ class Forgetful(nn.Module):
 
 @pytest.mark.parametrize(("honest", "status"), [(10**6, "PASS"), (3, "FAIL")])
 def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
-    found: list[Finding] = []
+    found: list[StructuralTest] = []
     images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
     plain = ModuleRunner(Forgetful(honest))
     with SampledRunner("reduced", plain, found.append) as runner:
@@ -39,7 +39,7 @@ def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> 
 
 
 def test_an_unused_runner_says_nothing(tmp_path: Path) -> None:
-    found: list[Finding] = []
+    found: list[StructuralTest] = []
     with SampledRunner("dense", ModuleRunner(Forgetful(9)), found.append) as runner:
         assert runner.describe()["backend"] == "torch"
     assert found == []

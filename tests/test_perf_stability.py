@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from perf.record.runs import Block, GpuState, Row, Trial
-from perf.runners.protocol import HostBound, Streams
+from perf.record.runs import BenchTrial, Block, GpuState, Row
+from perf.runners.protocol import HostBound, ParallelStreams
 from perf.stats.stability import warnings_of
 
 STATE = GpuState(
@@ -25,7 +25,7 @@ def row(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_block
             times = tuple(call_ms(index, call) for call in range(10))
             block = Block(round=index, subject=name, at_s=0.0, calls=10, wall_ms=sum(times), compute_ms=times)
             blocks.append(replace(block, **every_block))
-    trials = {name: Trial(status="ok", warm_up_flat=True) for name in ("dense", "reduced")}
+    trials = {name: BenchTrial(status="ok", warm_up_flat=True) for name in ("dense", "reduced")}
     return Row(
         batch=8,
         trials=trials,
@@ -75,7 +75,7 @@ def test_dropped_rounds_are_counted_with_the_reason() -> None:
 
 def test_a_warm_up_that_was_cut_short_and_a_subject_that_failed_are_told() -> None:
     steady = row(lambda index, call: 5.0)
-    trials = {"dense": Trial(status="ok"), "reduced": Trial(status="failed", message="ValueError: no")}
+    trials = {"dense": BenchTrial(status="ok"), "reduced": BenchTrial(status="failed", message="ValueError: no")}
     told = warnings_of([replace(steady, trials=trials)])
     assert "batch 8, dense: the warm-up reached its time limit before the times were flat" in told
     assert "batch 8, reduced: failed: ValueError: no" in told
@@ -87,6 +87,6 @@ def test_streams_call_at_once_and_tell_wall_time_only() -> None:
     bound = HostBound(lambda: together.wait())
     ticks = iter(range(0, 10**9, 1_000_000))
     with ThreadPoolExecutor(2) as pool:
-        laps = Streams((bound, bound), pool).laps(3, lambda: next(ticks))
+        laps = ParallelStreams((bound, bound), pool).laps(3, lambda: next(ticks))
     assert (laps.calls, laps.compute_ms) == (6, ())
     assert laps.wall_ms > 0

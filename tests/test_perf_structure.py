@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from perf.parity import structure
-from perf.parity.structure import Finding
+from perf.parity.structure import StructuralTest
 
 Array = NDArray[np.float32]
 IMAGES = np.random.default_rng(0).standard_normal((8, 3, 4, 4)).astype(np.float32)
@@ -57,7 +57,7 @@ def test_a_stale_slot_needs_the_permutation_test() -> None:
 
 
 def test_batch_one_against_others() -> None:
-    def at(run: structure.Run) -> list[Finding]:
+    def at(run: structure.Run) -> list[StructuralTest]:
         return structure.batch_sizes("r", {b: in_batches(run, b) for b in (1, 3, 8)}, bound=1e-5)
 
     assert [f.status for f in at(sound)] == ["PASS", "PASS"]

@@ -24,7 +24,7 @@ from benchmarks.gpu.record import NotYet, Record, Row, Task
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.gpu.workshop import Loop, Workshop, models_copy
 from calib.images import open_images
-from corp_deploy.reduction.method import Choices, choices_from_preset
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.inputs import model_digest
 
 JOINT, MLP_ONLY = ("best", "corp", "corp-v1", "none"), ("grail", "vbp")
@@ -71,8 +71,8 @@ class Case:
     def key(self) -> str:
         return f"{self.preset} {self.loop} loop {self.sparsity:.0%} seed {self.seed} images {self.images}"
 
-    def choices(self, setting: Setting) -> Choices:
-        return choices_from_preset(
+    def method(self, setting: Setting) -> Method:
+        return method_from_preset(
             self.preset,
             mlp_sparsity=self.sparsity,
             attention_sparsity=self.sparsity,
@@ -85,14 +85,14 @@ def open_loop(case: Case, shop: Workshop) -> Row:
     """The row of one reduction from the dense model's moments."""
     from corp_deploy.reduction.model import reduce
 
-    choices = case.choices(shop.setting)
+    method = case.method(shop.setting)
     calibrated = shop.calibrated(case.seed, case.images)
 
     def on(where: str) -> nn.Module:
         model, known = models_copy(shop.model(), where), None
-        if choices.mlp_selection == "obs":
-            known = calibrated.eliminations_on(where, model, choices)
-        return reduce(model, calibrated.moments, choices, eliminations=known).model
+        if method.mlp_selection == "obs":
+            known = calibrated.eliminations_on(where, model, method)
+        return reduce(model, calibrated.moments, method, eliminations=known).model
 
     reduced, told = shop.somewhere("open", on)
     return facts_of(case, reduced) | told | shop.judged(reduced)
@@ -102,7 +102,7 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
     """The row of one reduction block by block; its images go through a file, as the closed loop reads them."""
     from corp_deploy.reduction.closed_loop import reduce_closed_loop
 
-    size, choices = shop.setting.image_size, case.choices(shop.setting)
+    size, method = shop.setting.image_size, case.method(shop.setting)
 
     def on(where: str) -> tuple[nn.Module, int]:
         count = case.images if where == "cpu" else sizes(shop.setting).images
@@ -111,7 +111,7 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
             path = Path(folder) / "calibration.npy"
             np.save(path, pictures.images_from_bytes(held, "cpu").numpy())
             images = open_images(path, image_shape=(3, size, size), transform=_untransformed)
-            return reduce_closed_loop(models_copy(shop.model(), where), images, choices).model, count
+            return reduce_closed_loop(models_copy(shop.model(), where), images, method).model, count
 
     (reduced, count), told = shop.somewhere("closed", on)
     return facts_of(case, reduced) | {"images": count} | told | shop.judged(reduced)

@@ -67,11 +67,11 @@ def built(path: Path, backend: str) -> Row:
     from corp_deploy.views.engine import write_whole_engine
     from export.engine.build import build_engine
     from export.engine.libraries import open_library
-    from export.engine.options import BatchProfile, BuildChoices
+    from export.engine.options import BatchProfile, BuildOptions
 
     library = open_library(backend)
     profile = BatchProfile(smallest=BATCHES[0], tuned=BATCHES[1], largest=BATCHES[-1])
-    engine = build_engine(path, BuildChoices(backend=backend, profiles=(profile,)), library=library)
+    engine = build_engine(path, BuildOptions(backend=backend, profiles=(profile,)), library=library)
     write_whole_engine(engine, path.with_suffix(".plan"))
     record = engine.record
     return {
@@ -137,27 +137,27 @@ def speed(variant: str, setting: Setting, runs: Callable[[Path, Path], Any]) -> 
 
 
 def in_tensorrt(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.proof.speed import Running, measure
+    from corp_deploy.proof.speed import RunOptions, measure
     from perf.timing.laps import Plan
 
     for path in (dense, reduced):
         built(path, "tensorrt")
     plans = (path.with_suffix(".plan") for path in (dense, reduced))
-    running = Running(device="cuda", mode="cuda_graph")
+    running = RunOptions(device="cuda", mode="cuda_graph")
     return measure(*plans, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=running)
 
 
 def in_onnxruntime(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.proof.speed import Running, measure
+    from corp_deploy.proof.speed import RunOptions, measure
     from perf.timing.laps import Plan
 
-    return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=Running(provider="cuda"))
+    return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=RunOptions(provider="cuda"))
 
 
 def proved(setting: Setting, backend: str | None) -> Row:
     """The chain: dense torch, reduced torch, ONNX FP32, ONNX FP16 and, where there is a backend, its engine."""
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import Limits, prove, random_inputs
+    from corp_deploy.proof.chain import ParityLimits, prove, random_inputs
     from corp_deploy.store.onnx_file import export_checkpoint
 
     dense, reduced = (checkpoint_of(variant, setting) for variant in ("dense", "padded"))
@@ -173,7 +173,7 @@ def proved(setting: Setting, backend: str | None) -> Row:
         candidates = [candidate_from_path(step) for step in steps]
         given = random_inputs(dense, 4 if setting.small else PROVED_IMAGES, 0)
         batches = (1, 2) if setting.small else PROVED_BATCHES
-        parity = prove(dense, candidates, given, batches=batches, limits=Limits()).parity
+        parity = prove(dense, candidates, given, batches=batches, limits=ParityLimits()).parity
     links = [{"name": each.name, "status": each.status, **asdict(each.measures)} for each in parity.links]
     failed = [asdict(each) for each in parity.structure if each.status == "FAIL"]
     return {"row": "parity", "model": model_name(setting), "backend": backend, "links": links, "structure": failed}

@@ -16,7 +16,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     On a GPU the sums are put there site by site, which is counted. On a CPU the seconds of the blocks timed are scaled
     to all of them.
     """
-    from corp_deploy.reduction.method import choices_from_preset
+    from corp_deploy.reduction.method import method_from_preset
     from corp_deploy.reduction.model import reduce, uniform_widths
     from corp_deploy.store.inputs import lineage_of_model
 
@@ -31,7 +31,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
         timed_s(device, held, size["batch"], collector.add)
         moments = collector.moments(lineage_of_model(model))
     del collector
-    choices = choices_from_preset(
+    method = method_from_preset(
         "best",
         mlp_sparsity=SPARSITY,
         attention_sparsity=SPARSITY,
@@ -39,11 +39,11 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
         align_head=ALIGN_HEAD,
     )
     named = {site.name for site in sites}
-    widths = {site: width for site, width in uniform_widths(model, choices).items() if site in named}
+    widths = {site: width for site, width in uniform_widths(model, method).items() if site in named}
     model = model.to(where)
     finished_s: list[float] = []
     begun_s = clock_s(where)
-    reduction = reduce(model, moments, choices, widths=widths, done=lambda _: finished_s.append(clock_s(where)))
+    reduction = reduce(model, moments, method, widths=widths, done=lambda _: finished_s.append(clock_s(where)))
     seconds, sites_s = clock_s(where) - begun_s, finished_s[-1] - begun_s
     return {
         "row": "reduction",

@@ -16,7 +16,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.planning.budget import eliminations
-from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
 from perf.parity.labels import wilson
@@ -34,9 +34,9 @@ class Calibrated:
     moments: Moments
     eliminations: dict[str, dict[str, Elimination]] = field(default_factory=dict)
 
-    def eliminations_on(self, where: str, model: nn.Module, choices: Choices) -> dict[str, Elimination]:
+    def eliminations_on(self, where: str, model: nn.Module, method: Method) -> dict[str, Elimination]:
         if where not in self.eliminations:
-            self.eliminations[where] = eliminations(model, self.moments, choices)
+            self.eliminations[where] = eliminations(model, self.moments, method)
         return self.eliminations[where]
 
 

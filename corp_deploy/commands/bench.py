@@ -106,13 +106,13 @@ def bench(
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
-    from corp_deploy.proof.speed import Running, measure
+    from corp_deploy.proof.speed import RunOptions, measure
     from corp_deploy.views.speed import best_batch, speed_record, speed_table
     from ground.files import replacing
     from perf.record.runs import save_bench
     from perf.timing.laps import Plan
 
-    running = Running(**{name: value for name, value in given_options().items() if name in BENCH.options})
+    running = RunOptions(**{name: value for name, value in given_options().items() if name in BENCH.options})
     plan = Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)
     with out.progress("measuring", 100, unit="%") as done:
         measured = measure(

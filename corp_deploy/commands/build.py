@@ -100,7 +100,7 @@ def build(
     """
     from corp_deploy.views.engine import engine_table, write_whole_engine
     from export.engine.build import build_engine
-    from export.engine.options import BuildChoices
+    from export.engine.options import BuildOptions
     from export.engine.ort_artifact import build_ort_artifact
 
     way = f"{backend}-{device}" if backend == "onnxruntime" else backend
@@ -114,7 +114,7 @@ def build(
         if backend == "onnxruntime":
             engine = build_ort_artifact(graph, device=device, precision=precision, command=_command_line())
         else:
-            choices = BuildChoices(
+            options = BuildOptions(
                 backend=backend,
                 precision=precision,
                 profiles=batch,
@@ -126,7 +126,7 @@ def build(
                 sparse=sparse,
                 command=_command_line(),
             )
-            engine = build_engine(graph, choices, progress=told)
+            engine = build_engine(graph, options, progress=told)
     write_whole_engine(engine, output)
     out.result(json.loads(engine.record.to_json()), engine_table(engine.record), f"{output}: written")
 

@@ -128,8 +128,8 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from corp_deploy.reduction.calibrate import Wanted, line_of_moments, ranks_of_this_run, reference_of_summary
-    from corp_deploy.reduction.calibrating import Asked, Restriction, Running, write_moments
+    from corp_deploy.reduction.calibrate import Statistics, line_of_moments, ranks_of_this_run, reference_of_summary
+    from corp_deploy.reduction.calibrating import CalibrationRequest, CalibrationRun, Restriction, write_moments
     from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
@@ -138,8 +138,8 @@ def calibrate(
     CALIBRATE.refuse([("", device)], given_options())
     require_device(device)
     _refuse_half_asked(attention_system, no_attention, attn, first_pass, align)
-    asked = Asked(
-        wanted=Wanted(
+    asked = CalibrationRequest(
+        wanted=Statistics(
             patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype
         ),
         restriction=None
@@ -156,7 +156,7 @@ def calibrate(
         source = images_for_model(
             checkpoint.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad
         )
-        running = Running(
+        running = CalibrationRun(
             ranks=ranks,
             unfinished=output,
             save_every=checkpoint_every,

@@ -44,18 +44,18 @@ def latency_table(
     """
     from rich.table import Table
 
-    from corp_deploy.planning.latency import Where, measure_tables
-    from corp_deploy.reduction.method import choices_from_preset
+    from corp_deploy.planning.latency import LatencyTarget, measure_tables
+    from corp_deploy.reduction.method import method_from_preset
 
-    choices = choices_from_preset("best", geometry=heads, align_hidden=align.get("mlp"), align_head=align.get("head"))
-    where = Where(
+    method = method_from_preset("best", geometry=heads, align_hidden=align.get("mlp"), align_head=align.get("head"))
+    where = LatencyTarget(
         backend="torch" if backend == "torch" else "onnxruntime",
         batches=tuple(sorted(batch)),
         cache=output,
         threads=threads,
     )
     with out.progress("measuring", None, unit="tables"):
-        tables = measure_tables(model.load(out), choices, where)
+        tables = measure_tables(model.load(out), method, where)
     shown = Table("block", "width", *(f"batch {size} (ms)" for size in where.batches))
     rows = []
     for name, table in (*tables.by_name.items(), ("dense model", tables.dense)):

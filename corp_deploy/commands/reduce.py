@@ -30,7 +30,7 @@ from .passes import BUDGET, CLOSED_LOOP, cost
 
 if TYPE_CHECKING:
     from corp_deploy.planning.plan import Budget
-    from corp_deploy.reduction.method import Choices, LoopName
+    from corp_deploy.reduction.method import LoopName, Method
     from corp_deploy.reduction.read_tokens import Reads
 
 
@@ -56,7 +56,7 @@ class Ranking(click.ParamType[dict[str, str]]):
 def _budget(
     shares: dict[str, float | None], mlp: float | None, attn: float | None, tables: Path | None, batch: int | None
 ) -> "Budget | None":
-    from corp_deploy.planning.latency import Where
+    from corp_deploy.planning.latency import LatencyTarget
     from corp_deploy.planning.plan import Budget
 
     given = {currency: share for currency, share in shares.items() if share is not None}
@@ -77,7 +77,7 @@ def _budget(
         return Budget(currency="params", share=shares["params"])
     if tables is None:
         raise click.UsageError("--latency needs --latency-tables DIR, where the measured tables are kept")
-    where = Where(backend="onnxruntime", batches=(batch or 1,), cache=tables)
+    where = LatencyTarget(backend="onnxruntime", batches=(batch or 1,), cache=tables)
     return Budget(currency="latency", share=given["latency"], where=where)
 
 
@@ -89,12 +89,12 @@ def choices_from_options(
     align: dict[str, int],
     ridge: float = DEFAULT_RIDGE_REL,
     select: Mapping[str, str] = MappingProxyType({}),
-) -> "Choices":
+) -> "Method":
     """The preset with what was asked for; a combination that makes no sense is a usage error."""
-    from corp_deploy.reduction.method import choices_from_preset
+    from corp_deploy.reduction.method import method_from_preset
 
     try:
-        return choices_from_preset(
+        return method_from_preset(
             preset,
             mlp_sparsity=mlp,
             attention_sparsity=attn,
@@ -153,7 +153,7 @@ def choices_from_options(
 @click.option(
     "--latency", type=Number(SHARE_KEPT), default=None, help="Share of the dense latency to keep, on this machine."
 )
-@click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
+@click.option("--latency-tables", type=DIRECTORY, default=None, help="LatencyTarget --latency keeps its tables.")
 @click.option("--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1.")
 @click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced.")
 @click.option(
@@ -176,7 +176,11 @@ def choices_from_options(
     "--held-out", type=FILE, default=None, help="Moments of other images (calibrate --hold-out): judges every site."
 )
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the solving is done."
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="LatencyTarget the solving is done.",
 )
 @click.option(
     "--images",
@@ -238,7 +242,7 @@ def reduce_command(
     """
     from calib.store import load as load_moments
     from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
-    from corp_deploy.planning.plan import Asked
+    from corp_deploy.planning.plan import ReductionRequest
     from corp_deploy.store.checkpoint import on_device
     from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.reduction import site_table, ways_table
@@ -246,9 +250,9 @@ def reduce_command(
 
     PRESET.refuse([("", preset)], given_options())
     budget = _budget({"macs": macs, "params": params, "latency": latency}, mlp, attn, latency_tables, batch)
-    asked = Asked(
+    asked = ReductionRequest(
         preset=preset,
-        choices=choices_from_options(preset, mlp, attn, heads, align, ridge, select or {}),
+        method=choices_from_options(preset, mlp, attn, heads, align, ridge, select or {}),
         budget=budget,
         auto_heads=heads == "auto",
         closed_loop=closed_loop,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from corp_deploy.release.baseline import Baseline
-    from corp_deploy.release.incremental import Planned, Stage
+    from corp_deploy.release.incremental import Stage, StageStatus
     from corp_deploy.release.pipeline import Released
     from corp_deploy.release.recipe import Recipe
 
@@ -93,7 +93,7 @@ def _init(
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR")
 
 
-def _rows(planned: "Sequence[Planned]", out: Output, *notes: str) -> None:
+def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     from rich.table import Table
 
     table = Table("stage", "", "why")

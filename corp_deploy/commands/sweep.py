@@ -28,12 +28,14 @@ from .options import (
 from .reduce import choices_from_options
 
 if TYPE_CHECKING:
-    from corp_deploy.planning.sweep import Trial
+    from corp_deploy.planning.sweep import SweepPoint
 
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
 
 
-def _images(trial: "Trial", images: Path, calibration_images: Path | None, samples: int | None, seed: int) -> list[str]:
+def _images(
+    trial: "SweepPoint", images: Path, calibration_images: Path | None, samples: int | None, seed: int
+) -> list[str]:
     """The images that reduce looks at: a budget tries sites on those it was scored on, merged channels are fitted."""
     if trial.budget is None:
         merges = PRESETS[trial.preset].merges and calibration_images is not None
@@ -43,7 +45,7 @@ def _images(trial: "Trial", images: Path, calibration_images: Path | None, sampl
 
 
 def _reduction(
-    trial: "Trial", parts: str, heads: str | None, align: dict[str, int] | None, looked_at: list[str]
+    trial: "SweepPoint", parts: str, heads: str | None, align: dict[str, int] | None, looked_at: list[str]
 ) -> str:
     """The words by which reduce makes the model of a trial; heads and align as they were given, if they were."""
     touches = trial.budget is not None or (parts != "mlp" and PRESET.ways[trial.preset].takes("attn", True))
@@ -118,7 +120,7 @@ def sweep(
     import torch
 
     from calib.store import load
-    from corp_deploy.planning.sweep import Scored, Wanted, logits, record_of_sweep, smallest_that_agrees
+    from corp_deploy.planning.sweep import Scored, SweepRequest, logits, record_of_sweep, smallest_that_agrees
     from corp_deploy.planning.sweep import sweep as sweep_of
     from corp_deploy.store.inputs import images_for_model, labels_from_path
     from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
@@ -143,9 +145,9 @@ def sweep(
         batch_size=batch_size,
     )
     wanted = [
-        Wanted(
+        SweepRequest(
             preset=name,
-            choices=choices_from_options(
+            method=choices_from_options(
                 name, share if mlp else None, share if name in touching else None, heads, align
             ),
         )
@@ -153,7 +155,7 @@ def sweep(
         for share in sparsity
     ]
     wanted += [
-        Wanted(preset="best", choices=choices_from_options("best", None, None, heads, align), budget=share)
+        SweepRequest(preset="best", method=choices_from_options("best", None, None, heads, align), budget=share)
         for share in macs
     ]
     with out.progress("sweeping", len(wanted), unit="models") as done:

@@ -84,7 +84,7 @@ def verify(
     """
     from calib.store import load as load_moments
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import Limits, given_from_images, prove, random_inputs
+    from corp_deploy.proof.chain import ParityLimits, given_from_images, prove, random_inputs
     from corp_deploy.proof.record import EXIT_CODES, parity_table, save_proof
     from corp_deploy.store.inputs import images_for_model, labels_from_path
 
@@ -112,7 +112,7 @@ def verify(
             steps,
             given,
             batches=batch,
-            limits=Limits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor),
+            limits=ParityLimits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor),
             moments=None if moments is None else load_moments(moments),
             done=done,
         )

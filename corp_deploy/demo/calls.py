@@ -14,7 +14,7 @@ MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class DemoScale:
     """How much of the example is used: images to calibrate on (None: all) and to leave out of the fit, timing."""
 
     samples: int | None = None
@@ -23,10 +23,10 @@ class Scale:
     time_limit: float = 8.0
 
 
-SCALE = Scale()
+SCALE = DemoScale()
 
 
-def invocations(scale: Scale) -> dict[tuple[str, ...], Invocation]:
+def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
     """Every command of the demo by the files that it makes, all in the demo's directory."""
     calibrate = {
         "model": "dense",
@@ -100,7 +100,7 @@ def invocations(scale: Scale) -> dict[tuple[str, ...], Invocation]:
     }
 
 
-def made_by(scale: Scale) -> dict[str, str]:
+def made_by(scale: DemoScale) -> dict[str, str]:
     """The command that makes each file; what no other command makes the demo does."""
     made = {name: str(run) for names, run in invocations(scale).items() for name in names}
     return dict.fromkeys((*ONLY_DEMO, *MODEL), str(ITSELF)) | made

@@ -15,10 +15,10 @@ from torch import nn
 from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof.report_input import EFFECTS_KIND
-from corp_deploy.reduction.method import choices_from_preset
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.release import steps
-from corp_deploy.release.incremental import Place
+from corp_deploy.release.incremental import StageDirs
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.manifest import write_manifest
@@ -28,7 +28,7 @@ from perf.parity.measures import measures
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
 
-from .calls import ITSELF, SCALE, SPARSITY, Scale, invocations, made_by
+from .calls import ITSELF, SCALE, SPARSITY, DemoScale, invocations, made_by
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
 STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
@@ -84,8 +84,8 @@ def _effects(directory: Path, dense: Checkpoint, reduced: nn.Module) -> list[dic
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_from_path(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
-    choices = choices_from_preset("none", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY)
-    without = reduce(dense.model, load_moments(directory / "moments.safetensors"), choices).model
+    method = method_from_preset("none", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY)
+    without = reduce(dense.model, load_moments(directory / "moments.safetensors"), method).model
     with torch.inference_mode():
         reference = dense.model(pixels).numpy()
     pairs = (("none", without), ("best", reduced))
@@ -93,7 +93,7 @@ def _effects(directory: Path, dense: Checkpoint, reduced: nn.Module) -> list[dic
 
 
 def run_demo(
-    directory: Path, *, said: Callable[[str], None], step: Callable[[int], None], scale: Scale | None = None
+    directory: Path, *, said: Callable[[str], None], step: Callable[[int], None], scale: DemoScale | None = None
 ) -> Demo:
     """Run every step into `directory`. `said` hears what is done next, `step` how many steps are finished.
 
@@ -101,7 +101,7 @@ def run_demo(
     """
     _require_example()
     scale = scale or SCALE
-    place = Place(root=directory, into=directory, unfinished=directory / ".unfinished.safetensors")
+    place = StageDirs(root=directory, into=directory, unfinished=directory / ".unfinished.safetensors")
     of_command: dict[str, list[Invocation]] = {}
     for run in invocations(scale).values():
         of_command.setdefault(run.command, []).append(run)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from corp_deploy.reduction.method import PRESETS, Choices
+from corp_deploy.reduction.method import PRESETS, Method
 from export.engine.options import REFUSALS
 
 from .honours import ANY, Axis, Values, Way
@@ -78,7 +78,7 @@ BENCH = Axis(
     },
 )
 
-# The options of `build` by the names that export's choices have.
+# The options of `build` by the names that export's options have.
 ENGINE_OPTIONS = {
     "batch": "profiles",
     "sm": "sms",
@@ -185,14 +185,14 @@ CALIBRATE = Axis(
 )
 
 
-def _preset(name: str, choices: Choices) -> Way:
+def _preset(name: str, method: Method) -> Way:
     """What a preset does to attention, and whether it has the curves that a budget follows."""
-    curves = choices.mlp_selection == "obs" and choices.qk_recovery == "lowrank"
-    heads = ("padded", "ragged") if choices.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
-    attention: dict[str, Values] = {} if choices.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
+    curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
+    heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
+    attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
     parts = ("joint", "mlp", "attn") if attention else ("joint", "mlp")
     budgets = dict.fromkeys(("macs", "params", "latency"), ANY) if curves else {}
-    fitted = {"calibration_images": ANY} if choices.merges else {}
+    fitted = {"calibration_images": ANY} if method.merges else {}
     return Way(
         words=f"preset {name}",
         ask=f"--preset {name}",
@@ -204,7 +204,7 @@ def _preset(name: str, choices: Choices) -> Way:
 PRESET = Axis(
     command="reduce",
     picks=frozenset({"heads", "calibration_images"}),
-    ways={name: _preset(name, choices) for name, choices in PRESETS.items()},
+    ways={name: _preset(name, method) for name, method in PRESETS.items()},
 )
 
 # By what happens to attention.

@@ -22,7 +22,7 @@ from corp_deploy.families.site_cost import Currency, SiteCosts, site_costs
 from corp_deploy.families.widths import HeadWidths, aligned_widths, geometry_of_heads, head_widths
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.channels import elimination
-from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import site_moments, uniform_widths
 from corp_deploy.reduction.site import layers_of
 from ground.errors import BadInput
@@ -53,11 +53,11 @@ class Allocated:
     predicted_error: float
 
 
-def eliminations(model: nn.Module, moments: Moments, choices: Choices) -> dict[str, Elimination]:
+def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
     """Every MLP's order of removal; made once, it serves every width of a sweep or a budget."""
 
     def at_site(part: vit.MlpPart) -> Elimination:
-        return elimination(site_moments(part.name, moments, MlpMoments, model), layers_of(part), choices)
+        return elimination(site_moments(part.name, moments, MlpMoments, model), layers_of(part), method)
 
     mlps = vit.parts(model).mlps
     found = site_pool.each(at_site, mlps, vit.device(model))
@@ -83,7 +83,7 @@ class Curve:
 
 
 def _mlp_curves(part: vit.MlpPart, probe: Probe) -> list[Curve]:
-    widths = aligned_widths(part.hidden, probe.choices.align_hidden)
+    widths = aligned_widths(part.hidden, probe.method.align_hidden)
     if len(widths) == 1:
         return []
     half = _halfway(widths, part.hidden)
@@ -93,7 +93,7 @@ def _mlp_curves(part: vit.MlpPart, probe: Probe) -> list[Curve]:
 
 def _attention_curves(part: vit.AttentionPart, probe: Probe) -> list[Curve]:
     """Q/K where they may shrink, and the values where they do."""
-    sizes = aligned_widths(part.size, probe.choices.align_head)
+    sizes = aligned_widths(part.size, probe.method.align_head)
     if len(sizes) == 1:
         return []
     moments = site_moments(part.name, probe.moments, AttentionMoments, probe.model)
@@ -102,7 +102,7 @@ def _attention_curves(part: vit.AttentionPart, probe: Probe) -> list[Curve]:
     if not part.keeps_qk:
         lost_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
         lost.append((lost_HD, HeadWidths(qk=half, v=part.v)))
-    if part.keeps_qk or probe.choices.geometry == "square":
+    if part.keeps_qk or probe.method.geometry == "square":
         weight_OC = part.proj.weight.detach().double()
         lost_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
         lost.append((lost_HD, HeadWidths(qk=part.qk, v=half)))
@@ -117,13 +117,13 @@ def _attention_curves(part: vit.AttentionPart, probe: Probe) -> list[Curve]:
 
 
 def _mlp_offer(part: vit.MlpPart, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
-    widths = aligned_widths(part.hidden, probe.choices.align_hidden)
+    widths = aligned_widths(part.hidden, probe.method.align_hidden)
     prices = tuple(costs.of_mlp(part, width) for width in widths)
     return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
 
 
 def _attention_offer(part: vit.AttentionPart, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
-    sizes, geometry = aligned_widths(part.size, probe.choices.align_head), probe.choices.geometry
+    sizes, geometry = aligned_widths(part.size, probe.method.align_head), probe.method.geometry
     widths = tuple(head_widths(size, part.widths, geometry, keeps_qk=bool(part.keeps_qk)) for size in sizes)
     prices = tuple(costs.of_attention(part, width, geometry_of_heads(width, geometry)) for width in widths)
     return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
@@ -132,9 +132,9 @@ def _attention_offer(part: vit.AttentionPart, costs: SiteCosts, probe: Probe, er
 def offers(probe: Probe, currency: Currency) -> list[Offer]:
     """Every site's offer: its error curves in output error, added up; one walk of the probe tries them all.
 
-    An attention whose Q/K must stay offers its values. Raises BadInput for choices that have no error curves.
+    An attention whose Q/K must stay offers its values. Raises BadInput for a method that has no error curves.
     """
-    if probe.choices.mlp_selection != "obs" or probe.choices.qk_recovery != "lowrank":
+    if probe.method.mlp_selection != "obs" or probe.method.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
     costs, found = site_costs(probe.model, currency), vit.parts(probe.model)
     mlps = site_pool.each(lambda part: _mlp_curves(part, probe), found.mlps, vit.device(probe.model))
@@ -162,7 +162,7 @@ def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
     Raises BadInput when even the narrowest widths cost more.
     """
     fixed = dense - sum(offer.cost_now for offer in sites)
-    choices = [
+    method = [
         allocate.Choices(
             site=offer.site,
             widths=tuple(range(len(offer.widths))),
@@ -177,15 +177,15 @@ def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
             f"a budget of {share:g} is out of reach: the narrowest widths keep {least / dense:.3f}, of which "
             f"{fixed / dense:.3f} belongs to no site that can be reduced (see inspect); ask for more"
         )
-    found = allocate.allocate(choices, share * dense - fixed)
+    found = allocate.allocate(method, share * dense - fixed)
     widths = {offer.site: offer.widths[found.widths[offer.site]] for offer in sites}
     return Allocated(widths=widths, share=(found.cost + fixed) / dense, predicted_error=found.error**0.5)
 
 
-def uniform(model: nn.Module, choices: Choices, sites: list[Offer], dense: int) -> Allocated:
-    """What the choices' own uniform sparsities leave and lose, by the offers; a site they don't touch stays whole."""
+def uniform(model: nn.Module, method: Method, sites: list[Offer], dense: int) -> Allocated:
+    """What the method's own uniform sparsities leave and lose, by the offers; a site they don't touch stays whole."""
     fixed = dense - sum(offer.cost_now for offer in sites)
-    asked = uniform_widths(model, choices)
+    asked = uniform_widths(model, method)
     widths = {offer.site: asked.get(offer.site, offer.widths[-1]) for offer in sites}
     picks = [(offer, offer.widths.index(widths[offer.site])) for offer in sites]
     cost = fixed + sum(offer.costs[pick] for offer, pick in picks)
@@ -194,14 +194,14 @@ def uniform(model: nn.Module, choices: Choices, sites: list[Offer], dense: int) 
 
 
 def uniform_for_share(
-    model: nn.Module, choices: Choices, sites: list[Offer], dense: int, share: float
+    model: nn.Module, method: Method, sites: list[Offer], dense: int, share: float
 ) -> tuple[float, Allocated] | None:
     """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
 
     None where none does: measured costs need not fall with every width.
     """
     for percent in range(100):
-        asked = replace(choices, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
+        asked = replace(method, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
         found = uniform(model, asked, sites, dense)
         if found.share <= share:
             return percent / 100, found

@@ -25,10 +25,10 @@ from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
-from .plan import Asked, Planned, plan
+from .plan import ReductionRequest, WidthPlan, plan
 
 
-def record_of_reduction(reduction: Reduction, planned: Planned) -> dict[str, Any]:
+def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
     """The reduction and what was decided for it, as JSON values."""
     return reduction.as_json() | {
         "decided": [*planned.said, *reduction.said],
@@ -37,7 +37,12 @@ def record_of_reduction(reduction: Reduction, planned: Planned) -> dict[str, Any
 
 
 def _reduced_checkpoint(
-    dense: Checkpoint, reduction: Reduction, planned: Planned, asked: Asked, moments: Path, held_out: Moments | None
+    dense: Checkpoint,
+    reduction: Reduction,
+    planned: WidthPlan,
+    asked: ReductionRequest,
+    moments: Path,
+    held_out: Moments | None,
 ) -> Checkpoint:
     """The reduced model with what led to it."""
     carried = load_moments(moments).lineage
@@ -55,25 +60,25 @@ def _reduced_checkpoint(
     return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)
 
 
-def _refuse_partial(dense: Checkpoint, asked: Asked) -> None:
+def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
     if asked.allow_partial or asked.budget is not None:
         return
     # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
-    choices = replace(asked.choices, geometry="square") if asked.auto_heads else asked.choices
-    widths = uniform_widths(dense.model, choices)
-    require_as_asked(coverage(vit.parts(dense.model), choices, widths, by_site=False), choices)
+    method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
+    widths = uniform_widths(dense.model, method)
+    require_as_asked(coverage(vit.parts(dense.model), method, widths, by_site=False), method)
 
 
 def reduce_as_asked(
     dense: Checkpoint,
     moments: Moments,
-    asked: Asked,
+    asked: ReductionRequest,
     *,
     images: Images | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
-) -> tuple[Reduction, Planned]:
+) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
 
     `held_out`, moments of other images, judges every site again. Raises BadInput for it with the closed loop, which
@@ -92,17 +97,17 @@ def reduce_as_asked(
     if asked.closed_loop == "symmetric":
         assert images is not None
         widths = planned.widths
-        return reduce_symmetric_loop(dense.model, images, planned.choices, widths=widths, done=done), planned
+        return reduce_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done), planned
     if asked.closed_loop == "asymmetric":
         assert images is not None
         loop = Loop(reads=asked.reads)
         return reduce_closed_loop(
-            dense.model, images, planned.choices, widths=planned.widths, loop=loop, done=done
+            dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
         ), planned
     reduction = reduce(
         dense.model,
         moments,
-        planned.choices,
+        planned.method,
         widths=planned.widths,
         eliminations=planned.eliminations,
         held_out=held_out,
@@ -115,13 +120,13 @@ def reduce_as_asked(
 def reduce_checkpoint(
     dense: Checkpoint,
     moments: Path,
-    asked: Asked,
+    asked: ReductionRequest,
     *,
     directory: Path,
     images: Images | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
-) -> tuple[Reduction, Planned]:
+) -> tuple[Reduction, WidthPlan]:
     """Reduce where the dense model is, and write; nothing is written unless all of it succeeds."""
     reduction, planned = reduce_as_asked(
         dense, load_moments(moments), asked, images=images, held_out=held_out, done=done

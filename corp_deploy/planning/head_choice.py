@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.method import Method
 
 from .budget import Allocated, dense_cost, offers, spend, uniform
 from .probe import Probe
@@ -13,7 +13,7 @@ from .probe import Probe
 class HeadChoice:
     """The geometry taken, its widths, the sentence that says why, and what every geometry would have been given."""
 
-    choices: Choices
+    method: Method
     allocated: Allocated
     reason: str
     ways: dict[str, Allocated]
@@ -22,23 +22,23 @@ class HeadChoice:
 def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     """Spend the same MACs on padded and on square heads and take the one whose curves predict less logit error.
 
-    `share` of the dense MACs is the budget; None takes what the choices' uniform sparsities leave with padded heads, or
+    `share` of the dense MACs is the budget; None takes what the method's uniform sparsities leave with padded heads, or
     with square ones where Q/K must stay, since padded heads alone take nothing from those.
     """
     dense = dense_cost(probe.model, "macs")
-    padded = replace(probe, choices=replace(probe.choices, geometry="padded"))
-    square = replace(probe, choices=replace(probe.choices, geometry="square"))
+    padded = replace(probe, method=replace(probe.method, geometry="padded"))
+    square = replace(probe, method=replace(probe.method, geometry="square"))
     padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
     if share is None:
         stays = any(part.keeps_qk for part in vit.parts(probe.model).attentions)
         way, sites = (square, square_offers) if stays else (padded, padded_offers)
-        share = uniform(way.model, way.choices, sites, dense).share
+        share = uniform(way.model, way.method, sites, dense).share
     ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))
     better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
-    name, other = better[0].choices.geometry, worse[0].choices.geometry
+    name, other = better[0].method.geometry, worse[0].method.geometry
     reason = (
         f"heads: {name}, because at {share:.1%} of the dense MACs its predicted logit error is "
         f"{better[1].predicted_error:.4f}, that of {other} heads {worse[1].predicted_error:.4f}"
     )
-    every = {f"{probe.choices.geometry} heads": allocated for probe, allocated in ways}
-    return HeadChoice(choices=better[0].choices, allocated=better[1], reason=reason, ways=every)
+    every = {f"{probe.method.geometry} heads": allocated for probe, allocated in ways}
+    return HeadChoice(method=better[0].method, allocated=better[1], reason=reason, ways=every)

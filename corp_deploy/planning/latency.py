@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths, aligned_widths, geometry_of_heads, head_widths
-from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from export.graph.to_onnx import onnx_from_model, save
@@ -38,7 +38,7 @@ PLAN = Plan(block_ms=20.0, min_rounds=8, noise_rounds=0, warm_up_limit_s=3.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class LatencyTarget:
     """What latency means here: the backend, the batch sizes, CPU threads, and where tables are kept."""
 
     backend: Backend
@@ -91,24 +91,24 @@ def _own(module: nn.Module) -> str:
     return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
 
 
-def _name(part: vit.MlpPart | vit.AttentionPart, choices: Choices, block: nn.Module) -> str:
+def _name(part: vit.MlpPart | vit.AttentionPart, method: Method, block: nn.Module) -> str:
     own = _own(block)
     if isinstance(part, vit.MlpPart):
         return f"mlp of {part.fc1.in_features} and {part.hidden}{own}"
     kept = ", Q/K kept" if part.keeps_qk else ""
     widths = f"{part.heads} heads of {part.qk} and {part.v}{kept}"
-    return f"attention of {part.qkv.in_features}, {widths}, {choices.geometry}{own}"
+    return f"attention of {part.qkv.in_features}, {widths}, {method.geometry}{own}"
 
 
-def _layer(part: vit.MlpPart | vit.AttentionPart, choices: Choices, model: nn.Module, width: int) -> nn.Module:
+def _layer(part: vit.MlpPart | vit.AttentionPart, method: Method, model: nn.Module, width: int) -> nn.Module:
     """The layer at one width with random weights: time doesn't depend on their values."""
     torch.manual_seed(0)
     if isinstance(part, vit.MlpPart):
         modules = vit.empty_mlp(part, hidden=width, output_bias=True)
         mlp = vit.replaced(model, dict(modules)).get_submodule(part.name)
         return mlp.eval()
-    widths = head_widths(width, part.widths, choices.geometry, keeps_qk=bool(part.keeps_qk))
-    geometry = geometry_of_heads(widths, choices.geometry)
+    widths = head_widths(width, part.widths, method.geometry, keeps_qk=bool(part.keeps_qk))
+    geometry = geometry_of_heads(widths, method.geometry)
     return vit.empty_attention(part, qk=widths.qk, v=widths.v, geometry=geometry, fused=False).eval()
 
 
@@ -120,7 +120,9 @@ def _spread(widths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(widths[pick] for pick in sorted(picks))
 
 
-def _runner(module: nn.Module, shape: tuple[int, int, int], where: Where, scratch: Path) -> ModuleRunner | OnnxRunner:
+def _runner(
+    module: nn.Module, shape: tuple[int, int, int], where: LatencyTarget, scratch: Path
+) -> ModuleRunner | OnnxRunner:
     if where.backend == "torch":
         return ModuleRunner(module, threads=where.threads)
     path = Path(tempfile.mkdtemp(dir=scratch)) / "block.onnx"
@@ -135,12 +137,16 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def measure_tables(
-    checkpoint: Checkpoint, choices: Choices, where: Where, *, progress: Callable[[float, str], None] | None = None
+    checkpoint: Checkpoint,
+    method: Method,
+    where: LatencyTarget,
+    *,
+    progress: Callable[[float, str], None] | None = None,
 ) -> Tables:
     """One table per distinct block shape, and the dense model's latency, from the cache where it holds them."""
     model, found = checkpoint.model, vit.parts(checkpoint.model)
     blocks = {part.name: model.get_submodule(part.name) for part in found.every}
-    names = {part.name: _name(part, choices, blocks[part.name]) for part in found.every}
+    names = {part.name: _name(part, method, blocks[part.name]) for part in found.every}
     every: dict[str, vit.MlpPart | vit.AttentionPart] = {}
     for part in found.every:
         every.setdefault(names[part.name], part)
@@ -154,12 +160,12 @@ def measure_tables(
             mlp = isinstance(part, vit.MlpPart)
             dim = part.fc1.in_features if isinstance(part, vit.MlpPart) else part.qkv.in_features
             dense_width = part.hidden if isinstance(part, vit.MlpPart) else part.size
-            widths = _spread(aligned_widths(dense_width, choices.align_hidden if mlp else choices.align_head))
+            widths = _spread(aligned_widths(dense_width, method.align_hidden if mlp else method.align_head))
 
             def open_width(
                 width: int, part: vit.MlpPart | vit.AttentionPart = part, dim: int = dim
             ) -> ModuleRunner | OnnxRunner:
-                return _runner(TokensAlone(_layer(part, choices, model, width)), (1, tokens, dim), where, at)
+                return _runner(TokensAlone(_layer(part, method, model, width)), (1, tokens, dim), where, at)
 
             grid = Grid(
                 name=name,
@@ -194,7 +200,7 @@ def _size(part: vit.MlpPart | vit.AttentionPart, width: Width) -> int:
 
 
 def offers_in_time(
-    sites: list[Offer], tables: Tables, checkpoint: Checkpoint, choices: Choices, batch: int
+    sites: list[Offer], tables: Tables, checkpoint: Checkpoint, method: Method, batch: int
 ) -> tuple[list[Offer], int]:
     """The offers with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
 

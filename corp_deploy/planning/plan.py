@@ -9,14 +9,14 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import Widths
-from corp_deploy.reduction.method import Choices, LoopName
+from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
 from . import budget as budgets
 from .head_choice import choose_heads
-from .latency import Where, measure_tables, offers_in_time
+from .latency import LatencyTarget, measure_tables, offers_in_time
 from .probe import Probe
 
 PROBE_IMAGES = 32
@@ -28,11 +28,11 @@ class Budget:
 
     currency: Literal["macs", "params", "latency"]
     share: float
-    where: Where | None = None
+    where: LatencyTarget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ReductionRequest:
     """A reduction as a user asks for it; a budget, `auto_heads`, the closed loop and merged channels need images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
@@ -40,7 +40,7 @@ class Asked:
     """
 
     preset: str
-    choices: Choices
+    method: Method
     budget: Budget | None = None
     auto_heads: bool = False
     closed_loop: LoopName | None = None
@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def needs_images(self) -> bool:
-        return self.budget is not None or self.auto_heads or self.closed_loop is not None or self.choices.merges
+        return self.budget is not None or self.auto_heads or self.closed_loop is not None or self.method.merges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,13 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """Choices and widths settled (None: uniform), with a sentence on each thing that was decided.
+class WidthPlan:
+    """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
 
     `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
     """
 
-    choices: Choices
+    method: Method
     widths: Widths | None
     said: tuple[str, ...]
     predicted_speedup: float | None = None
@@ -79,10 +79,10 @@ class Planned:
     eliminations: Mapping[str, Elimination] | None = None
 
 
-def _probe(dense: Checkpoint, moments: Moments, choices: Choices, images: Images) -> Probe:
+def _probe(dense: Checkpoint, moments: Moments, method: Method, images: Images) -> Probe:
     pixels = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(vit.device(dense.model))
-    known = budgets.eliminations(dense.model, moments, choices)
-    return Probe(model=dense.model, moments=moments, choices=choices, images=pixels, eliminations=known)
+    known = budgets.eliminations(dense.model, moments, method)
+    return Probe(model=dense.model, moments=moments, method=method, images=pixels, eliminations=known)
 
 
 def _way(name: str, probe: Probe, found: budgets.Allocated) -> Way:
@@ -95,26 +95,26 @@ def _beside_uniform(
 ) -> tuple[Way, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
     by_site = _way("by site", probe, found)
-    uniform = budgets.uniform_for_share(probe.model, probe.choices, sites, dense, share)
+    uniform = budgets.uniform_for_share(probe.model, probe.method, sites, dense, share)
     if uniform is None:
         return (by_site,)
     sparsity, allocated = uniform
     return by_site, _way(f"uniform sparsity {sparsity:.2f}", probe, allocated)
 
 
-def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Planned:
+def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> WidthPlan:
     where = budget.where
     assert where is not None, budget
-    tables = measure_tables(dense, probe.choices, where)
+    tables = measure_tables(dense, probe.method, where)
     batch = where.batches[0]
-    sites, total = offers_in_time(list(budgets.offers(probe, "macs")), tables, dense, probe.choices, batch)
+    sites, total = offers_in_time(list(budgets.offers(probe, "macs")), tables, dense, probe.method, batch)
     found = budgets.spend(sites, total, budget.share)
     said = (
         f"budget: {found.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
         f"{found.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}"
     )
-    return Planned(
-        choices=probe.choices,
+    return WidthPlan(
+        method=probe.method,
         widths=found.widths,
         said=(said,),
         predicted_speedup=1.0 / found.share,
@@ -123,14 +123,14 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Plann
     )
 
 
-def _allocated(probe: Probe, budget: Budget) -> Planned:
+def _allocated(probe: Probe, budget: Budget) -> WidthPlan:
     assert budget.currency != "latency", budget
     dense = budgets.dense_cost(probe.model, budget.currency)
     sites = list(budgets.offers(probe, budget.currency))
     found = budgets.spend(sites, dense, budget.share)
     said = f"budget: {found.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
-    return Planned(
-        choices=probe.choices,
+    return WidthPlan(
+        method=probe.method,
         widths=found.widths,
         said=(said,),
         ways=_beside_uniform(probe, found, sites, dense, budget.share),
@@ -138,7 +138,7 @@ def _allocated(probe: Probe, budget: Budget) -> Planned:
     )
 
 
-def plan(dense: Checkpoint, moments: Moments, asked: Asked, images: Images | None) -> Planned:
+def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: Images | None) -> WidthPlan:
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
     if asked.needs_images and images is None:
         raise BadInput(
@@ -146,14 +146,14 @@ def plan(dense: Checkpoint, moments: Moments, asked: Asked, images: Images | Non
             "calibration images; give them with --images"
         )
     if images is None or not (asked.budget or asked.auto_heads):
-        return Planned(choices=asked.choices, widths=None, said=())
-    probe = _probe(dense, moments, asked.choices, images)
+        return WidthPlan(method=asked.method, widths=None, said=())
+    probe = _probe(dense, moments, asked.method, images)
     if asked.auto_heads:
         if asked.budget is not None and asked.budget.currency != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
         taken = choose_heads(probe, None if asked.budget is None else asked.budget.share)
-        return Planned(
-            choices=taken.choices,
+        return WidthPlan(
+            method=taken.method,
             widths=taken.allocated.widths,
             said=(taken.reason,),
             ways=tuple(_way(name, probe, found) for name, found in taken.ways.items()),

@@ -16,7 +16,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction import pool as site_pool
-from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import ReducedSite, reduce, reduced_site
 
 Width = int | HeadWidths
@@ -35,18 +35,18 @@ def _change(outputs: Tensor, dense: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A model, its moments and some images; `choices` say how sites are reduced, `eliminations` are known by site."""
+    """A model, its moments and some images; `method` say how sites are reduced, `eliminations` are known by site."""
 
     model: nn.Module
     moments: Moments
-    choices: Choices
+    method: Method
     images: Tensor
     eliminations: Mapping[str, Elimination]
 
     @property
-    def _ragged(self) -> Choices:
+    def _ragged(self) -> Method:
         """Exact at any widths, and only the values count here."""
-        return replace(self.choices, geometry="ragged")
+        return replace(self.method, geometry="ragged")
 
     def effect(self, widths: Mapping[str, Width]) -> float:
         """Squared relative change of the outputs when these sites have these widths and the others stay."""
@@ -78,13 +78,13 @@ class Probe:
         return found
 
     def _reduced(self, trials: Sequence[Trial]) -> list[ReducedSite]:
-        choices = replace(self._ragged, mlp_swaps=False)
+        method = replace(self._ragged, mlp_swaps=False)
         parts = {part.name: part for part in vit.parts(self.model).every}
 
         def at_site(trial: Trial) -> ReducedSite:
             site, width = trial
             known = self.eliminations.get(site)
-            return reduced_site(self.model, parts[site], self.moments, choices, width, known=known)
+            return reduced_site(self.model, parts[site], self.moments, method, width, known=known)
 
         return list(site_pool.each(at_site, trials, vit.device(self.model)))
 

@@ -13,7 +13,7 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.reduction.method import Choices
+from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from ground.errors import BadInput
 from perf.parity.measures import measures
@@ -26,7 +26,7 @@ PROBE_IMAGES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SweepPoint:
     """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense logits.
 
     `sites_reduced` became smaller; `sites_refused` were asked to and can't.
@@ -49,11 +49,11 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """One model to try: a preset's choices at uniform sparsities, or at a share of the dense MACs to keep."""
+class SweepRequest:
+    """One model to try: a preset at uniform sparsities, or at a share of the dense MACs to keep."""
 
     preset: str
-    choices: Choices
+    method: Method
     budget: float | None = None
 
 
@@ -66,20 +66,20 @@ class Scored:
     labels_N: NDArray[np.int64] | None
     batch_size: int
 
-    def trial(self, wanted: Wanted, reduction: Reduction, dense_macs: int) -> Trial:
+    def trial(self, wanted: SweepRequest, reduction: Reduction, dense_macs: int) -> SweepPoint:
         """Score one reduced model."""
         model = reduction.model
-        choices = wanted.choices
+        method = wanted.method
         logits_NC = logits(model, self.images, self.batch_size)
         errors = measures(self.dense_NC, logits_NC)
         cost = macs(model)
         accuracy = None if self.labels_N is None else float((logits_NC.argmax(1) == self.labels_N).mean())
-        return Trial(
+        return SweepPoint(
             preset=wanted.preset,
             budget=wanted.budget,
-            mlp_sparsity=choices.mlp_sparsity or 0.0,
-            attention_sparsity=choices.attention_sparsity or 0.0,
-            geometry=choices.geometry,
+            mlp_sparsity=method.mlp_sparsity or 0.0,
+            attention_sparsity=method.attention_sparsity or 0.0,
+            geometry=method.geometry,
             macs=cost,
             macs_share=cost / dense_macs,
             parameters=parameters(model),
@@ -98,7 +98,7 @@ def logits(model: nn.Module, images: torch.Tensor, batch_size: int) -> NDArray[n
     return np.concatenate(rows)
 
 
-def _front(trials: Sequence[Trial]) -> set[int]:
+def _front(trials: Sequence[SweepPoint]) -> set[int]:
     """Positions of the trials that no other one beats in MACs and error at once."""
     order = sorted(range(len(trials)), key=lambda n: (trials[n].macs, trials[n].relative_error))
     front: set[int] = set()
@@ -113,12 +113,12 @@ def _front(trials: Sequence[Trial]) -> set[int]:
 def sweep(
     model: nn.Module,
     moments: Moments,
-    wanted: Iterable[Wanted],
+    wanted: Iterable[SweepRequest],
     scored: Scored,
     *,
     calibration: Images | None = None,
     done: Callable[[int], None] | None = None,
-) -> list[Trial]:
+) -> list[SweepPoint]:
     """Reduce and score every choice with the costly work shared: one elimination per MLP serves every width, one set
     of probes every budget of a geometry. `calibration`: the images that presets which merge channels are fitted to.
     Raises BadInput for moments of another model and budgets out of reach.
@@ -126,20 +126,20 @@ def sweep(
     known: dict[float, dict[str, Elimination]] = {}
     market: dict[str, list[Offer]] = {}
     dense_macs = macs(model)
-    trials: list[Trial] = []
+    trials: list[SweepPoint] = []
     for each in wanted:
-        choices = each.choices
-        if choices.mlp_selection == "obs" and choices.ridge_rel not in known:
-            known[choices.ridge_rel] = eliminations(model, moments, choices)
-        shared = known.get(choices.ridge_rel, {})
+        method = each.method
+        if method.mlp_selection == "obs" and method.ridge_rel not in known:
+            known[method.ridge_rel] = eliminations(model, moments, method)
+        shared = known.get(method.ridge_rel, {})
         widths = None
         if each.budget is not None:
-            if choices.geometry not in market:
+            if method.geometry not in market:
                 images = scored.images[:PROBE_IMAGES]
-                probe = Probe(model=model, moments=moments, choices=choices, images=images, eliminations=shared)
-                market[choices.geometry] = list(offers(probe, "macs"))
-            widths = spend(market[choices.geometry], dense_macs, each.budget).widths
-        reduction = reduce(model, moments, choices, widths=widths, eliminations=shared, images=calibration)
+                probe = Probe(model=model, moments=moments, method=method, images=images, eliminations=shared)
+                market[method.geometry] = list(offers(probe, "macs"))
+            widths = spend(market[method.geometry], dense_macs, each.budget).widths
+        reduction = reduce(model, moments, method, widths=widths, eliminations=shared, images=calibration)
         trials.append(scored.trial(each, reduction, dense_macs))
         if done is not None:
             done(len(trials))
@@ -147,11 +147,11 @@ def sweep(
     return [_marked(trial, position in front) for position, trial in enumerate(trials)]
 
 
-def _marked(trial: Trial, on_front: bool) -> Trial:
-    return Trial(**{**asdict(trial), "on_front": on_front})
+def _marked(trial: SweepPoint, on_front: bool) -> SweepPoint:
+    return SweepPoint(**{**asdict(trial), "on_front": on_front})
 
 
-def smallest_that_agrees(trials: Sequence[Trial], least: float) -> Trial:
+def smallest_that_agrees(trials: Sequence[SweepPoint], least: float) -> SweepPoint:
     """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
     agreeing = [trial for trial in trials if trial.agreement >= least]
     if not agreeing:
@@ -163,7 +163,7 @@ def smallest_that_agrees(trials: Sequence[Trial], least: float) -> Trial:
     return min(agreeing, key=lambda trial: (trial.macs, trial.relative_error))
 
 
-def record_of_sweep(trials: Sequence[Trial], answer: Trial | None) -> dict[str, Any]:
+def record_of_sweep(trials: Sequence[SweepPoint], answer: SweepPoint | None) -> dict[str, Any]:
     """The sweep as JSON values."""
     return {
         "kind": KIND,

@@ -20,7 +20,7 @@ from perf.parity.headroom import headroom
 from perf.parity.locate import Located
 from perf.parity.measures import Measures, measures
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link
-from perf.parity.structure import Finding
+from perf.parity.structure import StructuralTest
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
@@ -35,7 +35,7 @@ EACH_SIZE, SLOTS, EXTREME_IMAGES = 4, 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ParityLimits:
     """What the user allows the reduced model to differ from the dense one by; None sets no limit."""
 
     min_agreement: float | None = None
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ProofInputs:
     """What a proof is made on: pixels [N,3,H,W], what they are, labels where there are any."""
 
     pixels: Pixels
@@ -68,14 +68,14 @@ class Step:
     candidate: Candidate
     by_batch: Mapping[int, Logits]
     link: Link
-    findings: tuple[Finding, ...]
+    findings: tuple[StructuralTest, ...]
 
     @property
     def logits(self) -> Logits:
         return self.by_batch[max(self.by_batch)]
 
 
-def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -> Given:
+def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -> ProofInputs:
     """All images of a source as they are fed to the model, decoded once, in a file without a name instead of memory."""
     pixels: Pixels | None = None
     done = 0
@@ -87,14 +87,14 @@ def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -
         pixels[done : done + len(part)] = part
         done += len(part)
     assert pixels is not None, images
-    return Given(pixels=pixels[:done], digest=images.digest, labels=labels)
+    return ProofInputs(pixels=pixels[:done], digest=images.digest, labels=labels)
 
 
-def random_inputs(dense: Checkpoint, count: int, seed: int) -> Given:
+def random_inputs(dense: Checkpoint, count: int, seed: int) -> ProofInputs:
     """Normal noise instead of images, for who asks for it; the record says so."""
     shape = vit.input_spec(dense.model).shape
     pixels = np.random.default_rng(seed).standard_normal((count, *shape), dtype=np.float32)
-    return Given(pixels=pixels, digest=f"random seed {seed}", kind="random")
+    return ProofInputs(pixels=pixels, digest=f"random seed {seed}", kind="random")
 
 
 def _half_noise(dense: Checkpoint, images: Pixels, reference: Logits, batch: int) -> Measures:
@@ -113,7 +113,7 @@ def _half_noise(dense: Checkpoint, images: Pixels, reference: Logits, batch: int
 class _Rules:
     """Everything a link is judged by."""
 
-    limits: Limits
+    limits: ParityLimits
     noise: Measures
     products: int
     largest_logit: float
@@ -132,7 +132,7 @@ class _Rules:
 
 def _structure(
     candidate: Candidate, run: Run, images: Pixels, by_batch: Mapping[int, Logits], bound: float
-) -> list[Finding]:
+) -> list[StructuralTest]:
     """What holds for some images holds for all: the link itself judges every image at the largest batch."""
     largest = candidate.batch or max(by_batch)
     slots = min(largest, SLOTS)
@@ -157,7 +157,7 @@ def _by_batch(candidate: Candidate, run: Run, images: Pixels, batches: Sequence[
 
 
 def _step(
-    candidate: Candidate, before: tuple[str, Logits], given: Given, batches: Sequence[int], rules: _Rules
+    candidate: Candidate, before: tuple[str, Logits], given: ProofInputs, batches: Sequence[int], rules: _Rules
 ) -> Step:
     bound = rules.rounding(candidate.half).max_relative_error
     assert bound is not None, candidate.label
@@ -177,7 +177,7 @@ def _step(
     return Step(candidate=candidate, by_batch=by_batch, link=judged, findings=tuple(findings))
 
 
-def _headroom(single: Candidate | None, half: Candidate, pixels: Pixels) -> list[Finding]:
+def _headroom(single: Candidate | None, half: Candidate, pixels: Pixels) -> list[StructuralTest]:
     """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it."""
     if single is None or single.form != "graph" or half.form != "graph":
         return []
@@ -201,14 +201,14 @@ class _Walked:
     """All candidates run in order, what was found about their structure, and the blocks where failing links break."""
 
     steps: tuple[Step, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[StructuralTest, ...]
     blocks: tuple[Located, ...]
 
 
 def _walk(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
-    given: Given,
+    given: ProofInputs,
     batches: Sequence[int],
     rules: _Rules,
     dense_logits: Logits,
@@ -216,7 +216,7 @@ def _walk(
 ) -> _Walked:
     """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
     steps: list[Step] = []
-    findings: list[Finding] = []
+    findings: list[StructuralTest] = []
     blocks: list[Located] = []
     single: Step | None = None
     for candidate in candidates:
@@ -241,10 +241,10 @@ def _walk(
 def prove(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
-    given: Given,
+    given: ProofInputs,
     *,
     batches: Sequence[int],
-    limits: Limits,
+    limits: ParityLimits,
     moments: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> Proof:
@@ -286,7 +286,9 @@ def _accuracy(outputs: Mapping[str, Logits], labels: NDArray[np.int64] | None) -
     return tuple(labelled.accuracy(name, rows, labels) for name, rows in outputs.items())
 
 
-def _comparisons(outputs: Mapping[str, Logits], labels: NDArray[np.int64] | None) -> tuple[labelled.Comparison, ...]:
+def _comparisons(
+    outputs: Mapping[str, Logits], labels: NDArray[np.int64] | None
+) -> tuple[labelled.PairedAccuracy, ...]:
     if labels is None:
         return ()
     dense = outputs[DENSE]

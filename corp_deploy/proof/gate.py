@@ -11,7 +11,7 @@ from rich.table import Table
 from ground.errors import BadInput
 from ground.files import object_from_file, read_json, replacing, write_text
 from perf.gate.evidence import Evidence
-from perf.gate.gate import PARITY, Gate, Judged, judge
+from perf.gate.gate import PARITY, Gate, JudgedRule, judge
 from perf.gate.rule import Rule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import parity_from_json
@@ -46,13 +46,13 @@ def _kind(path: Path) -> str:
     return str(kind)
 
 
-def parity_row(path: Path) -> Judged:
+def parity_row(path: Path) -> JudgedRule:
     """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
     parity = parity_from_json(read_json(path, kind="parity"), where=str(path))
-    return Judged(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
+    return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
 
 
-def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, starting: bool) -> tuple[Judged, ...]:
+def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, starting: bool) -> tuple[JudgedRule, ...]:
     """Every rule beside the older record; with `starting`, those that ask for one where there is none wait for it."""
     if not rules:
         return ()

@@ -15,7 +15,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.files import whole
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
-from perf.parity.structure import Finding
+from perf.parity.structure import StructuralTest
 
 PARTS = 8
 
@@ -50,21 +50,21 @@ def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.floa
     return shift_of_sites(found, images=PARTS * each)
 
 
-def pixel_range(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:
+def pixel_range(moments: Moments, pixels: NDArray[np.float32]) -> list[StructuralTest]:
     """Whether there are images enough to compare with the calibration, and those with values outside what it saw."""
     return [*_too_few(len(pixels)), *_outside(moments, pixels)]
 
 
-def _too_few(count: int) -> Iterator[Finding]:
+def _too_few(count: int) -> Iterator[StructuralTest]:
     """From fewer than 8 images no noise can be told."""
     if count < PARTS:
         reason = f"{count} images are too few to be compared with those of calibration; at least {PARTS} are needed"
-        yield Finding(
+        yield StructuralTest(
             candidate="calibration images", test="shift", status="NOTED", value=count, bound=PARTS, reason=reason
         )
 
 
-def _outside(moments: Moments, pixels: NDArray[np.float32]) -> list[Finding]:
+def _outside(moments: Moments, pixels: NDArray[np.float32]) -> list[StructuralTest]:
     """Nothing where the moments don't tell the range."""
     told = moments.lineage.get(PIXEL_RANGE)
     if told is None:

@@ -24,7 +24,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 from perf.bench.bench import Subject, bench
 from perf.bench.sampled import SampledRunner
-from perf.parity.structure import Finding
+from perf.parity.structure import StructuralTest
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
 from perf.runners.engine import EngineRunner
@@ -39,7 +39,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunOptions:
     """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
 
     `backend` is for model directories: torch, or onnxruntime (the default) after an export to FP32. See option_table.
@@ -73,7 +73,7 @@ class Contender:
     static_batch: int | None
 
 
-def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Running) -> Contender:
+def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunOptions) -> Contender:
     open_module = partial(
         ModuleRunner,
         checkpoint.model,
@@ -95,7 +95,7 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: Runn
     return Contender(subject=subject, image_shape=vit.input_spec(checkpoint.model).shape, static_batch=None)
 
 
-def _from_onnx(name: str, path: Path, running: Running) -> Contender:
+def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
     facts = facts_of_onnx(path)
     if min(facts.image_shape) < 1:
         sizes = ", ".join(str(size) if size > 0 else "?" for size in facts.image_shape)
@@ -134,7 +134,7 @@ def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
     return None
 
 
-def _from_engine(name: str, path: Path, running: Running) -> Contender:
+def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
     record = _record_of_engine(path)
     facts = _graph_of_engine(path, record)
     open_engine = partial(
@@ -160,7 +160,7 @@ def _from_engine(name: str, path: Path, running: Running) -> Contender:
     return Contender(subject=subject, image_shape=(shape[0], shape[1], shape[2]), static_batch=None)
 
 
-def way_to_run(path: Path, running: Running) -> str:
+def way_to_run(path: Path, running: RunOptions) -> str:
     """What would run it, by its name in the table of options. Raises BadInput for what nothing here runs."""
     if path.suffix == ".plan" and path.is_file():
         backend = _record_of_engine(path).backend
@@ -179,7 +179,7 @@ def way_to_run(path: Path, running: Running) -> str:
     )
 
 
-def _device_of_both(dense: Path, reduced: Path, running: Running) -> Device:
+def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
     """Where both run. Raises BadInput for options that would be ignored, and for two that would run apart."""
     ways = {path: way_to_run(path, running) for path in (dense, reduced)}
     BENCH.refuse([(path.name, way) for path, way in ways.items()], running.given)
@@ -192,7 +192,7 @@ def _device_of_both(dense: Path, reduced: Path, running: Running) -> Device:
     return "cuda" if one.honours["device"] == ("cuda",) else "cpu"
 
 
-def _contender(name: str, path: Path, running: Running, scratch: Path) -> Contender:
+def _contender(name: str, path: Path, running: RunOptions, scratch: Path) -> Contender:
     if path.suffix == ".plan":
         return _from_engine(name, path, running)
     if path.suffix == ".onnx":
@@ -240,7 +240,7 @@ def measure(
     *,
     batches: Sequence[int],
     plan: Plan,
-    running: Running | None = None,
+    running: RunOptions | None = None,
     images: Path | None = None,
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
@@ -249,7 +249,7 @@ def measure(
 
     `images` holds what is fed, preprocessed; None feeds normal noise, which costs the same time.
     """
-    running = running or Running()
+    running = running or RunOptions()
     device = _device_of_both(dense, reduced, running)
     with tempfile.TemporaryDirectory() as scratch:
         one, other = (
@@ -258,7 +258,7 @@ def measure(
         _refuse_unequal(one, other, batches)
         assert one.image_shape is not None, dense
         fed = _fed(images, one.image_shape, max(batches))
-        found: list[Finding] = []
+        found: list[StructuralTest] = []
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
                 (_sampled(one.subject, found), _sampled(other.subject, found)),
@@ -277,6 +277,6 @@ def measure(
     return replace(measured, warnings=(*wrong, *measured.warnings))
 
 
-def _sampled(subject: Subject, found: list[Finding]) -> Subject:
+def _sampled(subject: Subject, found: list[StructuralTest]) -> Subject:
     """The subject with outputs of its timed calls compared when it closes."""
     return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), found.append))

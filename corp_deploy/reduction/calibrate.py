@@ -15,7 +15,7 @@ from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.images import Images
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
-from calib.resume import Checkpoint as Saved
+from calib.resume import ResumeFile
 from calib.sites import MlpSite, Site
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.checkpoint import Checkpoint, on_device
@@ -45,7 +45,7 @@ def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Statistics:
     """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
 
     `kept` restricts that system to these dims per head, at these sites; see `kept_dims`.
@@ -58,7 +58,7 @@ class Wanted:
     precision: Precision = "float32"
 
 
-def chosen_sites(checkpoint: Checkpoint, wanted: Wanted) -> list[Site]:
+def chosen_sites(checkpoint: Checkpoint, wanted: Statistics) -> list[Site]:
     """The model's sites that are wanted. Raises BadInput where nothing is left, with the reason."""
     every = vit.calibration_sites(checkpoint.model)
     if not every:
@@ -72,7 +72,7 @@ def chosen_sites(checkpoint: Checkpoint, wanted: Wanted) -> list[Site]:
 
 
 def memory_needed(
-    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted, widths: Mapping[str, int] | None = None
+    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Statistics, widths: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
     shapes = shapes_of_sites(
@@ -82,7 +82,7 @@ def memory_needed(
 
 
 def sparsity_that_fits(
-    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Wanted, align_head: int, available: int
+    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Statistics, align_head: int, available: int
 ) -> float | None:
     """The least sparsity for which the system, restricted to what it keeps, fits into so many bytes."""
     for sparsity, widths in narrower(checkpoint.model, sites, align_head):
@@ -97,8 +97,8 @@ def calibrate(
     *,
     batch_size: int,
     device: str = "cpu",
-    wanted: Wanted | None = None,
-    saved: Saved | None = None,
+    wanted: Statistics | None = None,
+    saved: ResumeFile | None = None,
     ranks: Ranks = passes.ALONE,
     done: Callable[[int], None] | None = None,
 ) -> Moments:
@@ -107,7 +107,7 @@ def calibrate(
     `saved` makes an interrupted run go on where it was. The checkpoint's model stays where it is; on another device a
     copy of it is run. Raises BadInput where there is no site or too little memory.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or Statistics()
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, wanted)
     options = passes.Options(

@@ -11,7 +11,7 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.images import Images, parted
 from calib.moments import Moments
-from calib.resume import Checkpoint as Saved
+from calib.resume import ResumeFile
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground import errors
@@ -19,7 +19,7 @@ from ground.errors import BadInput
 from ground.files import replacing
 
 from .calibrate import (
-    Wanted,
+    Statistics,
     calibrate,
     chosen_sites,
     held_out_path,
@@ -45,10 +45,10 @@ class Restriction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CalibrationRequest:
     """What to take and how. Of the images `hold_out`, drawn by `seed`, have their moments apart."""
 
-    wanted: Wanted
+    wanted: Statistics
     restriction: Restriction | None = None
     batch_size: int
     device: str
@@ -62,7 +62,7 @@ def _unseen(title: str, images: int) -> Iterator[Callable[[int], None]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class CalibrationRun:
     """By which processes, and who hears what.
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
@@ -76,12 +76,12 @@ class Running:
     progress: Progress = _unseen
     fitting: Callable[[float], str]
 
-    def state(self, *, first: bool = False) -> Saved | None:
+    def state(self, *, first: bool = False) -> ResumeFile | None:
         """Of the pass that ranks, or of the one after it."""
         if self.save_every is None:
             return None
         name = f"{self.unfinished.stem}{'.first' if first else ''}.partial.safetensors"
-        return Saved(path=self.unfinished.with_name(name), every=self.save_every)
+        return ResumeFile(path=self.unfinished.with_name(name), every=self.save_every)
 
     def clear(self) -> None:
         """Remove the states, once what was made from them is safe."""
@@ -90,7 +90,9 @@ class Running:
                 state.of_rank(self.ranks).clear()
 
 
-def _refuse_too_large(checkpoint: Checkpoint, asked: Asked, widths: Mapping[str, int], running: Running) -> None:
+def _refuse_too_large(
+    checkpoint: Checkpoint, asked: CalibrationRequest, widths: Mapping[str, int], running: CalibrationRun
+) -> None:
     """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
     sites, available = chosen_sites(checkpoint, asked.wanted), memory.bytes_available(asked.device)
     needed = memory_needed(checkpoint, sites, asked.wanted, widths)
@@ -110,12 +112,12 @@ def _refuse_too_large(checkpoint: Checkpoint, asked: Asked, widths: Mapping[str,
 def _take(
     checkpoint: Checkpoint,
     images: Images,
-    asked: Asked,
-    running: Running,
+    asked: CalibrationRequest,
+    running: CalibrationRun,
     *,
-    wanted: Wanted,
+    wanted: Statistics,
     title: str,
-    saved: Saved | None = None,
+    saved: ResumeFile | None = None,
 ) -> Moments:
     """One pass."""
     with running.progress(title, len(running.ranks.share(images.count))) as done:
@@ -132,14 +134,19 @@ def _take(
 
 
 def _restricted(
-    checkpoint: Checkpoint, images: Images, asked: Asked, running: Running, widths: Mapping[str, int], title: str
-) -> Wanted:
+    checkpoint: Checkpoint,
+    images: Images,
+    asked: CalibrationRequest,
+    running: CalibrationRun,
+    widths: Mapping[str, int],
+    title: str,
+) -> Statistics:
     """What is wanted, with the dimensions that a first pass ranks highest."""
     assert asked.restriction is not None
     if asked.restriction.first is not None:
         first = load(asked.restriction.first)
     else:
-        ranking, saved = Wanted(patterns=tuple(widths), precision=asked.wanted.precision), running.state(first=True)
+        ranking, saved = Statistics(patterns=tuple(widths), precision=asked.wanted.precision), running.state(first=True)
         first = _take(checkpoint, images, asked, running, wanted=ranking, title=f"{title}.first", saved=saved)
     return replace(asked.wanted, kept=kept_dims(checkpoint.model, first, widths))
 
@@ -154,7 +161,7 @@ def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]
 
 
 def write_moments(
-    checkpoint: Checkpoint, images: Images, asked: Asked, running: Running, output: Path
+    checkpoint: Checkpoint, images: Images, asked: CalibrationRequest, running: CalibrationRun, output: Path
 ) -> list[dict[str, Any]]:
     """Write the moments to `output`, and those of held-out images beside it.
 

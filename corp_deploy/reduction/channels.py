@@ -1,4 +1,4 @@
-"""From the moments and the choices to the two layers of one MLP. Takes tensors, knows no model.
+"""From the moments and the method to the two layers of one MLP. Takes tensors, knows no model.
 
 Legend: F channels, I inputs of the first layer, O outputs of the second, K kept.
 """
@@ -17,7 +17,7 @@ from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.output_error import output_error, variance
 from corp_deploy.algebra.swap import swap
 
-from .method import Choices
+from .method import Method
 
 RECOVERIES: Mapping[str, Callable[..., MlpRecovery]] = {
     "none": recover_mlp.none,
@@ -52,20 +52,20 @@ class MlpAtSite:
     kept_K: Tensor
 
 
-def elimination(moments: MlpMoments, layers: MlpLayers, choices: Choices) -> Elimination:
+def elimination(moments: MlpMoments, layers: MlpLayers, method: Method) -> Elimination:
     """The whole order of backward elimination at a site; one serves every width."""
-    return obs(moments.covariance_FF, layers.second_OF, ridge_rel=choices.ridge_rel)
+    return obs(moments.covariance_FF, layers.second_OF, ridge_rel=method.ridge_rel)
 
 
 def kept_channels(
-    moments: MlpMoments, layers: MlpLayers, choices: Choices, width: int, known: Elimination | None = None
+    moments: MlpMoments, layers: MlpLayers, method: Method, width: int, known: Elimination | None = None
 ) -> Tensor:
     """The channels that the chosen selection keeps at one width, ascending. `known` spares a repeated elimination."""
     second_F, weight_OF = moments.second_FF.diagonal(), layers.second_OF
-    match choices.mlp_selection:
+    match method.mlp_selection:
         case "obs":
-            kept_K = (known or elimination(moments, layers, choices)).kept(width)
-            return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=choices.ridge_rel).kept_K
+            kept_K = (known or elimination(moments, layers, method)).kept(width)
+            return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=method.ridge_rel).kept_K
         case "producer-l1":
             score_F = select.producer_l1(layers.first_FI)
         case "producer-l2":
@@ -88,12 +88,12 @@ def kept_channels(
 
 
 def mlp_at_site(
-    moments: MlpMoments, layers: MlpLayers, choices: Choices, width: int, known: Elimination | None = None
+    moments: MlpMoments, layers: MlpLayers, method: Method, width: int, known: Elimination | None = None
 ) -> MlpAtSite:
     """Select and recover at one width."""
-    kept_K = kept_channels(moments, layers, choices, width, known)
-    recovery = RECOVERIES[choices.mlp_recovery](
-        moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=choices.ridge_rel
+    kept_K = kept_channels(moments, layers, method, width, known)
+    recovery = RECOVERIES[method.mlp_recovery](
+        moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=method.ridge_rel
     )
     bias_K = None if layers.first_bias_F is None else layers.first_bias_F[kept_K]
     as_dense_OF = torch.zeros_like(layers.second_OF).index_copy_(1, kept_K, recovery.weight_OK)

@@ -27,7 +27,7 @@ from ground.errors import BadInput
 from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
 from .correct import STRENGTHS, correct, correct_through
 from .coverage import coverage
-from .method import Choices
+from .method import Method
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import Reads, named, tokens_to_fit
 from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
@@ -61,22 +61,22 @@ class _Reduced:
 
 
 def _reduced_attention(
-    branch: vit.Branch, part: vit.AttentionPart, step: vit.Branch, streams: Streams, choices: Choices, width: HeadWidths
+    branch: vit.Branch, part: vit.AttentionPart, step: vit.Branch, streams: Streams, method: Method, width: HeadWidths
 ) -> _Reduced:
     """Other queries and keys make another z, so the reduced layer is run once more."""
-    moments = attention_moments(branch, part, streams, system=choices.needs_attention_system)
-    new = rebuilt_attention(part, moments, choices, width)
+    moments = attention_moments(branch, part, streams, system=method.needs_attention_system)
+    new = rebuilt_attention(part, moments, method, width)
     energy = dense_advanced(step, streams)
     return _Reduced(new=new, lacking=inputs_sums(branch, new.layer, new.last, streams), energy=energy)
 
 
 def _reduced_mlp(
-    branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, choices: Choices, width: int
+    branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, method: Method, width: int
 ) -> _Reduced:
     """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
     energy = dense_advanced(step, streams)
     moments, on_all = mlp_sums(branch, part, streams)
-    new = rebuilt_mlp(branch, part, moments, streams, choices, width)
+    new = rebuilt_mlp(branch, part, moments, streams, method, width)
     if new.kept_K is None:
         return _Reduced(new=new, lacking=inputs_sums(branch, new.layer, new.last, streams), energy=energy)
     kept_K = new.kept_K
@@ -112,7 +112,7 @@ def _fitted(branch: vit.Branch, new: _Reduced, loop: Loop) -> LoopFit:
 
 
 def _site(
-    step: vit.Branch, part: Part, streams: Streams, choices: Choices, width: int | HeadWidths, loop: Loop
+    step: vit.Branch, part: Part, streams: Streams, method: Method, width: int | HeadWidths, loop: Loop
 ) -> tuple[Rebuilt, list[SiteReport]]:
     """Align, reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
     branch, alignment = step, None
@@ -120,10 +120,10 @@ def _site(
         branch, part, alignment = _aligned(step, part, streams, loop)
     if isinstance(part, vit.AttentionPart):
         assert isinstance(width, HeadWidths), (part.name, width)
-        reduced = _reduced_attention(branch, part, step, streams, choices, width)
+        reduced = _reduced_attention(branch, part, step, streams, method, width)
     else:
         assert isinstance(width, int), (part.name, width)
-        reduced = _reduced_mlp(branch, part, step, streams, choices, width)
+        reduced = _reduced_mlp(branch, part, step, streams, method, width)
     fit = _fitted(branch, reduced, loop)
     first, *rest = reduced.new.reports
     told = [replace(first, alignment=alignment), *rest]
@@ -135,7 +135,7 @@ def walk(
     steps: Iterable[vit.Branch | nn.Module],
     parts: Mapping[str, Part],
     streams: Streams,
-    choices: Choices,
+    method: Method,
     widths: Widths,
     *,
     loop: Loop | None = None,
@@ -154,7 +154,7 @@ def walk(
         if width is None or not isinstance(step, vit.Branch):
             streams.advance(partial(step.through, step.layer) if isinstance(step, vit.Branch) else step)
             continue
-        new, told = _site(step, parts[step.name], streams, choices, width, loop)
+        new, told = _site(step, parts[step.name], streams, method, width, loop)
         for pair in streams:
             pair.reduced = step.through(new.layer, pair.reduced)
         modules |= new.modules
@@ -169,7 +169,7 @@ def walk(
 def reduce_closed_loop(
     model: nn.Module,
     images: Images,
-    choices: Choices,
+    method: Method,
     *,
     widths: Widths | None = None,
     batch_size: int = 32,
@@ -179,7 +179,7 @@ def reduce_closed_loop(
     """A new model with the widths asked for, every site repaired on the model as reduced so far.
 
     `images` are the calibration images, of which each `held_out_every`-th of `loop` chooses the strengths. `widths` by
-    site replaces the uniform ones of the choices; a site not named stays dense and is walked through, its weights as
+    site replaces the uniform ones of the method; a site not named stays dense and is walked through, its weights as
     they are: refitting its last layer as well moved the held-out error of the digits example by -9 to +5 %. `done` is
     told how many sites are finished. Each branch runs once dense and twice reduced, once at full width for the
     statistics and once as it stays; an attention's reduced layer runs once more for its fit. All runs where the model
@@ -188,7 +188,7 @@ def reduce_closed_loop(
     """
     loop = loop or Loop()
     found = vit.parts(model)
-    wanted = uniform_widths(model, choices) if widths is None else widths
+    wanted = uniform_widths(model, method) if widths is None else widths
     read = tokens_to_fit(model, loop.reads)
     steps = list(vit.steps(model, read=read))
     if whole := [name for name in wanted if name not in {step.name for step in steps if isinstance(step, vit.Branch)}]:
@@ -199,7 +199,7 @@ def reduce_closed_loop(
             steps,
             {part.name: part for part in found.every},
             Streams(embedded, held_out_every=loop.held_out_every),
-            choices,
+            method,
             wanted,
             loop=loop,
             done=done,
@@ -207,9 +207,9 @@ def reduce_closed_loop(
     reports = reports if widths is None else as_allocated(reports)
     return Reduction(
         model=vit.replaced(model, modules).eval().requires_grad_(False),
-        choices=choices,
+        method=method,
         sites=tuple(reports),
-        coverage=coverage(found, choices, wanted, by_site=widths is not None),
-        notes=notes_on(found, choices, wanted),
+        coverage=coverage(found, method, wanted, by_site=widths is not None),
+        notes=notes_on(found, method, wanted),
         said=(f"closed loop fitted to: {named(model, read)}",),
     )

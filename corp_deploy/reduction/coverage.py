@@ -9,7 +9,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths, Widths
 from ground.errors import BadInput
 
-from .method import Choices
+from .method import Method
 
 NAMED = 3
 
@@ -37,9 +37,9 @@ class Coverage:
         }
 
 
-def _asks(choices: Choices, site: str) -> bool:
+def _asks(method: Method, site: str) -> bool:
     """Whether uniform sparsities ask for anything to be removed there."""
-    return bool(choices.mlp_sparsity if site.endswith(".mlp") else choices.attention_sparsity)
+    return bool(method.mlp_sparsity if site.endswith(".mlp") else method.attention_sparsity)
 
 
 def _shrinks(site: vit.MlpPart | vit.AttentionPart, width: int | HeadWidths | None) -> bool:
@@ -48,21 +48,21 @@ def _shrinks(site: vit.MlpPart | vit.AttentionPart, width: int | HeadWidths | No
     return width != (site.hidden if isinstance(site, vit.MlpPart) else site.widths)
 
 
-def coverage(found: vit.Parts, choices: Choices, widths: Widths, *, by_site: bool) -> Coverage:
+def coverage(found: vit.Parts, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
     """What these widths do to the sites that were to shrink: all of them by a budget (`by_site`), else those that a
     sparsity asks for, or where none does, all.
     """
-    asks_nothing = not (choices.mlp_sparsity or choices.attention_sparsity)
+    asks_nothing = not (method.mlp_sparsity or method.attention_sparsity)
 
     def counts(site: str) -> bool:
-        return by_site or asks_nothing or _asks(choices, site)
+        return by_site or asks_nothing or _asks(method, site)
 
     refused = {site: refusal.reason for refusal in found.refused for site in refusal.sites if counts(site)}
     reduced, left = [], []
     for part in found.every:
         if _shrinks(part, widths.get(part.name)):
             reduced.append(part.name)
-        elif isinstance(part, vit.AttentionPart) and part.keeps_qk and choices.reduces_attention and counts(part.name):
+        elif isinstance(part, vit.AttentionPart) and part.keeps_qk and method.reduces_attention and counts(part.name):
             refused[part.name] = f"{part.keeps_qk}; --heads square reduces its values"
         elif counts(part.name):
             left.append(part.name)
@@ -79,18 +79,18 @@ def _by_reason(refused: Mapping[str, str]) -> str:
     )
 
 
-def require_as_asked(covered: Coverage, choices: Choices) -> None:
+def require_as_asked(covered: Coverage, method: Method) -> None:
     """Raise BadInput where sparsities would remove less than asked because sites are refused, or nothing at all."""
-    if covered.refused and (choices.mlp_sparsity or choices.attention_sparsity):
+    if covered.refused and (method.mlp_sparsity or method.attention_sparsity):
         raise BadInput(
             f"less than was asked for can be removed, {covered.verdict}; these can't be:\n"
             f"{_by_reason(covered.refused)}\n--allow-partial (recipes: allow_partial = true) reduces the others"
         )
-    if not covered.reduced and (choices.mlp_sparsity or choices.attention_sparsity):
+    if not covered.reduced and (method.mlp_sparsity or method.attention_sparsity):
         why = (
             "this preset's method reduces MLPs only"
-            if choices.attention_sparsity and choices.qk_recovery == "keep"
-            else f"widths are rounded to multiples (hidden {choices.align_hidden}, head {choices.align_head})"
+            if method.attention_sparsity and method.qk_recovery == "keep"
+            else f"widths are rounded to multiples (hidden {method.align_hidden}, head {method.align_head})"
         )
         raise BadInput(
             f"nothing would be removed, {covered.verdict}: {why}; ask for more, change --align or --preset, or give "

@@ -16,7 +16,7 @@ from ground.errors import BadInput
 
 from .channels import output_energy
 from .folded_mlp import See, folded_mlp, judged_mlps
-from .method import Choices
+from .method import Method
 from .report import HeldOut, SiteReport
 from .site import layers_of, mlp_report
 
@@ -89,7 +89,7 @@ def folded_mlps(
     widths: Widths,
     moments: Mapping[str, MlpMoments],
     held_out: Mapping[str, MlpMoments],
-    choices: Choices,
+    method: Method,
     shown: ShownImages,
 ) -> dict[str, tuple[dict[str, nn.Linear], SiteReport]]:
     """New modules and report of each MLP, all by site."""
@@ -97,13 +97,13 @@ def folded_mlps(
     for name, part in parts.items():
         width = widths[name]
         assert isinstance(width, int), (name, width)
-        every[name] = folded_mlp(part, model.get_submodule(name), moments[name], choices, width)
+        every[name] = folded_mlp(part, model.get_submodule(name), moments[name], method, width)
     found = {}
-    for name, judged in judged_mlps(every, choices, _Showing(model, shown)).items():
+    for name, judged in judged_mlps(every, method, _Showing(model, shown)).items():
         part, layers = every[name].part, layers_of(every[name].part)
         others = None
         if judged.error_held_out is not None:
             others = HeldOut(energy=output_energy(held_out[name], layers), error=judged.error_held_out)
-        report = mlp_report(part, choices, judged.recovery, output_energy(moments[name], layers), others)
+        report = mlp_report(part, method, judged.recovery, output_energy(moments[name], layers), others)
         found[name] = (judged.modules, report)
     return found

@@ -22,7 +22,7 @@ from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families import timm_vit as vit
 
 from .channels import MlpLayers
-from .method import Choices
+from .method import Method
 from .site import layers_of, placed_mlp
 
 See = Callable[[Tensor, Tensor, bool], None]
@@ -59,11 +59,11 @@ class FoldedMlp:
         return self.plain_OK.new_zeros(self.plain_OK.shape[0]) if bias_O is None else bias_O
 
 
-def folded_mlp(part: vit.MlpPart, dense: nn.Module, moments: MlpMoments, choices: Choices, width: int) -> FoldedMlp:
+def folded_mlp(part: vit.MlpPart, dense: nn.Module, moments: MlpMoments, method: Method, width: int) -> FoldedMlp:
     """Merge one MLP's channels; `dense` is the whole MLP."""
     layers = layers_of(part)
     folding = fold(layers.first_FI, layers.first_bias_F, layers.second_OF, width)
-    solved = recovered_from_gram(folding, moments.second_FF, layers.second_OF, ridge_rel=choices.ridge_rel)
+    solved = recovered_from_gram(folding, moments.second_FF, layers.second_OF, ridge_rel=method.ridge_rel)
     return FoldedMlp(
         part=part,
         dense=dense,
@@ -110,7 +110,7 @@ class _Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedFold:
     """The new layers by module name, what they lose, and on held-out images."""
 
     modules: dict[str, nn.Linear]
@@ -127,12 +127,12 @@ def _refitted(folded: FoldedMlp, fit: _Fit, ridge_rel: float) -> Fitted:
     return folded.plain_OK + refit.weight_OK, folded.bias_O + refit.bias_O, refit.condition, refit.ridge
 
 
-def _fitted(every: Mapping[str, FoldedMlp], choices: Choices, show: Show) -> dict[str, Fitted]:
-    if choices.mlp_recovery == "gram":
+def _fitted(every: Mapping[str, FoldedMlp], method: Method, show: Show) -> dict[str, Fitted]:
+    if method.mlp_recovery == "gram":
         return {name: (each.recovered_OK, each.bias_O, each.condition, each.ridge) for name, each in every.items()}
     fits = {name: _Fit(each) for name, each in every.items()}
     show({name: fit.see for name, fit in fits.items()})
-    return {name: _refitted(each, fits[name], choices.ridge_rel) for name, each in every.items()}
+    return {name: _refitted(each, fits[name], method.ridge_rel) for name, each in every.items()}
 
 
 class _Trial:
@@ -148,7 +148,7 @@ class _Trial:
         self.shipped.see(u_BNI, y_BNO, held_out)
         self.plain.see(u_BNI, y_BNO, held_out)
 
-    def judged(self) -> Judged:
+    def judged(self) -> JudgedFold:
         weight_OK, bias_O, condition, ridge = self.fitted
         error, plain = self.shipped.error(held_out=False), self.plain.error(held_out=False)
         recovery = MlpRecovery(
@@ -161,13 +161,13 @@ class _Trial:
             ridge=ridge,
         )
         others = self.shipped.error(held_out=True) if self.shipped.tokens[True] else None
-        return Judged(modules=self.modules, recovery=recovery, error_held_out=others)
+        return JudgedFold(modules=self.modules, recovery=recovery, error_held_out=others)
 
 
-def judged_mlps(every: Mapping[str, FoldedMlp], choices: Choices, show: Show) -> dict[str, Judged]:
+def judged_mlps(every: Mapping[str, FoldedMlp], method: Method, show: Show) -> dict[str, JudgedFold]:
     """The second layer of each, as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward
     plain folding, the bias free), with the losses of the layers that ship.
     """
-    trials = {name: _Trial(every[name], fitted) for name, fitted in _fitted(every, choices, show).items()}
+    trials = {name: _Trial(every[name], fitted) for name, fitted in _fitted(every, method, show).items()}
     show({name: trial.see for name, trial in trials.items()})
     return {name: trial.judged() for name, trial in trials.items()}

@@ -1,4 +1,4 @@
-"""From the attention moments and the choices to the maps of queries, keys and values at one site. Knows no model.
+"""From the attention moments and the method to the maps of queries, keys and values at one site. Knows no model.
 
 Legend: H heads, D dense head width, R reduced head width, C = H D, O outputs of the projection.
 """
@@ -19,7 +19,7 @@ from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.widths import aligned_widths
 from ground.errors import BadInput
 
-from .method import Choices
+from .method import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,12 @@ def _system(site: str, moments: AttentionMoments) -> ImageSystem:
     )
 
 
-def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+def logit_error(site: str, moments: AttentionMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
     """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
 
     Raises BadInput when the moments lack what the objective needs.
     """
-    if choices.qk_recovery == "logit":
+    if method.qk_recovery == "logit":
         system = _system(site, moments)
         if not (system.covers(q_map_HRD) and system.covers(k_map_HRD)):
             raise BadInput(
@@ -64,29 +64,29 @@ def logit_error(site: str, moments: AttentionMoments, choices: Choices, q_map_HR
             )
         return recover_attention.residual_per_image(system, q_map_HRD, k_map_HRD)
     # The first version's equation as published takes both second moments as they are, nothing centred.
-    k_HDD = moments.k_second_HDD if choices.qk_recovery == "logit-v1" else moments.k_centred_HDD
+    k_HDD = moments.k_second_HDD if method.qk_recovery == "logit-v1" else moments.k_centred_HDD
     return recover_attention.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
 
 
-def logit_scale(site: str, moments: AttentionMoments, choices: Choices) -> Tensor:
+def logit_scale(site: str, moments: AttentionMoments, method: Method) -> Tensor:
     """Each head's dense logit energy [H], in the unit of `logit_error`."""
     nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
-    return logit_error(site, moments, choices, nothing_HRD, nothing_HRD)
+    return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
 
 
-def qk_scores(moments: AttentionMoments, choices: Choices, qkv_XI: Tensor) -> Tensor:
+def qk_scores(moments: AttentionMoments, method: Method, qkv_XI: Tensor) -> Tensor:
     """What ranks the dimensions of each head [H, D]; `qkv_XI` are the rows of the fused projection, queries first."""
-    if choices.qk_selection == "energy":
+    if method.qk_selection == "energy":
         return select.logit_energy(moments.energy_HD, moments.images)
     heads, head_dim = moments.energy_HD.shape
     rows_2HDI = qkv_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
     return select.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
 
 
-def qk_at_site(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkAtSite:
+def qk_at_site(site: str, moments: AttentionMoments, method: Method, qkv_XI: Tensor, width: int) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
-    recovery = _recovered_qk(site, moments, choices, qkv_XI, width)
-    return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, choices))
+    recovery = _recovered_qk(site, moments, method, qkv_XI, width)
+    return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method))
 
 
 def kept_qk(moments: AttentionMoments) -> QkRecovery:
@@ -110,43 +110,43 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
     return system.covered_HS.gather(1, best_HR)
 
 
-def _recovered_qk(site: str, moments: AttentionMoments, choices: Choices, qkv_XI: Tensor, width: int) -> QkRecovery:
+def _recovered_qk(site: str, moments: AttentionMoments, method: Method, qkv_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
-    if choices.qk_recovery == "lowrank":
+    if method.qk_recovery == "lowrank":
         return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
-    scores_HD = qk_scores(moments, choices, qkv_XI)
-    if choices.qk_recovery == "logit":
+    scores_HD = qk_scores(moments, method, qkv_XI)
+    if method.qk_recovery == "logit":
         system = _system(site, moments)
         if system.covered_HS.shape[1] < width == system.head_dim:
             return kept_qk(moments)  # nothing is missing at full width, whatever the system leaves out
-        kept_HR = _kept_inside(site, system, scores_HD, width, choices.align_head)
-        if choices.qk_selection != "energy" and not kept_HR.equal(select.kept_from_scores(scores_HD, width)):
+        kept_HR = _kept_inside(site, system, scores_HD, width, method.align_head)
+        if method.qk_selection != "energy" and not kept_HR.equal(select.kept_from_scores(scores_HD, width)):
             raise BadInput(
-                f"{site}: ranked by {choices.qk_selection}, dimensions are kept that the system in these moments "
+                f"{site}: ranked by {method.qk_selection}, dimensions are kept that the system in these moments "
                 "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
             )
-        return recover_attention.logit(system, kept_HR, ridge_rel=choices.ridge_rel)
+        return recover_attention.logit(system, kept_HR, ridge_rel=method.ridge_rel)
     kept_HR = select.kept_from_scores(scores_HD, width)
-    if choices.qk_recovery == "select":
+    if method.qk_recovery == "select":
         return recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
-    assert choices.qk_recovery == "logit-v1", choices.qk_recovery
-    return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=choices.ridge_rel)
+    assert method.qk_recovery == "logit-v1", method.qk_recovery
+    return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
 
 
-def leaves_values(choices: Choices, width: int, dense: int) -> bool:
+def leaves_values(method: Method, width: int, dense: int) -> bool:
     """Whether values are none of the method's business: at full width, unless heads are square."""
-    return width == dense and choices.geometry != "square"
+    return width == dense and method.geometry != "square"
 
 
 def values_at_site(
-    moments: AttentionMoments, choices: Choices, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+    moments: AttentionMoments, method: Method, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
 ) -> ValueRecovery:
     """The values and the output projection at one width per head."""
-    if leaves_values(choices, width, weight_OC.shape[1] // heads):
+    if leaves_values(method, width, weight_OC.shape[1] // heads):
         return recover_values.keep(weight_OC, bias_O, heads)
-    assert choices.value_recovery == "lowrank", choices.value_recovery
+    assert method.value_recovery == "lowrank", method.value_recovery
     return recover_values.lowrank(
-        moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=choices.ridge_rel
+        moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=method.ridge_rel
     )
 
 

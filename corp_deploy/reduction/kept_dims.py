@@ -14,7 +14,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths, aligned_widths
 from ground.errors import BadInput
 
-from .method import choices_from_preset
+from .method import method_from_preset
 from .model import require_same_model, site_moments, uniform_widths
 
 
@@ -26,8 +26,8 @@ def kept_widths(
     Ranks don't change, so narrower kept sets lie inside the widest one. Raises BadInput where no site may lose Q/K.
     """
     names = {site.name for site in sites}
-    asked = [choices_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
-    everywhere = [uniform_widths(model, choices) for choices in asked]
+    asked = [method_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
+    everywhere = [uniform_widths(model, method) for method in asked]
     widths: dict[str, int] = {}
     for name, width in (pair for widths in everywhere for pair in widths.items()):
         if isinstance(width, HeadWidths) and name in names:

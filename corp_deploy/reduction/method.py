@@ -33,7 +33,7 @@ DEFAULT_RIDGE_REL = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class Method:
     """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
     full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
     elimination (see swap.py).
@@ -104,16 +104,16 @@ class Choices:
         return self.qk_recovery == "logit" and self.reduces_attention
 
 
-PRESETS: Mapping[str, Choices] = MappingProxyType(
+PRESETS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": Choices(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", value_recovery="lowrank"),
-        "corp": Choices(mlp_selection="combined", mlp_recovery="affine", qk_recovery="logit"),
-        "corp-v1": Choices(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
-        "grail": Choices(mlp_selection="wanda", mlp_recovery="gram", qk_recovery="keep"),
-        "grail-fold": Choices(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
-        "fold": Choices(mlp_selection="fold", mlp_recovery="refit", qk_recovery="keep"),
-        "vbp": Choices(mlp_selection="variance", mlp_recovery="bias", qk_recovery="keep"),
-        "none": Choices(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
+        "best": Method(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", value_recovery="lowrank"),
+        "corp": Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="logit"),
+        "corp-v1": Method(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
+        "grail": Method(mlp_selection="wanda", mlp_recovery="gram", qk_recovery="keep"),
+        "grail-fold": Method(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
+        "fold": Method(mlp_selection="fold", mlp_recovery="refit", qk_recovery="keep"),
+        "vbp": Method(mlp_selection="variance", mlp_recovery="bias", qk_recovery="keep"),
+        "none": Method(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
     }
 )
 
@@ -123,6 +123,6 @@ def loop_from(value: "bool | LoopName | None") -> LoopName | None:
     return ("asymmetric" if value else None) if value is None or isinstance(value, bool) else value
 
 
-def choices_from_preset(preset: str, **changes: Any) -> Choices:
+def method_from_preset(preset: str, **changes: Any) -> Method:
     """The preset with the given fields set; a field given as None keeps the preset's value."""
     return replace(PRESETS[preset], **{name: value for name, value in changes.items() if value is not None})

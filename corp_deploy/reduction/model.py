@@ -1,4 +1,4 @@
-"""Reduce: (model, moments, choices) -> a new, smaller, ordinary model and what was lost at every site.
+"""Reduce: (model, moments, method) -> a new, smaller, ordinary model and what was lost at every site.
 
 Selections and recoveries say what to do; here it is done, once, on new modules. The model given is never edited.
 """
@@ -21,7 +21,7 @@ from ground.errors import BadInput
 from . import pool as site_pool
 from .coverage import Coverage, coverage
 from .folded import ShownImages, folded_mlps
-from .method import Choices
+from .method import Method
 from .report import SiteReport, as_allocated
 from .site import reduced_attention, reduced_mlp
 
@@ -35,7 +35,7 @@ class Reduction:
     """
 
     model: nn.Module
-    choices: Choices
+    method: Method
     sites: tuple[SiteReport, ...]
     coverage: Coverage
     notes: tuple[str, ...]
@@ -45,33 +45,33 @@ class Reduction:
         """Choices, sites, coverage and notes as plain JSON values."""
         sites = [asdict(site) for site in self.sites]
         return {
-            "choices": asdict(self.choices),
+            "choices": asdict(self.method),
             "coverage": self.coverage.as_json(),
             "sites": sites,
             "notes": list(self.notes),
         }
 
 
-def uniform_widths(model: nn.Module, choices: Choices) -> dict[str, int | HeadWidths]:
-    """Every site that the choices reduce, with the same share kept everywhere, aligned."""
+def uniform_widths(model: nn.Module, method: Method) -> dict[str, int | HeadWidths]:
+    """Every site that the method reduces, with the same share kept everywhere, aligned."""
     found = vit.parts(model)
     widths: dict[str, int | HeadWidths] = {}
-    if choices.mlp_sparsity is not None:
-        share, align = choices.mlp_kept, choices.align_hidden
+    if method.mlp_sparsity is not None:
+        share, align = method.mlp_kept, method.align_hidden
         widths |= {part.name: aligned_width(part.hidden, share, align) for part in found.mlps}
-    if choices.reduces_attention:
-        widths |= {part.name: _uniform_heads(part, choices) for part in found.attentions if _shrinks(part, choices)}
+    if method.reduces_attention:
+        widths |= {part.name: _uniform_heads(part, method) for part in found.attentions if _shrinks(part, method)}
     return widths
 
 
-def _shrinks(part: vit.AttentionPart, choices: Choices) -> bool:
+def _shrinks(part: vit.AttentionPart, method: Method) -> bool:
     """Where Q/K must stay, only square heads ask for something else: the values."""
-    return not part.keeps_qk or choices.geometry == "square"
+    return not part.keeps_qk or method.geometry == "square"
 
 
-def _uniform_heads(part: vit.AttentionPart, choices: Choices) -> HeadWidths:
-    size = aligned_width(part.size, choices.attention_kept, choices.align_head)
-    return head_widths(size, part.widths, choices.geometry, keeps_qk=bool(part.keeps_qk))
+def _uniform_heads(part: vit.AttentionPart, method: Method) -> HeadWidths:
+    size = aligned_width(part.size, method.attention_kept, method.align_head)
+    return head_widths(size, part.widths, method.geometry, keeps_qk=bool(part.keeps_qk))
 
 
 def site_moments(site: str, moments: Moments, kind: type[OneKind], model: nn.Module) -> OneKind:
@@ -115,15 +115,15 @@ def _values_of(part: vit.AttentionPart, width: int | HeadWidths | None) -> str:
     return f"{width.v} of {part.v} value dimensions a head stay"
 
 
-def notes_on(found: vit.Parts, choices: Choices, widths: Widths) -> tuple[str, ...]:
+def notes_on(found: vit.Parts, method: Method, widths: Widths) -> tuple[str, ...]:
     """What stays as it is although something was asked of it, and why."""
     notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in found.refused]
     notes += [
         f"{part.name} keeps Q/K: {part.keeps_qk}; {_values_of(part, widths.get(part.name))}"
         for part in found.attentions
-        if part.keeps_qk and (part.name in widths or (choices.reduces_attention and choices.attention_sparsity))
+        if part.keeps_qk and (part.name in widths or (method.reduces_attention and method.attention_sparsity))
     ]
-    if choices.attention_sparsity and choices.qk_recovery == "keep":
+    if method.attention_sparsity and method.qk_recovery == "keep":
         notes.append("attention kept as it is: this preset's method reduces MLPs only")
     return tuple(notes)
 
@@ -140,7 +140,7 @@ def reduced_site(
     model: nn.Module,
     part: vit.MlpPart | vit.AttentionPart,
     moments: Moments,
-    choices: Choices,
+    method: Method,
     width: int | HeadWidths,
     *,
     known: Elimination | None = None,
@@ -151,12 +151,12 @@ def reduced_site(
         assert isinstance(width, int), (part.name, width)
         taken = site_moments(part.name, moments, MlpMoments, model)
         others = None if held_out is None else site_moments(part.name, held_out, MlpMoments, model)
-        linears, report = reduced_mlp(part, taken, choices, width, known, others)
+        linears, report = reduced_mlp(part, taken, method, width, known, others)
         return ReducedSite(modules={**linears}, reports=[report])
     assert isinstance(width, HeadWidths), (part.name, width)
     at_heads = site_moments(part.name, moments, AttentionMoments, model)
     heads = None if held_out is None else site_moments(part.name, held_out, AttentionMoments, model)
-    modules, reports = reduced_attention(part, at_heads, choices, width, heads)
+    modules, reports = reduced_attention(part, at_heads, method, width, heads)
     return ReducedSite(modules=modules, reports=reports)
 
 
@@ -164,12 +164,12 @@ def _merged(
     model: nn.Module,
     widths: Widths,
     moments: Moments,
-    choices: Choices,
+    method: Method,
     images: Images | None,
     held_out: Moments | None,
 ) -> tuple[dict[str, ReducedSite], tuple[str, ...]]:
     """The MLPs, by name, where channels are merged, and what is to be said of the images."""
-    if not choices.merges:
+    if not method.merges:
         return {}, ()
     if images is None:
         raise BadInput(
@@ -179,7 +179,7 @@ def _merged(
     shown = ShownImages.of(images, moments, held_out)
     here = {name: site_moments(name, moments, MlpMoments, model) for name in mlps}
     others = {} if held_out is None else {name: site_moments(name, held_out, MlpMoments, model) for name in mlps}
-    folded = folded_mlps(model, mlps, widths, here, others, choices, shown)
+    folded = folded_mlps(model, mlps, widths, here, others, method, shown)
     merged = {name: ReducedSite(modules={**linears}, reports=[report]) for name, (linears, report) in folded.items()}
     few = f"merged channels were fitted and judged on {shown.fitted} of the {moments.images} calibration images"
     return merged, (few,) if shown.fitted < moments.images else ()
@@ -188,7 +188,7 @@ def _merged(
 def reduce(
     model: nn.Module,
     moments: Moments,
-    choices: Choices,
+    method: Method,
     *,
     widths: Widths | None = None,
     eliminations: Mapping[str, Elimination] | None = None,
@@ -198,28 +198,28 @@ def reduce(
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
 
-    `widths` by site replaces the uniform ones of the choices; a site not named stays dense. `eliminations` by site
+    `widths` by site replaces the uniform ones of the method; a site not named stays dense. `eliminations` by site
     spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site
     again. `images` are looked at where channels are merged: the calibration images, and those held out, told apart by
     their content. `done` is told how many sites are finished. All runs where the model is.
-    Raises BadInput for moments of another model or without what the choices need, and for held-out images that are
+    Raises BadInput for moments of another model or without what the method needs, and for held-out images that are
     calibration images too.
     """
     require_same_model(model, moments)
     if held_out is not None:
         require_same_model(model, held_out)
         require_apart(moments, held_out)
-    wanted = uniform_widths(model, choices) if widths is None else widths
+    wanted = uniform_widths(model, method) if widths is None else widths
     found = vit.parts(model)
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
-    merged, few = _merged(model, wanted, moments, choices, images, held_out)
+    merged, few = _merged(model, wanted, moments, method, images, held_out)
 
     def at_site(part: vit.MlpPart | vit.AttentionPart) -> ReducedSite:
         if part.name in merged:
             return merged[part.name]
         known = None if eliminations is None else eliminations.get(part.name)
-        return reduced_site(model, part, moments, choices, wanted[part.name], known=known, held_out=held_out)
+        return reduced_site(model, part, moments, method, wanted[part.name], known=known, held_out=held_out)
 
     sites = [part for part in found.every if part.name in wanted]
     for finished, new in enumerate(site_pool.each(at_site, sites, vit.device(model)), start=1):
@@ -231,8 +231,8 @@ def reduce(
     reduced = vit.replaced(model, modules).eval().requires_grad_(False)
     return Reduction(
         model=reduced,
-        choices=choices,
+        method=method,
         sites=tuple(reports),
-        coverage=coverage(found, choices, wanted, by_site=widths is not None),
-        notes=(*notes_on(found, choices, wanted), *few),
+        coverage=coverage(found, method, wanted, by_site=widths is not None),
+        notes=(*notes_on(found, method, wanted), *few),
     )

@@ -12,7 +12,7 @@ from corp_deploy.families.widths import HeadWidths
 
 from .channels import mlp_at_site, output_energy
 from .folded_mlp import See, folded_mlp, judged_mlps
-from .method import Choices
+from .method import Method
 from .report import SiteReport
 from .site import built_mlp, layers_of, mlp_report, reduced_attention
 from .streams import Streams
@@ -32,23 +32,21 @@ class Rebuilt:
     kept_K: Tensor | None = None
 
 
-def rebuilt_attention(
-    part: vit.AttentionPart, moments: AttentionMoments, choices: Choices, width: HeadWidths
-) -> Rebuilt:
-    modules, reports = reduced_attention(part, moments, choices, width)
+def rebuilt_attention(part: vit.AttentionPart, moments: AttentionMoments, method: Method, width: HeadWidths) -> Rebuilt:
+    modules, reports = reduced_attention(part, moments, method, width)
     module = modules[part.name]
     assert isinstance(module, HeadAttention), (part.name, module)
     return Rebuilt(layer=module, last=module.proj, modules=modules, reports=reports)
 
 
 def rebuilt_mlp(
-    branch: vit.Branch, part: vit.MlpPart, moments: MlpMoments, streams: Streams, choices: Choices, width: int
+    branch: vit.Branch, part: vit.MlpPart, moments: MlpMoments, streams: Streams, method: Method, width: int
 ) -> Rebuilt:
     """The streams are looked at only where channels are merged."""
-    if choices.merges:
-        return _merged(branch, part, moments, streams, choices, width)
-    new = mlp_at_site(moments, layers_of(part), choices, width)
-    linears, report = built_mlp(part, new, moments, choices)
+    if method.merges:
+        return _merged(branch, part, moments, streams, method, width)
+    new = mlp_at_site(moments, layers_of(part), method, width)
+    linears, report = built_mlp(part, new, moments, method)
     inside = {name.removeprefix(f"{part.name}."): linear for name, linear in linears.items()}
     layer = vit.replaced(branch.layer, inside)
     last = [*linears.values()][-1]
@@ -56,17 +54,17 @@ def rebuilt_mlp(
 
 
 def _merged(
-    branch: vit.Branch, part: vit.MlpPart, moments: MlpMoments, streams: Streams, choices: Choices, width: int
+    branch: vit.Branch, part: vit.MlpPart, moments: MlpMoments, streams: Streams, method: Method, width: int
 ) -> Rebuilt:
     """Fitted and judged on the reduced stream."""
-    folded = folded_mlp(part, branch.layer, moments, choices, width)
+    folded = folded_mlp(part, branch.layer, moments, method, width)
 
     def show(sees: Mapping[str, See]) -> None:
         for pair in streams:
             entering_BNC = branch.norm(pair.reduced)
             sees[part.name](entering_BNC, branch.layer(entering_BNC), False)
 
-    judged = judged_mlps({part.name: folded}, choices, show)[part.name]
-    report = mlp_report(part, choices, judged.recovery, output_energy(moments, folded.layers), None)
+    judged = judged_mlps({part.name: folded}, method, show)[part.name]
+    report = mlp_report(part, method, judged.recovery, output_energy(moments, folded.layers), None)
     layer, last = folded.layer(judged.modules), [*judged.modules.values()][-1]
     return Rebuilt(layer=layer, last=last, modules={**judged.modules}, reports=[report])

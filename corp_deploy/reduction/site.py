@@ -15,7 +15,7 @@ from . import channels as reduce_mlp
 from . import heads as reduce_attention
 from .channels import MlpAtSite, MlpLayers, mlp_at_site, output_energy
 from .heads import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
-from .method import Choices
+from .method import Method
 from .report import HeldOut, SiteReport
 
 
@@ -51,14 +51,14 @@ def placed_mlp(
 
 
 def mlp_report(
-    part: vit.MlpPart, choices: Choices, recovery: MlpRecovery, energy: float, held_out: HeldOut | None
+    part: vit.MlpPart, method: Method, recovery: MlpRecovery, energy: float, held_out: HeldOut | None
 ) -> SiteReport:
     """What happened to one MLP."""
     return SiteReport(
         site=part.name,
         part="mlp",
         width_dense=part.hidden,
-        width_asked=part.hidden * choices.mlp_kept,
+        width_asked=part.hidden * method.mlp_kept,
         width=recovery.weight_OK.shape[1],
         energy=energy,
         error_uncompensated=recovery.residual_uncompensated,
@@ -71,7 +71,7 @@ def mlp_report(
 
 
 def built_mlp(
-    part: vit.MlpPart, new: MlpAtSite, moments: MlpMoments, choices: Choices, held_out: MlpMoments | None = None
+    part: vit.MlpPart, new: MlpAtSite, moments: MlpMoments, method: Method, held_out: MlpMoments | None = None
 ) -> tuple[dict[str, nn.Linear], SiteReport]:
     """The linear layers that were decided on as modules by name, and the site's report."""
     layers = layers_of(part)
@@ -80,37 +80,37 @@ def built_mlp(
     if held_out is not None:
         error = reduce_mlp.error_of(new, layers, held_out)
         judged = HeldOut(energy=output_energy(held_out, layers), error=error)
-    return modules, mlp_report(part, choices, new.recovery, output_energy(moments, layers), judged)
+    return modules, mlp_report(part, method, new.recovery, output_energy(moments, layers), judged)
 
 
 def reduced_mlp(
     part: vit.MlpPart,
     moments: MlpMoments,
-    choices: Choices,
+    method: Method,
     width: int,
     known: Elimination | None = None,
     held_out: MlpMoments | None = None,
 ) -> tuple[dict[str, nn.Linear], SiteReport]:
     """New fc1 and fc2 of one MLP by module name, and the site's report."""
-    new = mlp_at_site(moments, layers_of(part), choices, width, known)
-    return built_mlp(part, new, moments, choices, held_out)
+    new = mlp_at_site(moments, layers_of(part), method, width, known)
+    return built_mlp(part, new, moments, method, held_out)
 
 
-def _qk_held_out(site: str, recovery: QkRecovery, held_out: AttentionMoments, choices: Choices) -> HeldOut:
-    error_H = reduce_attention.logit_error(site, held_out, choices, recovery.q_map_HRD, recovery.k_map_HRD)
-    energy_H = reduce_attention.logit_scale(site, held_out, choices)
+def _qk_held_out(site: str, recovery: QkRecovery, held_out: AttentionMoments, method: Method) -> HeldOut:
+    error_H = reduce_attention.logit_error(site, held_out, method, recovery.q_map_HRD, recovery.k_map_HRD)
+    energy_H = reduce_attention.logit_scale(site, held_out, method)
     return HeldOut(energy=float(energy_H.sum()), error=float(error_H.sum()))
 
 
 def _qk_report(
-    part: vit.AttentionPart, at_site: QkAtSite, choices: Choices, width: int, held_out: AttentionMoments | None
+    part: vit.AttentionPart, at_site: QkAtSite, method: Method, width: int, held_out: AttentionMoments | None
 ) -> SiteReport:
     recovery = at_site.recovery
     return SiteReport(
         site=part.name,
         part="qk",
         width_dense=part.qk,
-        width_asked=part.qk * choices.attention_kept,
+        width_asked=part.qk * method.attention_kept,
         width=width,
         energy=float(at_site.energy_H.sum()),
         error_uncompensated=float(recovery.residual_uncompensated_H.sum()),
@@ -118,7 +118,7 @@ def _qk_report(
         r2=recovery.r2,
         condition=recovery.condition,
         ridge=recovery.ridge,
-        held_out=None if held_out is None else _qk_held_out(part.name, recovery, held_out, choices),
+        held_out=None if held_out is None else _qk_held_out(part.name, recovery, held_out, method),
     )
 
 
@@ -126,7 +126,7 @@ def _value_report(
     part: vit.AttentionPart,
     values: ValueRecovery,
     moments: AttentionMoments,
-    choices: Choices,
+    method: Method,
     width: int,
     held_out: AttentionMoments | None,
 ) -> SiteReport:
@@ -135,7 +135,7 @@ def _value_report(
         site=part.name,
         part="v",
         width_dense=part.v,
-        width_asked=part.v * choices.attention_kept,
+        width_asked=part.v * method.attention_kept,
         width=width,
         energy=reduce_attention.output_energy(moments, weight_OC),
         error_uncompensated=values.residual_uncompensated,
@@ -161,7 +161,7 @@ def _projection(part: vit.AttentionPart) -> tuple[Tensor, Tensor | None]:
 def reduced_attention(
     part: vit.AttentionPart,
     moments: AttentionMoments,
-    choices: Choices,
+    method: Method,
     widths: HeadWidths,
     held_out: AttentionMoments | None = None,
 ) -> tuple[dict[str, nn.Module], list[SiteReport]]:
@@ -171,14 +171,14 @@ def reduced_attention(
     if part.keeps_qk:
         recovery = kept_qk(moments)
     else:
-        at_site = qk_at_site(part.name, moments, choices, part.qkv.weight.detach().double(), widths.qk)
+        at_site = qk_at_site(part.name, moments, method, part.qkv.weight.detach().double(), widths.qk)
         recovery = at_site.recovery
-        reports.append(_qk_report(part, at_site, choices, widths.qk, held_out))
+        reports.append(_qk_report(part, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(part)
-    values = values_at_site(moments, choices, weight_OC, bias_O, part.heads, widths.v)
-    if part.keeps_qk or not leaves_values(choices, widths.v, part.v):
-        reports.append(_value_report(part, values, moments, choices, widths.v, held_out))
-    geometry = geometry_of_heads(widths, choices.geometry)
+    values = values_at_site(moments, method, weight_OC, bias_O, part.heads, widths.v)
+    if part.keeps_qk or not leaves_values(method, widths.v, part.v):
+        reports.append(_value_report(part, values, moments, method, widths.v, held_out))
+    geometry = geometry_of_heads(widths, method.geometry)
     needs_bias = bias_O is not None or bool(values.bias_O.any())
     module = vit.empty_attention(part, qk=widths.qk, v=widths.v, geometry=geometry, proj_bias=needs_bias)
     maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)

@@ -17,7 +17,7 @@ from ground.errors import BadInput
 
 from .branch_sums import attention_moments, mlp_sums
 from .coverage import coverage
-from .method import Choices
+from .method import Method
 from .model import Reduction, notes_on, uniform_widths
 from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
 from .report import as_allocated
@@ -25,22 +25,22 @@ from .streams import Streams
 
 
 def _rebuilt(
-    branch: vit.Branch, part: vit.MlpPart | vit.AttentionPart, streams: Streams, choices: Choices, width: object
+    branch: vit.Branch, part: vit.MlpPart | vit.AttentionPart, streams: Streams, method: Method, width: object
 ) -> Rebuilt:
     if isinstance(part, vit.AttentionPart):
         assert isinstance(width, HeadWidths), (part.name, width)
-        moments = attention_moments(branch, part, streams, system=choices.needs_attention_system)
-        return rebuilt_attention(part, moments, choices, width)
+        moments = attention_moments(branch, part, streams, system=method.needs_attention_system)
+        return rebuilt_attention(part, moments, method, width)
     assert isinstance(width, int), (part.name, width)
     hidden, _ = mlp_sums(branch, part, streams)
-    return rebuilt_mlp(branch, part, hidden, streams, choices, width)
+    return rebuilt_mlp(branch, part, hidden, streams, method, width)
 
 
 @torch.no_grad()
 def reduce_symmetric_loop(
     model: torch.nn.Module,
     images: Images,
-    choices: Choices,
+    method: Method,
     *,
     widths: Widths | None = None,
     batch_size: int = 32,
@@ -52,7 +52,7 @@ def reduce_symmetric_loop(
     """
     found = vit.parts(model)
     parts = {part.name: part for part in found.every}
-    wanted = uniform_widths(model, choices) if widths is None else widths
+    wanted = uniform_widths(model, method) if widths is None else widths
     steps = list(vit.steps(model))
     if whole := wanted.keys() - {step.name for step in steps if isinstance(step, vit.Branch)}:
         raise BadInput(f"closed loop: {', '.join(sorted(whole))} stand in blocks that can't be taken apart")
@@ -66,7 +66,7 @@ def reduce_symmetric_loop(
                 continue
             layer = step.layer
             if step.name in wanted:
-                rebuilt.append(_rebuilt(step, parts[step.name], streams, choices, wanted[step.name]))
+                rebuilt.append(_rebuilt(step, parts[step.name], streams, method, wanted[step.name]))
                 layer = rebuilt[-1].layer
                 if done is not None:
                     done(len(rebuilt))
@@ -75,9 +75,9 @@ def reduce_symmetric_loop(
     modules = {name: module for each in rebuilt for name, module in each.modules.items()}
     return Reduction(
         model=vit.replaced(model, modules).eval().requires_grad_(False),
-        choices=choices,
+        method=method,
         sites=tuple(reports if widths is None else as_allocated(reports)),
-        coverage=coverage(found, choices, wanted, by_site=widths is not None),
-        notes=notes_on(found, choices, wanted),
+        coverage=coverage(found, method, wanted, by_site=widths is not None),
+        notes=notes_on(found, method, wanted),
         said=("symmetric closed loop: every site is fitted to its dense weights on the model as reduced so far",),
     )

@@ -71,7 +71,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "model": "dense",
             "images": _path(recipe, "calibration", "images", root),
             **{key: given[key] for key in ("samples", "seed", "batch_size", "device", "workers", "max_bad")},
-            "attention_system": recipe.choices.needs_attention_system,
+            "attention_system": recipe.method.needs_attention_system,
             "attn": (wanted["attn"],) if restricted else None,
             "align": Pairs(head=wanted["align_head"]) if restricted else None,
             "hold_out": given["hold_out"],

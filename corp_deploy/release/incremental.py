@@ -28,7 +28,7 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StageDirs:
     """Where a stage works: the directory of results, an empty one to write into, and a name whose stem begins those of
     all that it leaves unfinished on purpose (kept for the next attempt with the same inputs).
     """
@@ -47,7 +47,7 @@ class Stage:
 
     name: str
     makes: tuple[str, ...]
-    does: Callable[[Place], None]
+    does: Callable[[StageDirs], None]
     reads: tuple[str, ...] = ()
     outside: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +72,7 @@ State = Literal["cached", "runs", "follows", "blocked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class StageStatus:
     """What the next run will do with a stage, and why. `follows`: only if what it reads comes out different."""
 
     stage: str
@@ -202,10 +202,10 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
     return ""
 
 
-def plan(stages: Sequence[Stage], root: Path) -> list[Planned]:
+def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
     """What a run would do now; writes nothing."""
     digests = Digests(root / STATE)
-    found: list[Planned] = []
+    found: list[StageStatus] = []
     open_files: dict[str, str] = {}
     blocked: dict[str, str] = {}
     for stage in stages:
@@ -220,19 +220,19 @@ def plan(stages: Sequence[Stage], root: Path) -> list[Planned]:
 
 def _planned(
     stage: Stage, root: Path, digests: Digests, open_files: Mapping[str, str], blocked: Mapping[str, str]
-) -> Planned:
+) -> StageStatus:
     waits = sorted({blocked[name] for name in stage.reads if name in blocked})
     if waits:
-        return Planned(stage=stage.name, state="blocked", why=f"waits for {', '.join(waits)}")
+        return StageStatus(stage=stage.name, state="blocked", why=f"waits for {', '.join(waits)}")
     after = sorted({open_files[name] for name in stage.reads if name in open_files})
     stamp = read_stamp(root, stage.name)
     if after and stamp is not None:
-        return Planned(stage=stage.name, state="follows", why=f"if {', '.join(after)} comes out different")
+        return StageStatus(stage=stage.name, state="follows", why=f"if {', '.join(after)} comes out different")
     why = "not done yet" if after else reason_to_run(stage, stamp, inputs_of(stage, root, digests), root, digests)
     if not why:
-        return Planned(stage=stage.name, state="cached", why="nothing changed")
+        return StageStatus(stage=stage.name, state="cached", why="nothing changed")
     lack = stage.lack()
-    return Planned(stage=stage.name, state="runs" if lack is None else "blocked", why=why if lack is None else lack)
+    return StageStatus(stage=stage.name, state="runs" if lack is None else "blocked", why=why if lack is None else lack)
 
 
 @contextmanager
@@ -308,7 +308,7 @@ def _make(stage: Stage, root: Path, inputs: Mapping[str, str]) -> None:
             stale.unlink()
     before = read_stamp(root, stage.name)
     try:
-        stage.does(Place(root=root, into=into, unfinished=unfinished))
+        stage.does(StageDirs(root=root, into=into, unfinished=unfinished))
         outputs = _move(stage, root, into)
         _remove(root, before, keep=tuple(outputs))
         _write_stamp(root, stage.name, Stamp(inputs=inputs, outputs=outputs))

@@ -13,7 +13,7 @@ import numpy as np
 
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
-from corp_deploy.proof.chain import Limits, given_from_images, prove
+from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
@@ -21,7 +21,7 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
 from export.engine.build import build_engine, write_engine
-from export.engine.options import BuildChoices
+from export.engine.options import BuildOptions
 from ground.files import read_json, sha256_of_file, write_json, write_text
 from perf.gate.gate import Gate
 from perf.gate.verdicts import save_gate
@@ -30,14 +30,14 @@ from perf.runners.onnx import OnnxRunner
 
 from .calls import SAMPLES, SUBJECTS, bench_name, parity_name
 from .card import card
-from .incremental import Place
+from .incremental import StageDirs
 from .recipe import Recipe, Target
 from .samples import KIND as SAMPLES_KIND
 from .samples import REPLAY_ERROR, replayed
 from .targets import artefact_name, graph_name, plan_name
 
 
-def write_dense(place: Place, recipe: Recipe) -> None:
+def write_dense(place: StageDirs, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
     given = recipe["model"]
     dense = load_dense(
@@ -50,7 +50,7 @@ def write_dense(place: Place, recipe: Recipe) -> None:
     save(dense, place.into / "dense")
 
 
-def write_samples(place: Place, recipe: Recipe) -> None:
+def write_samples(place: StageDirs, recipe: Recipe) -> None:
     """A few preprocessed held-out images, and what every graph answers to them."""
     held_out = recipe["held_out"]
     model = load_checkpoint(place.root / "dense").model
@@ -74,14 +74,14 @@ def write_samples(place: Place, recipe: Recipe) -> None:
     write_json(folder / "samples.json", record)
 
 
-def _limits(recipe: Recipe) -> Limits:
-    return Limits(**{key: recipe["parity"][key] for key in ("min_agreement", "max_error", "half_factor")})
+def _limits(recipe: Recipe) -> ParityLimits:
+    return ParityLimits(**{key: recipe["parity"][key] for key in ("min_agreement", "max_error", "half_factor")})
 
 
-def write_engines(place: Place, target: Target, invocation: Invocation) -> None:
+def write_engines(place: StageDirs, target: Target, invocation: Invocation) -> None:
     """Dense and reduced plans with their records."""
     for subject in SUBJECTS:
-        choices = BuildChoices(
+        options = BuildOptions(
             backend=target.name,
             precision=target.precision,
             profiles=(target.profile,),
@@ -90,7 +90,7 @@ def write_engines(place: Place, target: Target, invocation: Invocation) -> None:
         )
         path = place.into / plan_name(target, subject)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_engine(build_engine(place.root / subject / graph_name(target.precision), choices), path)
+        write_engine(build_engine(place.root / subject / graph_name(target.precision), options), path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def _candidate(target: Target, root: Path) -> Candidate:
     return CudaCandidate(label=label, name=target.name, form="graph", path=root / name, shown=Path(name), half=half)
 
 
-def write_target_parity(place: Place, recipe: Recipe, target: Target) -> None:
+def write_target_parity(place: StageDirs, recipe: Recipe, target: Target) -> None:
     """The chain down to what the target runs, on the samples, which travel with the release."""
     dense = load_checkpoint(place.root / "dense")
     fitting = [
@@ -126,7 +126,7 @@ def write_target_parity(place: Place, recipe: Recipe, target: Target) -> None:
     save_proof(proof, place.into / parity_name(target))
 
 
-def write_gate(place: Place, recipe: Recipe, older: Path | None, starting: bool) -> None:
+def write_gate(place: StageDirs, recipe: Recipe, older: Path | None, starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, then each target's own."""
     records = ["parity.json", *(parity_name(target) for target in recipe.targets)]
     rows = [parity_row(place.root / name) for name in dict.fromkeys(records)]
@@ -139,7 +139,7 @@ def write_gate(place: Place, recipe: Recipe, older: Path | None, starting: bool)
     save_gate(Gate(rules=tuple(rows)), place.into / "gate.json")
 
 
-def _record(place: Place, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:
+def _record(place: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:
     """Everything the report shows; lineage and commands come from here, since the manifest is made after it."""
     lineage = read_json(place.root / "reduced" / "config.json", kind="corp-deploy/model")["lineage"]
     kept = {key: value for key, value in lineage.items() if key not in ("reduction", "command")}
@@ -150,7 +150,7 @@ def _record(place: Place, recipe: Recipe, commands: Sequence[str]) -> dict[str, 
     }
 
 
-def write_report(place: Place, recipe: Recipe, commands: Sequence[str]) -> None:
+def write_report(place: StageDirs, recipe: Recipe, commands: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
     record = _record(place, recipe, commands)
     for name, writer in (("report.html", html), ("report.md", markdown), ("report.xml", junit)):

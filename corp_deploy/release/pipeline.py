@@ -19,7 +19,7 @@ from ground.gpu import missing_gpu
 from . import calls as commands
 from .baseline import Baseline
 from .calls import HELD_OUT_MOMENTS, MOMENTS, SAMPLES, SUBJECTS, SUMMARY, bench_name, graphs_of, parity_name
-from .incremental import Outcome, Place, Planned, Stage, files_of, locked, run
+from .incremental import Outcome, Stage, StageDirs, StageStatus, files_of, locked, run
 from .incremental import plan as plan_stages
 from .recipe import Recipe, Target
 from .recipe_toml import text_of_recipe
@@ -45,10 +45,10 @@ def _tool(*packages: str) -> dict[str, str]:
     return {"corp-deploy": __version__} | {name: found[name] for name in packages if name in found}
 
 
-def _step(name: str, *words: Any) -> Callable[[Place], None]:
+def _step(name: str, *words: Any) -> Callable[[StageDirs], None]:
     """A function of release_steps, imported when it is called."""
 
-    def does(place: Place) -> None:
+    def does(place: StageDirs) -> None:
         from . import own_steps as release_steps
 
         functions: dict[str, Callable[..., object]] = {
@@ -64,13 +64,13 @@ def _step(name: str, *words: Any) -> Callable[[Place], None]:
     return does
 
 
-def _run(invocation: Invocation) -> Callable[[Place], None]:
+def _run(invocation: Invocation) -> Callable[[StageDirs], None]:
     """The step of a command, run from the values that are printed; imported when it is called."""
 
-    def does(place: Place) -> None:
+    def does(place: StageDirs) -> None:
         from . import steps
 
-        functions: dict[str, Callable[[Place, Invocation], object]] = {
+        functions: dict[str, Callable[[StageDirs, Invocation], object]] = {
             "calibrate": steps.write_moments,
             "reduce": steps.write_reduced,
             "export": steps.write_graphs,
@@ -91,7 +91,7 @@ def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         outside["weights"] = weights
     name = {} if recipe.model_is_directory else {"model.model": model["model"]}
 
-    def write_recipe(place: Place) -> None:
+    def write_recipe(place: StageDirs) -> None:
         write_text(place.into / "recipe.toml", text_of_recipe(recipe, root))
 
     text = text_of_recipe(recipe, root)
@@ -277,7 +277,7 @@ def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: 
     )
 
 
-def _write_manifest(place: Place, stages: Sequence[Stage], command: str) -> None:
+def _write_manifest(place: StageDirs, stages: Sequence[Stage], command: str) -> None:
     """manifest.json over all that was made, then SHA256SUMS over that and the manifest."""
     made_by = {
         path.relative_to(place.root).as_posix(): stage.command
@@ -365,7 +365,7 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
         raise BadInput(f"gate.fail_if: {asking[0]!r} needs --baseline FILE, at first with --init-baseline")
 
 
-def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[Planned]:
+def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[StageStatus]:
     """What `release` would do now; writes nothing."""
     require_inputs(recipe, baseline)
     return plan_stages(stages_of(recipe, root, baseline), root)
@@ -415,7 +415,7 @@ def run_only(
     return outcome
 
 
-def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, list[Planned]]:
+def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, list[StageStatus]]:
     """remaining.sh: the stages that this machine can't do, for one that can, to be run in the same directory.
 
     Returns its path and the stages in it.
@@ -431,11 +431,11 @@ def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, 
     return root / SCRIPT, [planned[stage.name] for stage in wanted]
 
 
-def _elsewhere(stage: Stage, row: Planned) -> bool:
+def _elsewhere(stage: Stage, row: StageStatus) -> bool:
     return row.state != "cached" and stage.lack() is not None
 
 
-def _script(recipe: Recipe, stages: Sequence[Stage], planned: dict[str, Planned]) -> str:
+def _script(recipe: Recipe, stages: Sequence[Stage], planned: dict[str, StageStatus]) -> str:
     lines = [
         "#!/bin/sh",
         f"# What is left of the release of {recipe.name} and needs a machine with the targets' GPU and libraries.",

@@ -18,11 +18,11 @@ from corp_deploy.reduction.method import (
     NOT_HELD_OUT,
     PRESETS,
     QK_RANKINGS,
-    Choices,
-    choices_from_preset,
+    Method,
     loop_from,
+    method_from_preset,
 )
-from export.engine.options import BatchProfile, BuildChoices
+from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
 from ground.files import regular
 from ground.quantities import (
@@ -251,13 +251,13 @@ class Recipe:
         """Whether the reduction looks at the calibration images beside their moments."""
         wanted = self.tables["reduce"]
         budget = wanted["macs"] is not None or wanted["params"] is not None
-        return budget or wanted["heads"] == "auto" or bool(wanted["closed_loop"]) or self.choices.merges
+        return budget or wanted["heads"] == "auto" or bool(wanted["closed_loop"]) or self.method.merges
 
     @property
-    def choices(self) -> Choices:
-        """The reduction's choices; heads = auto starts from padded ones."""
+    def method(self) -> Method:
+        """How sites are reduced; heads = auto starts from padded ones."""
         wanted = self.tables["reduce"]
-        return choices_from_preset(
+        return method_from_preset(
             wanted["preset"],
             mlp_sparsity=wanted["mlp"],
             attention_sparsity=wanted["attn"],
@@ -389,7 +389,7 @@ def _target(path: Path, name: str, given: Mapping[str, Any], tables: Mapping[str
     try:
         profile = BatchProfile.from_text(given["batch"] or f"1:{max(batches)}:{max(batches)}")
         if name in ENGINES:
-            BuildChoices(backend=name, profiles=(profile,), sms=tuple(given["sms"]))
+            BuildOptions(backend=name, profiles=(profile,), sms=tuple(given["sms"]))
     except BadInput as error:
         raise BadInput(f"{path}: {where}: {error}") from None
     outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
@@ -456,23 +456,23 @@ def _refuse_unservable(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> N
 
 def _refuse_impossible_choices(path: Path, recipe: Recipe) -> None:
     try:
-        _ = recipe.choices
+        _ = recipe.method
     except ValueError as error:
         raise BadInput(f"{path}: [reduce]: {error}") from None
 
 
 def _refuse_idle_system(path: Path, recipe: Recipe) -> None:
     """Raise BadInput for a per-image system that nothing needs, or that would leave out what the reduction keeps."""
-    asked, choices = recipe["calibration"]["attention_system"], recipe.choices
+    asked, method = recipe["calibration"]["attention_system"], recipe.method
     given = f"{path}: calibration.attention_system is {asked!r}"
-    if asked is not None and not choices.needs_attention_system:
+    if asked is not None and not method.needs_attention_system:
         raise BadInput(f"{given}, but this reduction needs no such system; leave it out, or give preset corp and attn")
-    if asked == "kept" and not choices.attention_sparsity:
+    if asked == "kept" and not method.attention_sparsity:
         raise BadInput(f"{given}, but reduce.attn = 0 keeps every dimension; expected 'whole', or attn above 0")
-    if asked == "kept" and choices.qk_selection != "energy":
+    if asked == "kept" and method.qk_selection != "energy":
         raise BadInput(
             f"{given}, which is taken for the dimensions of most logit energy, but reduce.select_head is "
-            f"{choices.qk_selection!r}; expected 'whole', or select_head 'energy'"
+            f"{method.qk_selection!r}; expected 'whole', or select_head 'energy'"
         )
 
 

@@ -8,15 +8,15 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.planning.carry_out import reduce_checkpoint
-from corp_deploy.planning.plan import Asked, Budget
+from corp_deploy.planning.plan import Budget, ReductionRequest
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import Limits, given_from_images, prove
+from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
-from corp_deploy.proof.speed import Running, measure
+from corp_deploy.proof.speed import RunOptions, measure
 from corp_deploy.reduction import calibrating
-from corp_deploy.reduction.calibrate import Wanted, reference_of_summary
-from corp_deploy.reduction.method import choices_from_preset, loop_from
+from corp_deploy.reduction.calibrate import Statistics, reference_of_summary
+from corp_deploy.reduction.method import loop_from, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
@@ -28,13 +28,13 @@ from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 from perf.timing.laps import Plan
 
-from .incremental import Place
+from .incremental import StageDirs
 from .serving import package_of_directory
 
 DRAWN = ("samples", "seed")
 
 
-def _images(dense: Checkpoint, place: Place, run: Invocation, *options: str) -> Images:
+def _images(dense: Checkpoint, place: StageDirs, run: Invocation, *options: str) -> Images:
     return images_for_model(dense.model, place.root / run["images"], **run.some(*options))
 
 
@@ -43,29 +43,31 @@ def _in_recipe(share: float) -> str:
     return f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more'
 
 
-def write_moments(place: Place, run: Invocation) -> None:
+def write_moments(place: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
     dense = load_checkpoint(place.root / run["model"])
     restriction = None
     if run["attn"] is not None:
         restriction = calibrating.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
-    asked = calibrating.Asked(
-        wanted=Wanted(attention_system=run["attention_system"]),
+    asked = calibrating.CalibrationRequest(
+        wanted=Statistics(attention_system=run["attention_system"]),
         restriction=restriction,
         **run.some("batch_size", "device", "seed", "hold_out"),
     )
-    running = calibrating.Running(unfinished=place.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe)
+    running = calibrating.CalibrationRun(
+        unfinished=place.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe
+    )
     source = _images(dense, place, run, *DRAWN, "workers", "max_bad")
     fitted, *_ = calibrating.write_moments(dense, source, asked, running, place.into / run["output"])
     if run["summary"] is not None:
         write_json(place.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
 
-def _asked(run: Invocation) -> Asked:
+def _asked(run: Invocation) -> ReductionRequest:
     given = dict(run.options)
     align, heads, select = given["align"], given.get("heads", "padded"), given["select"] or {}
-    choices = choices_from_preset(
+    method = method_from_preset(
         given["preset"],
         mlp_sparsity=given.get("mlp"),
         attention_sparsity=given.get("attn"),
@@ -77,9 +79,9 @@ def _asked(run: Invocation) -> Asked:
         qk_selection=select.get("head"),
     )
     budgets = [Budget(currency=name, share=given[name]) for name in ("macs", "params") if given.get(name) is not None]
-    return Asked(
+    return ReductionRequest(
         preset=given["preset"],
-        choices=choices,
+        method=method,
         budget=budgets[0] if budgets else None,
         auto_heads=heads == "auto",
         closed_loop=loop_from(given["closed_loop"]),
@@ -88,7 +90,7 @@ def _asked(run: Invocation) -> Asked:
     )
 
 
-def write_reduced(place: Place, run: Invocation) -> None:
+def write_reduced(place: StageDirs, run: Invocation) -> None:
     """The smaller model."""
     asked, dense = _asked(run), load_checkpoint(place.root / run["model"])
     reduce_checkpoint(
@@ -101,7 +103,7 @@ def write_reduced(place: Place, run: Invocation) -> None:
     )
 
 
-def write_graphs(place: Place, run: Invocation) -> None:
+def write_graphs(place: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
     checkpoint = load_checkpoint(place.root / run["model"])
     for precision, path in paths_by_precision(place.into / run["output"], run["precision"]).items():
@@ -109,7 +111,7 @@ def write_graphs(place: Place, run: Invocation) -> None:
         export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep)
 
 
-def write_parity(place: Place, run: Invocation) -> Parity:
+def write_parity(place: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(place.root / reference)
@@ -120,14 +122,14 @@ def write_parity(place: Place, run: Invocation) -> Parity:
         [candidate_from_path(path, below=place.root) for path in candidates],
         given_from_images(source, labels),
         batches=run["batch"],
-        limits=Limits(**run.some("min_agreement", "max_error", "half_factor")),
+        limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor")),
         moments=None if run["moments"] is None else load_moments(place.root / run["moments"]),
     )
     save_proof(proof, place.into / run["output"])
     return proof.parity
 
 
-def write_bench(place: Place, run: Invocation) -> Bench:
+def write_bench(place: StageDirs, run: Invocation) -> Bench:
     """Dense against reduced in one process."""
     dense, reduced = (place.root / path for path in run.arguments)
     plan = Plan(
@@ -141,7 +143,7 @@ def write_bench(place: Place, run: Invocation) -> Bench:
         reduced,
         batches=run["batch"],
         plan=plan,
-        running=Running(**{name: value for name, value in run.options.items() if name in BENCH.options}),
+        running=RunOptions(**{name: value for name, value in run.options.items() if name in BENCH.options}),
         images=place.root / run["images"],
         command=run.words,
     )
@@ -150,7 +152,7 @@ def write_bench(place: Place, run: Invocation) -> Bench:
     return measured
 
 
-def write_package(place: Place, run: Invocation) -> None:
+def write_package(place: StageDirs, run: Invocation) -> None:
     """The model repository that an inference server loads as it is."""
     labels = None if run["labels"] is None else place.root / run["labels"]
     (directory,) = run.arguments
@@ -160,7 +162,7 @@ def write_package(place: Place, run: Invocation) -> None:
     write_repository(what, place.into / run["output"])
 
 
-def write_report(place: Place, run: Invocation) -> None:
+def write_report(place: StageDirs, run: Invocation) -> None:
     """The report of a directory of results as one page."""
     (directory,) = run.arguments
     write_text(place.into / run["output"], html(record_of_directory(place.root / directory, run["title"])))

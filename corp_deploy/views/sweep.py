@@ -8,7 +8,7 @@ from html import escape
 
 from rich.table import Table
 
-from corp_deploy.planning.sweep import Trial
+from corp_deploy.planning.sweep import SweepPoint
 from perf.report.scales import linear, logarithmic, short
 from perf.report.svg import MARKS, PALETTE, WIDTH
 
@@ -16,7 +16,7 @@ HUES = ("#0f6fde", "#c0262d", "#137a4b", "#9a6200", "#7a4bc2", "#0e8a94", "#8793
 HEIGHT, LEFT, TOP, BOTTOM = 320, 52, 46, 268
 
 
-def sweep_table(trials: Sequence[Trial]) -> Table:
+def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     """One row a trial; the front of least error at least MACs is starred."""
     table = Table(
         "preset", "MLP", "Q/K", "budget", "heads", "MACs", "parameters", "relative error", "agreement", "accuracy", ""
@@ -38,16 +38,16 @@ def sweep_table(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def csv_of_sweep(trials: Sequence[Trial]) -> str:
+def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
     """All figures, unrounded."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, [field.name for field in fields(Trial)], lineterminator="\n")
+    writer = csv.DictWriter(out, [field.name for field in fields(SweepPoint)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(trial) for trial in trials)
     return out.getvalue()
 
 
-def sweep_plot(trials: Sequence[Trial]) -> str:
+def sweep_plot(trials: Sequence[SweepPoint]) -> str:
     """Relative logit error (logarithmic) against the share of MACs that stays; front trials are filled."""
     right = WIDTH - 14
     x = linear([trial.macs_share for trial in trials], start=LEFT, end=right, zero=False)
@@ -72,7 +72,7 @@ def sweep_plot(trials: Sequence[Trial]) -> str:
     return f"{head}{title}<style>{PALETTE}{MARKS}</style>{''.join(body)}</svg>\n"
 
 
-def _mark(trial: Trial, x: float, y: float, hue: dict[str, str]) -> str:
+def _mark(trial: SweepPoint, x: float, y: float, hue: dict[str, str]) -> str:
     colour = hue[trial.preset]
     fill = colour if trial.on_front else "var(--page)"
     words = f"{trial.preset}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"

@@ -13,7 +13,7 @@ from .build import build_engine
 from .fusion import Fusion
 from .libraries import Library, missing_message
 from .messages import Progress
-from .options import BatchProfile, BuildChoices
+from .options import BatchProfile, BuildOptions
 
 VERSION = 1
 KIND = "fusion-audit"
@@ -84,7 +84,7 @@ def audit_fusion(
     targets = tuple(sms) if backend == "tensorrt-rtx" else ("gpu",)
     audits = []
     for target in targets:
-        choices = BuildChoices(
+        choices = BuildOptions(
             backend=backend, sms=(target,) if backend == "tensorrt-rtx" else (), profiles=(batch,), command=command
         )
         pair = [_audited(path, choices, library, progress) for path in (dense, reduced)]
@@ -114,11 +114,11 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
 
 
 def _audited(
-    path: Path, choices: BuildChoices, library: Library | None, progress: Progress | None
+    path: Path, choices: BuildOptions, library: Library | None, progress: Progress | None
 ) -> tuple[Audited, str]:
     static = not load_onnx(path).graph.input[0].type.tensor_type.shape.dim[0].dim_param
     if static:
-        choices = BuildChoices(backend=choices.backend, sms=choices.sms, command=choices.command)
+        choices = BuildOptions(backend=choices.backend, sms=choices.sms, command=choices.command)
     engine = build_engine(path, choices, library=library, progress=progress)
     if engine.fusion is None:
         what = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"

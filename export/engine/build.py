@@ -17,7 +17,7 @@ from .fusion import Fusion, fusion_of
 from .interrupt import interruptible
 from .libraries import Library, open_library
 from .messages import Progress
-from .options import BatchProfile, BuildChoices
+from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, ports, precision_of, record_path, sha256_of
 from .session import Session
 
@@ -35,7 +35,7 @@ class Engine:
 
 
 def build_engine(
-    onnx_path: Path, choices: BuildChoices, *, library: Library | None = None, progress: Progress | None = None
+    onnx_path: Path, choices: BuildOptions, *, library: Library | None = None, progress: Progress | None = None
 ) -> Engine:
     """Builds one plan; `library` defaults to the backend's own bindings.
 

@@ -48,7 +48,7 @@ class BatchProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildChoices:
+class BuildOptions:
     """Everything that decides a plan beside the graph.
 
     `precision` is what the caller calls the graph (None: its own label). `sms` names TensorRT-RTX targets; none means

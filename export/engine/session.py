@@ -12,7 +12,7 @@ from ground.files import regular, replacing
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
-from .options import BatchProfile, BuildChoices
+from .options import BatchProfile, BuildOptions
 
 _NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
 _NEEDS_GPU = "an NVIDIA GPU and its driver are needed"
@@ -22,7 +22,7 @@ _INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
 class Session:
     """One build. Every plan is made with detailed profiling verbosity: it costs no bytes and lists the kernels."""
 
-    def __init__(self, onnx_path: Path, proto: ModelProto, choices: BuildChoices, library: Library) -> None:
+    def __init__(self, onnx_path: Path, proto: ModelProto, choices: BuildOptions, library: Library) -> None:
         self.onnx_path, self.proto, self.choices, self.library = onnx_path, proto, choices, library
         self.trt: Any = library.module
         self.messages = Messages()

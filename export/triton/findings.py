@@ -18,7 +18,7 @@ class Complaint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class LintFinding:
     """One fault: where it lies, how bad it is (error: it will not load or serve), and what to do."""
 
     severity: str
@@ -32,11 +32,11 @@ class Finding:
         return f"{where}: {self.severity}: {self.what}; {self.remedy}"
 
 
-def from_complaint(path: Path, complaint: Complaint) -> Finding:
+def from_complaint(path: Path, complaint: Complaint) -> LintFinding:
     """The complaint about this file."""
     return finding(path, complaint.severity, complaint.what, complaint.remedy, complaint.line)
 
 
-def finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> Finding:
+def finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
     """A Finding, by position."""
-    return Finding(severity=severity, path=path, line=line, what=what, remedy=remedy)
+    return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ground.errors import BadInput
 
-from .findings import ERROR, WARNING, Finding, finding, from_complaint
+from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import own_limits
 from .lint_files import DEFAULT_FILES, lint_version
 from .pbtxt import Message, ParseError, parse
@@ -16,7 +16,7 @@ from .server_releases import ServerRelease, server_release
 PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 
 
-def lint_repository(repository: Path, server: str | None = None) -> tuple[Finding, ...]:
+def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFinding, ...]:
     """Every fault of every model, errors before warnings within a file; empty when a server can load it all.
 
     `server` is a release of the table, such as 26.07, to compare versions with. Raises BadInput when the directory
@@ -32,11 +32,11 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[Findin
     return tuple(sorted(set(found), key=_order))
 
 
-def _order(finding: Finding) -> tuple[str, int, int, str]:
+def _order(finding: LintFinding) -> tuple[str, int, int, str]:
     return str(finding.path), finding.severity == WARNING, finding.line or 0, finding.what
 
 
-def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[Finding]:
+def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     path = model / "config.pbtxt"
     if not path.is_file():
         yield finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
@@ -60,7 +60,7 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[Finding]
             yield from lint_version(model / str(version), config, path, backend, release)
 
 
-def _identity(model: Path, config: Message, path: Path) -> Iterator[Finding]:
+def _identity(model: Path, config: Message, path: Path) -> Iterator[LintFinding]:
     name = config.text("name")
     if name and name != model.name:
         remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')
@@ -80,7 +80,7 @@ def _identity(model: Path, config: Message, path: Path) -> Iterator[Finding]:
     yield from _versions(model, config, path)
 
 
-def _versions(model: Path, config: Message, path: Path) -> Iterator[Finding]:
+def _versions(model: Path, config: Message, path: Path) -> Iterator[LintFinding]:
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
             yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")

@@ -7,7 +7,7 @@ from pathlib import Path
 from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
 from ground.errors import BadInput
 
-from .findings import ERROR, WARNING, Finding, finding, from_complaint
+from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import against_artifact
 from .pbtxt import Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
@@ -18,7 +18,7 @@ DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python"
 
 def lint_version(
     folder: Path, config: Message, path: Path, backend: str, release: ServerRelease | None
-) -> Iterator[Finding]:
+) -> Iterator[LintFinding]:
     """What is wrong in the version directory `folder` of a model whose config.pbtxt is `path`."""
     yield from _labels(folder, config, path)
     files = _artifact_files(config, backend)
@@ -53,7 +53,7 @@ def _graph_file(folder: Path, config: Message, backend: str) -> Path | None:
     return folder / name if (folder / name).is_file() else None
 
 
-def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[Finding]:
+def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     beside = record_path(plan)
     if not beside.is_file():
         told = f"there is no record {beside.name}, so the plan can't be compared with its config here"
@@ -79,7 +79,7 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
             yield finding(plan, WARNING, told, "see the build script beside the ONNX model")
 
 
-def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[Finding]:
+def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[LintFinding]:
     for entry in config.messages("cc_model_filenames"):
         key = entry.text("key")
         if not re.fullmatch(r"\d{1,2}\.\d", key):
@@ -89,7 +89,7 @@ def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -
             yield finding(path, ERROR, told, "name the plan of that GPU", entry.line)
 
 
-def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[Finding]:
+def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     try:
         signature = signature_from_onnx(graph)
     except BadInput as error:
@@ -102,7 +102,7 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
             yield finding(graph, WARNING, told, "or take a newer server")
 
 
-def _labels(folder: Path, config: Message, path: Path) -> Iterator[Finding]:
+def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
     for output in config.messages("output"):
         name, line = output.text("label_filename"), output.line_of("label_filename")
         if not name:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from time import perf_counter_ns
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from perf.record.runs import Bench, Block, Described, Flat, Row, Scalar, Trial
+from perf.record.runs import Bench, BenchTrial, Block, Described, Flat, Row, Scalar
 from perf.runners.memory import Ledger
-from perf.runners.protocol import Images, Runner, Streams, batch_of
+from perf.runners.protocol import Images, ParallelStreams, Runner, batch_of
 from perf.stats.stability import warnings_of
 from perf.timing.environment import environment
 from perf.timing.laps import (
@@ -66,7 +66,7 @@ class Station:
 
     def bind(self, images: Images) -> Bound:
         bounds = tuple(runner.bind(images) for runner in self.runners)
-        return bounds[0] if self.pool is None else Streams(bounds, self.pool)
+        return bounds[0] if self.pool is None else ParallelStreams(bounds, self.pool)
 
 
 def bench(
@@ -205,7 +205,7 @@ def _row(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    trial: Trial
+    trial: BenchTrial
     bound: Bound | None = None
     call_ms: float = math.inf
 
@@ -224,8 +224,8 @@ def _prepared(station: Station, images: Images, batch: int, plan: Plan, clock: C
         raise
     except Exception as error:
         status = "oom" if is_out_of_memory(error) else "failed"
-        return _Prepared(trial=Trial(status=status, message=f"{type(error).__name__}: {error}"[:500]))
-    trial = Trial(
+        return _Prepared(trial=BenchTrial(status=status, message=f"{type(error).__name__}: {error}"[:500]))
+    trial = BenchTrial(
         status="ok",
         warm_up_samples_ms=warmed.samples_ms,
         warm_up_flat=warmed.flat,

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from perf.parity.structure import Finding, timed_run
+from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import Flat
 from perf.runners.memory import Gauge
 from perf.runners.protocol import HostBound, Images, Logits, Runner
@@ -38,7 +38,7 @@ class SampledRunner:
 
     name: str
     runner: Runner
-    heard: Callable[[Finding], None]
+    heard: Callable[[StructuralTest], None]
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False)
 
     def __enter__(self) -> Self:

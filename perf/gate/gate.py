@@ -27,7 +27,7 @@ MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedRule:
     """One rule with its verdict; value, interval and bound are None when there was nothing to compare."""
 
     rule: str
@@ -45,7 +45,7 @@ class Judged:
 class Gate:
     """All rules, judged; the gravest verdict is the gate's. Raises BadInput without any."""
 
-    rules: tuple[Judged, ...]
+    rules: tuple[JudgedRule, ...]
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -81,7 +81,7 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
     )
 
 
-def _started(rule: Rule, now: Evidence) -> Judged:
+def _started(rule: Rule, now: Evidence) -> JudgedRule:
     """A figure that no older record has a bound for; without it the record is no baseline."""
     value, bound = now.reading(rule, rule.subject, "this record"), Reading(interval=None)
     if value.broken is not None:
@@ -93,7 +93,7 @@ def _started(rule: Rule, now: Evidence) -> Judged:
     return _worded(rule, "UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
 
 
-def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> Judged:
+def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     value = now.reading(rule, rule.subject, "this record")
     bound = _bound(rule, now, baseline)
     differ = _differing(rule, now, baseline)
@@ -222,12 +222,12 @@ def _machine_change(rule: Rule, now: Evidence, baseline: Evidence | None) -> Int
 
 def _worded(
     rule: Rule, verdict: Verdict, message: str | None, value: Reading, bound: Reading, keys: tuple[str, ...] = ()
-) -> Judged:
+) -> JudgedRule:
     mine, limit = value.interval, bound.interval
     figure = "no figure" if mine is None else f"{_number(mine.value)}{_ends(mine)}"
     against = "" if limit is None else f", bound {_number(limit.value)}"
     reason = "; ".join(part for part in (message, *keys) if part)
-    return Judged(
+    return JudgedRule(
         rule=rule.text,
         verdict=verdict,
         message=f"{figure}{against}" + (f": {reason}" if reason else ""),

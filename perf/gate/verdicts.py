@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, Summary, finite
 
-from .gate import Gate, Judged
+from .gate import Gate, JudgedRule
 
 VERSION = 1
 
@@ -66,7 +66,7 @@ def tracked_from_summary(summary: Summary, better: Literal["smaller", "bigger"])
     return json.dumps(list(figures), indent=1, allow_nan=False) + "\n"
 
 
-def _measured(rule: Judged) -> str:
+def _measured(rule: JudgedRule) -> str:
     if rule.value is None:
         return "-"
     if rule.low is None or rule.high is None or rule.low == rule.high:

@@ -12,10 +12,10 @@ from ground.errors import BadInput
 
 from .locate import HALF_LIMIT
 from .onnx_blocks import by_site, half_values, largest_activations
-from .structure import Finding
+from .structure import StructuralTest
 
 
-def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.float32]) -> Finding:
+def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.float32]) -> StructuralTest:
     """The largest value, computed in float32 by the graph in `single`, among those that the one in `half` holds in
     float16; named by site.
 
@@ -34,4 +34,6 @@ def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.f
     site, value = max(sites.items(), key=lambda item: item[1], default=("no site", 0.0))
     reason = f"{site} reaches {value:,.6g} in float16, which ends at {HALF_LIMIT:,.0f}"
     status = "PASS" if value <= HALF_LIMIT else "FAIL"
-    return Finding(candidate=candidate, test="headroom", status=status, value=value, bound=HALF_LIMIT, reason=reason)
+    return StructuralTest(
+        candidate=candidate, test="headroom", status=status, value=value, bound=HALF_LIMIT, reason=reason
+    )

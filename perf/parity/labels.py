@@ -36,7 +36,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PairedAccuracy:
     """Two models on the same labelled images: images that only one of them gets right, and McNemar's exact p value."""
 
     a: str
@@ -60,11 +60,11 @@ def mcnemar(
     b: str,
     logits_b_NC: NDArray[np.floating],
     labels_N: NDArray[np.integer],
-) -> Comparison:
+) -> PairedAccuracy:
     """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
     right_a_N, right_b_N = _right(a, logits_a_NC, labels_N), _right(b, logits_b_NC, labels_N)
     only_a, only_b = int((right_a_N & ~right_b_N).sum()), int((right_b_N & ~right_a_N).sum())
-    return Comparison(a=a, b=b, only_a=only_a, only_b=only_b, p_value=_two_sided_coin(only_a, only_b))
+    return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=_two_sided_coin(only_a, only_b))
 
 
 def _two_sided_coin(heads: int, tails: int) -> float:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from perf.record.rows import json_from_row, row_from_json
 
-from .labels import Accuracy, Comparison
+from .labels import Accuracy, PairedAccuracy
 from .locate import Located
 from .measures import Measures, measures, per_image
 from .shift import Shift
-from .structure import Finding
+from .structure import StructuralTest
 from .tolerance import Tolerance
 
 KIND, VERSION = "parity", 1
@@ -28,7 +28,7 @@ Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchRow:
     """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only."""
 
     batch: int
@@ -52,7 +52,7 @@ class Link:
     reason: str
     batch: int
     measures: Measures
-    batches: tuple[Batch, ...]
+    batches: tuple[BatchRow, ...]
     tolerance: Tolerance
 
     def __post_init__(self) -> None:
@@ -75,11 +75,11 @@ class Parity:
 
     images: ImageSet
     links: tuple[Link, ...]
-    structure: tuple[Finding, ...] = ()
+    structure: tuple[StructuralTest, ...] = ()
     located: tuple[Located, ...] = ()
     shift: Shift | None = None
     accuracy: tuple[Accuracy, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[PairedAccuracy, ...] = ()
     per_image: str | None = None
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ def link(
         batch=worst,
         measures=at[worst],
         batches=tuple(
-            Batch(
+            BatchRow(
                 batch=size,
                 relative_error=errors.relative_error,
                 max_abs=errors.max_abs,
@@ -213,11 +213,13 @@ def parity_from_json(raw: object, *, where: str = "parity.json") -> Parity:
         where=where,
         images=row_from_json(ImageSet, raw.get("images"), where=f"{where}: images"),
         links=tuple(_link_from_json(item, where=at) for at, item in _items(raw, "links", where)),
-        structure=tuple(row_from_json(Finding, item, where=at) for at, item in _items(raw, "structure", where)),
+        structure=tuple(row_from_json(StructuralTest, item, where=at) for at, item in _items(raw, "structure", where)),
         located=tuple(row_from_json(Located, item, where=at) for at, item in _items(raw, "located", where)),
         shift=None if shift is None else Shift.from_json(shift, where=f"{where}: shift"),
         accuracy=tuple(row_from_json(Accuracy, item, where=at) for at, item in _items(raw, "accuracy", where)),
-        comparisons=tuple(row_from_json(Comparison, item, where=at) for at, item in _items(raw, "comparisons", where)),
+        comparisons=tuple(
+            row_from_json(PairedAccuracy, item, where=at) for at, item in _items(raw, "comparisons", where)
+        ),
     )
 
 
@@ -229,7 +231,7 @@ def _link_from_json(raw: object, *, where: str) -> Link:
         where=where,
         measures=row_from_json(Measures, parts.get("measures"), where=f"{where}.measures"),
         tolerance=row_from_json(Tolerance, parts.get("tolerance"), where=f"{where}.tolerance"),
-        batches=tuple(row_from_json(Batch, item, where=at) for at, item in _items(parts, "batches", where)),
+        batches=tuple(row_from_json(BatchRow, item, where=at) for at, item in _items(parts, "batches", where)),
     )
 
 

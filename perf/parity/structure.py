@@ -13,7 +13,7 @@ Run = Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class StructuralTest:
     """The outcome of one structural test. NOTED is information and fails nothing."""
 
     candidate: str
@@ -27,7 +27,7 @@ class Finding:
         assert self.status in ("PASS", "FAIL", "NOTED"), self.status
 
 
-def batch_slot(candidate: str, run: Run, image_1CHW: Array, *, batch: int, bound: float) -> Finding:
+def batch_slot(candidate: str, run: Run, image_1CHW: Array, *, batch: int, bound: float) -> StructuralTest:
     """One image in every slot of a batch gives one answer: no slot is off the median by over `bound` (relative)."""
     rows_BC = run(np.repeat(image_1CHW, batch, axis=0))
     off_B = _deviation(rows_BC, np.broadcast_to(np.median(rows_BC, axis=0), rows_BC.shape))
@@ -40,7 +40,7 @@ def batch_slot(candidate: str, run: Run, image_1CHW: Array, *, batch: int, bound
 
 def permutation(
     candidate: str, run: Run, images_NCHW: Array, *, bound: float, straight_NC: Array | None = None, seed: int = 0
-) -> Finding:
+) -> StructuralTest:
     """Shuffling a batch shuffles its answers and changes none. `straight_NC`: the unshuffled answers, where known."""
     order_N = np.random.default_rng(seed).permutation(len(images_NCHW))
     straight_NC = run(images_NCHW) if straight_NC is None else straight_NC
@@ -52,7 +52,9 @@ def permutation(
     )
 
 
-def batch_sizes(candidate: str, logits_by_batch: Mapping[int, NDArray[np.floating]], *, bound: float) -> list[Finding]:
+def batch_sizes(
+    candidate: str, logits_by_batch: Mapping[int, NDArray[np.floating]], *, bound: float
+) -> list[StructuralTest]:
     """Each image's answer is the same at every batch size as at the one that ran most images (the smallest such).
 
     A size may have run the first few of the images only.
@@ -69,7 +71,7 @@ def batch_sizes(candidate: str, logits_by_batch: Mapping[int, NDArray[np.floatin
     return found
 
 
-def outputs(candidate: str, logits_NC: NDArray[np.floating]) -> list[Finding]:
+def outputs(candidate: str, logits_NC: NDArray[np.floating]) -> list[StructuralTest]:
     """No NaN or Inf, and outputs that depend on the image (their variation over images is no mere rounding)."""
     spoilt_N = ~np.isfinite(logits_NC).all(axis=1)
     spoilt = int(spoilt_N.sum())
@@ -81,14 +83,14 @@ def outputs(candidate: str, logits_NC: NDArray[np.floating]) -> list[Finding]:
         status = "PASS" if share > 1e-3 else "FAIL"
         reason = f"over the images the logits vary by {share:.2g} of their size, at least 0.001 wanted"
         found.append(
-            Finding(candidate=candidate, test="constant", status=status, value=share, bound=1e-3, reason=reason)
+            StructuralTest(candidate=candidate, test="constant", status=status, value=share, bound=1e-3, reason=reason)
         )
     return found
 
 
 def timed_run(
     candidate: str, timed_NC: NDArray[np.floating], verified_NC: NDArray[np.floating], *, bound: float
-) -> Finding:
+) -> StructuralTest:
     """Outputs sampled inside a timed run equal those that were verified on the same images."""
     off = float(_deviation(timed_NC, verified_NC).max())
     reason = (
@@ -97,16 +99,18 @@ def timed_run(
     return _finding(candidate, "timed-run", off, bound, reason)
 
 
-def calibrated_range(candidate: str, images_NCHW: Array, *, low: float, high: float) -> Finding:
+def calibrated_range(candidate: str, images_NCHW: Array, *, low: float, high: float) -> StructuralTest:
     """The share of images with pixels outside the range seen in calibration. Noted, not failed: it is the data."""
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
     status = "NOTED" if share else "PASS"
-    return Finding(candidate=candidate, test="calibrated-range", status=status, value=share, bound=0.0, reason=reason)
+    return StructuralTest(
+        candidate=candidate, test="calibrated-range", status=status, value=share, bound=0.0, reason=reason
+    )
 
 
-def extremes(candidate: str, run: Run, images_NCHW: Array, *, factor: float = 4.0) -> Finding:
+def extremes(candidate: str, run: Run, images_NCHW: Array, *, factor: float = 4.0) -> StructuralTest:
     """Images pushed outside the calibrated range (all values times `factor`) still give finite answers."""
     spoilt = int((~np.isfinite(run(images_NCHW * np.float32(factor))).all(axis=1)).sum())
     reason = f"NaN or Inf on {spoilt} of {len(images_NCHW)} images with all values times {factor:g}"
@@ -127,9 +131,11 @@ def _spread(logits_NC: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(logits_NC - logits_NC.mean(axis=0))) / size if size else 0.0
 
 
-def _finding(candidate: str, test: str, value: float, bound: float, reason: str) -> Finding:
+def _finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
     status = "PASS" if value <= bound else "FAIL"
-    return Finding(candidate=candidate, test=test, status=status, value=float(value), bound=float(bound), reason=reason)
+    return StructuralTest(
+        candidate=candidate, test=test, status=status, value=float(value), bound=float(bound), reason=reason
+    )
 
 
 def _some(items: list[int]) -> str:

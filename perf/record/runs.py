@@ -100,7 +100,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class BenchTrial:
     """How one subject fared at one batch size before the comparison: warm-up, memory, or why it could not run."""
 
     status: str
@@ -127,7 +127,7 @@ class Row:
     """One batch size."""
 
     batch: int
-    trials: Mapping[str, Trial]
+    trials: Mapping[str, BenchTrial]
     calls_per_block: int
     settle_calls: int
     stop: str
@@ -140,7 +140,7 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        trials = {name: Trial.from_json(trial) for name, trial in data["trials"].items()}
+        trials = {name: BenchTrial.from_json(trial) for name, trial in data["trials"].items()}
         blocks = tuple(Block.from_json(block) for block in data["blocks"])
         noise = tuple(Block.from_json(block) for block in data["noise_blocks"])
         return cls(**{**data, "trials": trials, "blocks": blocks, "noise_blocks": noise})

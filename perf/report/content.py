@@ -76,7 +76,7 @@ class GateLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class Content:
     """Everything a report may show; parts that were not made are None or empty."""
 
     title: str
@@ -95,7 +95,7 @@ class Story:
     commands: tuple[str, ...] = ()
 
 
-def story_from_record(record: Mapping[str, Any]) -> Story:
+def story_from_record(record: Mapping[str, Any]) -> Content:
     """`record` has the keys title, bench, parity, gate (records as read from JSON, or None), sites, models, effects,
     ways, environment, lineage (flat mappings), coverage (how many sites were changed, in words) and commands (lines);
     every key but title may be missing.
@@ -108,10 +108,10 @@ def story_from_record(record: Mapping[str, Any]) -> Story:
         return _story(record)
 
 
-def _story(record: Mapping[str, Any]) -> Story:
+def _story(record: Mapping[str, Any]) -> Content:
     bench = None if record.get("bench") is None else bench_from_json(record["bench"], where="bench.json")
     gate = record.get("gate") or {}
-    return Story(
+    return Content(
         title=record["title"],
         bench=bench,
         summary=None if bench is None else summarise(bench),

@@ -11,7 +11,7 @@ from perf.stats.stats import Interval
 from perf.stats.summary import Side, Summary, SummaryRow
 
 from . import plots
-from .content import SiteLine, Story
+from .content import Content, SiteLine
 from .plots import Bounded, Change, Gain, Point, Samples, Series
 
 
@@ -25,7 +25,7 @@ class Figure:
     svg: str
 
 
-def speed_figures(story: Story) -> list[Figure]:
+def speed_figures(story: Content) -> list[Figure]:
     """Latency, throughput, speed-up beside noise and promise, distribution of samples: those that were measured."""
     if story.summary is None:
         return []
@@ -39,7 +39,7 @@ def speed_figures(story: Story) -> list[Figure]:
     return [figure for figure in made if figure is not None]
 
 
-def fidelity_figures(story: Story) -> list[Figure]:
+def fidelity_figures(story: Content) -> list[Figure]:
     """The parity chain and the error of each site."""
     made = [_chain(story.parity) if story.parity else None, _sites(story.sites)]
     return [figure for figure in made if figure is not None]
@@ -64,7 +64,7 @@ def _curve(
     return Figure(key=key, title=title, under=under, svg=svg)
 
 
-def _speedup(story: Story) -> Figure | None:
+def _speedup(story: Content) -> Figure | None:
     assert story.summary is not None
     assert story.bench is not None
     before, after = (subject.macs for subject in story.bench.subjects)

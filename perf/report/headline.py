@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from perf.stats.summary import SummaryRow
 
-from .content import Story
+from .content import Content
 from .numbers import percent, signed_percent
 
 
@@ -20,7 +20,7 @@ class Stated:
     why: str
 
 
-def verdicts(story: Story) -> list[Stated]:
+def verdicts(story: Content) -> list[Stated]:
     """Each record that has a verdict; none is computed here."""
     found = []
     if story.gate_verdict is not None:
@@ -33,7 +33,7 @@ def verdicts(story: Story) -> list[Stated]:
     return found
 
 
-def lead(story: Story) -> str:
+def lead(story: Content) -> str:
     """The facts in one sentence, and how much of the model was changed; empty when neither is known."""
     facts = []
     row = headline_row(story)
@@ -47,7 +47,7 @@ def lead(story: Story) -> str:
     return " ".join(f"{said[:1].upper()}{said[1:]}." for said in (sentence, story.coverage) if said)
 
 
-def where(story: Story) -> str:
+def where(story: Content) -> str:
     """Machine, backend and precision, images, day."""
     parts = []
     if story.bench:
@@ -62,7 +62,7 @@ def where(story: Story) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def tiles(story: Story) -> list[tuple[str, str]]:
+def tiles(story: Content) -> list[tuple[str, str]]:
     """Up to four large numbers, each with what it is."""
     found = []
     row = headline_row(story)
@@ -80,7 +80,7 @@ def tiles(story: Story) -> list[tuple[str, str]]:
     return found
 
 
-def headline_row(story: Story) -> SummaryRow | None:
+def headline_row(story: Content) -> SummaryRow | None:
     """The preferred batch size where one was found, else the largest that ran on both sides."""
     if story.summary is None:
         return None
@@ -90,7 +90,7 @@ def headline_row(story: Story) -> SummaryRow | None:
     return chosen[-1] if chosen else None
 
 
-def agreement_of(story: Story) -> tuple[float, int]:
+def agreement_of(story: Content) -> tuple[float, int]:
     """Top-1 agreement of what ships with the dense model, and the number of images."""
     assert story.parity is not None
     link = next((link for link in story.parity.links if link.kind == "whole"), story.parity.links[-1])

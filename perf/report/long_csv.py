@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
-from .content import Story
+from .content import Content
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
 SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")
 Fact = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
-def csv_from_story(story: Story) -> str:
+def csv_from_story(story: Content) -> str:
     """Columns as in HEADER; what is unknown or not finite is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -27,7 +27,7 @@ def csv_from_story(story: Story) -> str:
     return out.getvalue()
 
 
-def facts(story: Story) -> Iterator[Fact]:
+def facts(story: Content) -> Iterator[Fact]:
     """All sections in reading order."""
     for model in story.models:
         for name in ("params", "macs", "size_bytes", "accuracy", "agreement"):

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 from xml.etree import ElementTree
 
-from .content import Story, story_from_record
+from .content import Content, story_from_record
 from .figures import Figure, fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
 from .long_csv import csv_from_story
@@ -107,7 +107,7 @@ def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str
             ElementTree.SubElement(element, "system-out").text = why
 
 
-def _banner(story: Story) -> str:
+def _banner(story: Content) -> str:
     found = verdicts(story)
     tones = [TONES.get(stated.verdict, "note") for stated in found]
     tone = next((t for t in ("fail", "note", "pass") if t in tones), "none")
@@ -120,12 +120,12 @@ def _banner(story: Story) -> str:
     return f'<div class="verdict {tone}"><p>{"".join(chips)}</p>{sentence}{"".join(whys)}</div>'
 
 
-def _tiles(story: Story) -> str:
+def _tiles(story: Content) -> str:
     items = [f"<li><b>{_unbroken(large)}</b><span>{escape(small)}</span></li>" for large, small in tiles(story)]
     return f'<ul class="tiles">{"".join(items)}</ul>' if items else ""
 
 
-def _speed_notes(story: Story) -> list[tuple[str, str]]:
+def _speed_notes(story: Content) -> list[tuple[str, str]]:
     """Remarks with their CSS class."""
     if story.summary is None:
         return []
@@ -182,7 +182,7 @@ def _is_number(words: str) -> bool:
     return words in ("", NOTHING) or words.startswith(("oom", "failed", "not finite", *"0123456789+−"))
 
 
-def _commands(story: Story) -> str:
+def _commands(story: Content) -> str:
     lines = "\n".join(escape(line) for line in story.commands)
     return f"<section><h2>Commands</h2><pre>{lines}</pre></section>" if lines else ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from perf.parity.parity import Link
 from perf.stats.summary import Side, SummaryRow
 
-from .content import ModelLine, SiteLine, Story
+from .content import Content, ModelLine, SiteLine
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
 
 
@@ -26,7 +26,7 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.key, self.columns, self.rows)
 
 
-def tables(story: Story) -> dict[str, Table]:
+def tables(story: Content) -> dict[str, Table]:
     """Every table that the story has rows for, by key, in reading order."""
     summary = story.summary
     made = [
@@ -48,7 +48,7 @@ def tables(story: Story) -> dict[str, Table]:
     return {table.key: table for table in made if table.rows}
 
 
-def models(story: Story) -> Table:
+def models(story: Content) -> Table:
     """One column a model, one row a property; a last column compares two models."""
     lines = story.models
     rows = (
@@ -83,7 +83,7 @@ def _property(
     return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
 
 
-def effects(story: Story) -> Table:
+def effects(story: Content) -> Table:
     """What the compensation changed, at the same widths."""
     return Table(
         key="effects",
@@ -137,13 +137,13 @@ def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
     return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
 
 
-def gate(story: Story) -> Table:
+def gate(story: Content) -> Table:
     """The gate's rules as judged."""
     rows = tuple((line.rule, line.verdict, line.message) for line in story.gate)
     return Table(key="gate", title="Gate", columns=("Rule", "Verdict", "Why"), rows=rows)
 
 
-def links(story: Story) -> Table:
+def links(story: Content) -> Table:
     """The parity chain, one row a link."""
     chain = story.parity.links if story.parity else ()
     where = ""
@@ -176,7 +176,7 @@ def _link_cells(link: Link) -> tuple[str, ...]:
     )
 
 
-def located(story: Story) -> Table:
+def located(story: Content) -> Table:
     """Where failing links break."""
     rows = tuple(
         (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
@@ -185,7 +185,7 @@ def located(story: Story) -> Table:
     return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
 
 
-def structure(story: Story) -> Table:
+def structure(story: Content) -> Table:
     """Structural tests: what did not pass line by line, what passed in one line a candidate."""
     found = story.parity.structure if story.parity else ()
     odd = tuple((f"{f.test}\n{f.candidate}", f.status, f.reason) for f in found if f.status != "PASS")
@@ -199,7 +199,7 @@ def structure(story: Story) -> Table:
     )
 
 
-def accuracy(story: Story) -> Table:
+def accuracy(story: Content) -> Table:
     """Accuracy on labels, and McNemar's test where two models were compared."""
     parity = story.parity
     rows = [
@@ -223,7 +223,7 @@ def accuracy(story: Story) -> Table:
     )
 
 
-def shift(story: Story) -> Table:
+def shift(story: Content) -> Table:
     """Do these images look like the calibration images?"""
     found = story.parity.shift if story.parity else None
     return Table(
@@ -238,7 +238,7 @@ def shift(story: Story) -> Table:
     )
 
 
-def ways(story: Story) -> Table:
+def ways(story: Content) -> Table:
     """One budget spent in several ways."""
     return Table(
         key="ways",
@@ -263,7 +263,7 @@ JUDGED_COLUMNS: tuple[tuple[str, Callable[[SiteLine], float | None]], ...] = (
 )
 
 
-def sites(story: Story) -> Table:
+def sites(story: Content) -> Table:
     """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
     judged = [(name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in story.sites)]
     return Table(

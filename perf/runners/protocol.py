@@ -81,7 +81,7 @@ class HostBound:
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class ParallelStreams:
     """Several bound runners called at once, one thread each; calls overlap, so only their wall time is told."""
 
     bounds: tuple[Bound, ...]

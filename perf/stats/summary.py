@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perf.record.runs import Bench, Block, Row, Trial
+from perf.record.runs import Bench, BenchTrial, Block, Row
 
 from .knee import Knee, knee
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
@@ -158,7 +158,7 @@ def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
     )
 
 
-def _believable_peak(bench: Bench, trial: Trial, name: str) -> int | None:
+def _believable_peak(bench: Bench, trial: BenchTrial, name: str) -> int | None:
     """None where less was booked than the artefact's own size: the runner was given memory that others had let go."""
     size = next(subject.size_bytes for subject in bench.subjects if subject.name == name)
     peak = trial.peak_memory_bytes
