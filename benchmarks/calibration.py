@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from benchmarks.passes import BARE, PIECE, Samples, in_passes
 from calib import products
 from calib.collect import Collector, collect
-from calib.memory import AttentionShape, MlpShape, Shape, bytes_needed, shapes_of_sites
-from calib.sites import MlpSite, Site
+from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of_sites
+from calib.sites import ChannelTaps, Site
 from corp_deploy.families import timm_vit as vit
 from perf.timing.environment import cpu_name
 
@@ -83,9 +83,9 @@ def timed(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> Samp
 
 def multiply_adds_per_image(shape: Shape) -> int:
     """Of the statistics, symmetric products counted as half."""
-    if isinstance(shape, MlpShape):
+    if isinstance(shape, ChannelShape):
         return shape.tokens * shape.hidden * (shape.hidden + 1) // 2
-    assert isinstance(shape, AttentionShape), shape
+    assert isinstance(shape, HeadShape), shape
     heads = 2 * shape.tokens * shape.heads * shape.dim**2
     return heads + shape.tokens * shape.channels * (shape.channels + 1) // 2
 
@@ -96,7 +96,7 @@ def peak_memory(arguments: argparse.Namespace) -> dict[str, float]:
     model, sites, images = prepared(arguments)
     seen = shapes(model, sites, arguments)
     model_mb = resident_mb()
-    widest = max(shape.tokens * shape.hidden for shape in seen.values() if isinstance(shape, MlpShape))
+    widest = max(shape.tokens * shape.hidden for shape in seen.values() if isinstance(shape, ChannelShape))
     bound = sum(bytes_needed(seen).values()) + 2 * 4 * arguments.batch_size * widest
     with Collector(model, sites, device="cpu") as collector:
         for _ in range(3):
@@ -155,8 +155,8 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mlps(sites: list[Site]) -> list[MlpSite]:
-    return [site for site in sites if isinstance(site, MlpSite)]
+def mlps(sites: list[Site]) -> list[ChannelTaps]:
+    return [site for site in sites if isinstance(site, ChannelTaps)]
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -32,10 +32,10 @@ MODELS = {"DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}
 def halved(dense: Checkpoint, geometry: HeadGeometry) -> Checkpoint:
     """The same model at half the hidden channels and half the head width, weights not fitted."""
     modules: dict[str, nn.Module] = {}
-    for mlp in vit.parts(dense.model).mlps:
+    for mlp in vit.sites(dense.model).mlps:
         hidden = aligned_width(mlp.hidden, SHARE_KEPT, 64)
         modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=True)
-    for part in vit.parts(dense.model).attentions:
+    for part in vit.sites(dense.model).attentions:
         width = aligned_width(part.qk, SHARE_KEPT, 16)
         v = width if geometry == "square" else part.v
         modules[part.name] = vit.empty_attention(part, qk=width, v=v, geometry=geometry)

@@ -57,7 +57,7 @@ class Row:
 def halved(dense: nn.Module, geometry: Geometry) -> nn.Module:
     """The dense model with half the hidden and q/k width, new random weights in the layers that shrink."""
     modules: dict[str, nn.Module] = {}
-    found = vit.parts(dense)
+    found = vit.sites(dense)
     for mlp in found.mlps:
         modules |= vit.empty_mlp(mlp, hidden=mlp.hidden // 2, output_bias=True)
     for part in found.attentions:

@@ -29,7 +29,7 @@ from benchmarks.methods_page import page
 from benchmarks.procedural_images import made
 from calib.collect import collect
 from calib.images import Images
-from calib.moments import MlpMoments, Moments
+from calib.moments import ChannelMoments, Moments
 from corp_deploy.algebra import channels as recover_mlp
 from corp_deploy.algebra import fold as fold_channels
 from corp_deploy.algebra import obs, output_error, regression_sums, swap
@@ -204,7 +204,7 @@ def kept(dense: int, sparsity: float, align: int) -> int:
 
 def widths_of(model: nn.Module, kind: Kind, sparsity: float, *, square: bool) -> dict[str, int | HeadWidths]:
     """The same share of every site of this kind."""
-    found = vit.parts(model)
+    found = vit.sites(model)
     widths: dict[str, int | HeadWidths] = {}
     if kind != "attention":
         widths |= {part.name: kept(part.hidden, sparsity, ALIGN_HIDDEN) for part in found.mlps}
@@ -241,9 +241,9 @@ class Bench:
         self.eliminations = dict(self._eliminations())
 
     def _eliminations(self) -> Iterator[tuple[str, Elimination]]:
-        for part in vit.parts(self.subject.checkpoint.model).mlps:
+        for part in vit.sites(self.subject.checkpoint.model).mlps:
             moments = self.moments.sites[part.name]
-            assert isinstance(moments, MlpMoments), part.name
+            assert isinstance(moments, ChannelMoments), part.name
             yield part.name, elimination(moments, layers_of(part), method_from_preset("best"))
 
     def _reduced(self, method: Variant, choices: Method, widths: Widths) -> nn.Module:
@@ -261,7 +261,7 @@ class Bench:
         model, choices = self.subject.checkpoint.model, method.choices()
         widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
         reduced = self._reduced(method, choices, widths)
-        found, answers = vit.parts(reduced), logits(reduced, self.subject.images)
+        found, answers = vit.sites(reduced), logits(reduced, self.subject.images)
         top = answers.argmax(dim=1)
         return Row(
             model=self.subject.name,

@@ -22,7 +22,7 @@ from timm.layers import Attention, Mlp
 from torch import Tensor, nn
 
 from calib.collect import collect
-from calib.moments import AttentionMoments, MlpMoments, Moments
+from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.algebra.queries_keys import lowrank_spectrum
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.cost import attention_macs, mlp_macs
@@ -166,7 +166,7 @@ class Subject:
     def __init__(self, model: Encoder, calibration: Tensor, held_out: Tensor) -> None:
         self.model, self.held_out = model, held_out
         self.batches = list(calibration.split(BATCH))
-        self.parts: dict[str, vit.MlpPart | vit.AttentionPart] = {}
+        self.parts: dict[str, vit.ChannelSite | vit.HeadSite] = {}
         for index, block in enumerate(model.blocks):
             attention, mlp = f"blocks.{index}.attn", f"blocks.{index}.mlp"
             self.parts[attention] = vit.part_of(attention, block.get_submodule("attn"))
@@ -179,9 +179,9 @@ class Subject:
         """The same share of every site; values stay."""
         found: dict[str, int | HeadWidths] = {}
         for name, part in self.parts.items():
-            if isinstance(part, vit.MlpPart) and kind != "attention":
+            if isinstance(part, vit.ChannelSite) and kind != "attention":
                 found[name] = round(part.hidden * (1.0 - sparsity) / 8) * 8
-            if isinstance(part, vit.AttentionPart) and kind != "mlp":
+            if isinstance(part, vit.HeadSite) and kind != "mlp":
                 width = round(part.qk * (1.0 - sparsity) / 2) * 2
                 found[name] = HeadWidths(qk=width, v=part.v)
         return found
@@ -189,13 +189,13 @@ class Subject:
     def curve(self, name: str) -> tuple[tuple[int | HeadWidths, ...], tuple[int, ...], tuple[float, ...]]:
         """The widths that a site may have, what each costs in MACs, and its error in the site's own unit."""
         part, moments = self.parts[name], self.moments.sites[name]
-        if isinstance(part, vit.MlpPart):
-            assert isinstance(moments, MlpMoments), name
+        if isinstance(part, vit.ChannelSite):
+            assert isinstance(moments, ChannelMoments), name
             sizes = tuple(range(64, part.hidden + 1, 64))
             order = elimination(moments, layers_of(part), method_from_preset("best"))
             costs = tuple(mlp_macs(tokens=TOKENS, dim=WIDTH, hidden=size) for size in sizes)
             return sizes, costs, tuple(map(order.error_at, sizes))
-        assert isinstance(moments, AttentionMoments), name
+        assert isinstance(moments, HeadMoments), name
         spectrum_HD = lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
         dims = tuple(range(4, part.qk + 1, 2))
         costs = tuple(
@@ -243,12 +243,12 @@ class Subject:
             return vit.replaced(self.model, modules).eval()
         for name, width in widths.items():
             part, moments = self.parts[name], self.moments.sites[name]
-            if isinstance(part, vit.MlpPart):
-                assert isinstance(moments, MlpMoments), name
+            if isinstance(part, vit.ChannelSite):
+                assert isinstance(moments, ChannelMoments), name
                 assert isinstance(width, int), name
                 modules |= reduced_mlp(part, moments, method, width)[0]
             else:
-                assert isinstance(moments, AttentionMoments), name
+                assert isinstance(moments, HeadMoments), name
                 assert isinstance(width, HeadWidths), name
                 modules |= reduced_attention(part, moments, method, width)[0]
         return vit.replaced(self.model, modules).eval()

@@ -13,11 +13,11 @@ from ground.errors import BadInput
 from .hooks import Role, evaluating, listening, roles
 from .moments import Moments
 from .products import Kernel, kernel_for
-from .sites import AttentionSite as AttentionSite
-from .sites import MlpSite as MlpSite
+from .sites import ChannelTaps as ChannelTaps
+from .sites import HeadTaps as HeadTaps
 from .sites import Site as Site
 from .sites import Tap as Tap
-from .sums import AttentionSums, MlpSums, SiteSums
+from .sums import ChannelSums, HeadSums, SiteSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_IMAGES = 8
@@ -166,15 +166,15 @@ def _new_sums(
     if odd:
         raise BadInput(f"kept dims: no such sites {', '.join(odd)}; there are {', '.join(names)}")
     return {
-        site.name: MlpSums(eps=eps)
-        if isinstance(site, MlpSite)
-        else AttentionSums(system=attention_system or site.name in kept, kept_HK=kept.get(site.name))
+        site.name: ChannelSums(eps=eps)
+        if isinstance(site, ChannelTaps)
+        else HeadSums(system=attention_system or site.name in kept, kept_HK=kept.get(site.name))
         for site in sites
     }
 
 
 def _widest(sites: Sequence[Site]) -> int:
-    return max((site.output.in_features for site in sites if isinstance(site, MlpSite)), default=0)
+    return max((site.output.in_features for site in sites if isinstance(site, ChannelTaps)), default=0)
 
 
 def _refuse_other_device(model: nn.Module, device: torch.device) -> None:

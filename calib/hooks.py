@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .sites import MlpSite, Site, Tap
+from .sites import ChannelTaps, Site, Tap
 
 Role = Literal["x", "q", "k", "z"]
 Hear = Callable[[str, Role, Tensor], None]
@@ -43,7 +43,7 @@ def listening(sites: Sequence[Site], hear: Hear) -> Iterator[None]:
     """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D]."""
     with ExitStack() as stack:
         for site in sites:
-            if isinstance(site, MlpSite):
+            if isinstance(site, ChannelTaps):
                 _on_input(stack, site.name, "x", site.output, hear)
                 continue
             _on_output(stack, site.name, "q", site.queries, hear)
@@ -66,4 +66,4 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def roles(site: Site) -> tuple[Role, ...]:
     """What one forward pass must bring for a site, each exactly once."""
-    return ("x",) if isinstance(site, MlpSite) else ("q", "k", "z")
+    return ("x",) if isinstance(site, ChannelTaps) else ("q", "k", "z")

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .hooks import Role, evaluating, listening
-from .sites import MlpSite, Site
+from .sites import ChannelTaps, Site
 
 FLOAT64_BYTES = 8
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpShape:
+class ChannelShape:
     tokens: int
     hidden: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
+class HeadShape:
     """`dim` is that of q and k, `channels` that of z."""
 
     tokens: int
@@ -33,7 +33,7 @@ class AttentionShape:
     channels: int
 
 
-Shape = MlpShape | AttentionShape
+Shape = ChannelShape | HeadShape
 
 
 def shapes_of_sites(
@@ -52,24 +52,24 @@ def shapes_of_sites(
 
 def _shape_of(site: Site, seen: Mapping[tuple[str, Role], torch.Size]) -> Shape:
     try:
-        if isinstance(site, MlpSite):
+        if isinstance(site, ChannelTaps):
             _, tokens, hidden = seen[site.name, "x"]
-            return MlpShape(tokens=tokens, hidden=hidden)
+            return ChannelShape(tokens=tokens, hidden=hidden)
         _, heads, tokens, dim = seen[site.name, "q"]
-        return AttentionShape(tokens=tokens, heads=heads, dim=dim, channels=seen[site.name, "z"][-1])
+        return HeadShape(tokens=tokens, heads=heads, dim=dim, channels=seen[site.name, "z"][-1])
     except KeyError as error:
         raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
 
 
 def bytes_of_moments(shape: Shape) -> int:
     """Float64 sums of one site, the attention system aside."""
-    if isinstance(shape, MlpShape):
+    if isinstance(shape, ChannelShape):
         return FLOAT64_BYTES * (shape.hidden**2 + 2 * shape.hidden)
     heads = shape.heads * (3 * shape.dim**2 + 3 * shape.dim)
     return FLOAT64_BYTES * (heads + shape.channels**2 + shape.channels)
 
 
-def bytes_of_system(shape: AttentionShape, *, kept: int | None = None) -> int:
+def bytes_of_system(shape: HeadShape, *, kept: int | None = None) -> int:
     """Float64 sums of CORP's per-image system of one site, for all dims or for `kept` dims per head."""
     width = shape.dim if kept is None else kept
     restricted = 0 if kept is None else width**2 + 1
@@ -83,7 +83,7 @@ def bytes_needed(
     kept = kept or {}
     needed = {name: bytes_of_moments(shape) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        if isinstance(shape, AttentionShape) and (attention_system or name in kept):
+        if isinstance(shape, HeadShape) and (attention_system or name in kept):
             needed[name] += bytes_of_system(shape, kept=kept.get(name))
     return needed
 

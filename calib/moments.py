@@ -28,7 +28,7 @@ def _refuse_count(owner: str, name: str, value: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MlpMoments:
+class ChannelMoments:
     """Sums over all tokens of x, the input of an MLP's last linear layer; `active_F` counts |x| > eps."""
 
     tokens: int
@@ -39,11 +39,11 @@ class MlpMoments:
 
     def __post_init__(self) -> None:
         width = self.sum_F.shape[-1]
-        _refuse_count("MlpMoments", "tokens", self.tokens)
+        _refuse_count("ChannelMoments", "tokens", self.tokens)
         if not self.eps >= 0:
-            raise BadInput(f"MlpMoments.eps: got {self.eps}, expected zero or more")
+            raise BadInput(f"ChannelMoments.eps: got {self.eps}, expected zero or more")
         for name, shape in (("sum_F", (width,)), ("gram_FF", (width, width)), ("active_F", (width,))):
-            _refuse_shape("MlpMoments", name, getattr(self, name), shape)
+            _refuse_shape("ChannelMoments", name, getattr(self, name), shape)
 
     @property
     def mean_F(self) -> Tensor:
@@ -66,7 +66,7 @@ class MlpMoments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionMoments:
+class HeadMoments:
     """Sums over images and tokens of q and k as they enter the dot product (before its scale), and of z.
 
     qq_HDD = sum of q q^T; kk_centred_HDD has k centred within each image first; energy_HD = sum over images of
@@ -94,8 +94,8 @@ class AttentionMoments:
     target_energy_H: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _refuse_count("AttentionMoments", "images", self.images)
-        _refuse_count("AttentionMoments", "tokens", self.tokens)
+        _refuse_count("HeadMoments", "images", self.images)
+        _refuse_count("HeadMoments", "tokens", self.tokens)
         heads, dim, channels = (*self.q_sum_HD.shape[-2:], self.z_sum_C.shape[-1])
         self._refuse({"q_sum_HD": (heads, dim), "k_sum_HD": (heads, dim), "energy_HD": (heads, dim)})
         self._refuse(dict.fromkeys(("qq_HDD", "kk_HDD", "kk_centred_HDD"), (heads, dim, dim)))
@@ -104,9 +104,7 @@ class AttentionMoments:
         if self.kept_HK is not None:
             width = self.kept_HK.shape[-1]
             if self.kept_HK.dtype != torch.int64 or self.kept_HK.shape[0] != heads or self.system_HTT is None:
-                raise BadInput(
-                    f"AttentionMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads"
-                )
+                raise BadInput(f"HeadMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads")
             self._refuse({"target_HKK": (heads, width, width), "target_energy_H": (heads,)})
         if self.system_HTT is not None:
             half = width * (width + 1) // 2
@@ -116,8 +114,8 @@ class AttentionMoments:
         for name, shape in shapes.items():
             value = getattr(self, name)
             if value is None:
-                raise BadInput(f"AttentionMoments.{name}: missing, expected float64 {list(shape)}")
-            _refuse_shape("AttentionMoments", name, value, shape)
+                raise BadInput(f"HeadMoments.{name}: missing, expected float64 {list(shape)}")
+            _refuse_shape("HeadMoments", name, value, shape)
 
     @property
     def q_second_HDD(self) -> Tensor:
@@ -145,8 +143,8 @@ class AttentionMoments:
         return self.z_second_CC.addr_(self.z_mean_C, self.z_mean_C, alpha=-1)
 
 
-SiteMoments = MlpMoments | AttentionMoments
-OneKind = TypeVar("OneKind", MlpMoments, AttentionMoments)
+SiteMoments = ChannelMoments | HeadMoments
+OneKind = TypeVar("OneKind", ChannelMoments, HeadMoments)
 
 
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .moments import AttentionMoments, MlpMoments, Moments
+from .moments import ChannelMoments, HeadMoments, Moments
 
 KIND = "calib.redundancy"
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpRedundancy:
+class ChannelRedundancy:
     """One row of Table 9. `k95`: principal directions that hold 95 % of the variance of x; `activation_sparsity`:
     share of entries with |x| <= eps. `spectrum`: shares of variance, largest first."""
 
@@ -36,7 +36,7 @@ class MlpRedundancy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRedundancy:
+class HeadRedundancy:
     """Q/K of one site: `k95` and `k99` per head are the dims that hold 95 % and 99 % of the logit energy, the squared
     singular values of S_q^1/2 S_k^1/2 (k centred per image, which softmax cannot tell from k as it is)."""
 
@@ -58,7 +58,7 @@ class AttentionRedundancy:
         return sum(self.k99) / len(self.k99) / self.dim
 
 
-Redundancy = MlpRedundancy | AttentionRedundancy
+Redundancy = ChannelRedundancy | HeadRedundancy
 
 
 def shares_from_energies(energy_D: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ def _root(second_HDD: Tensor) -> Tensor:
     return root_HDD
 
 
-def of_mlp(site: str, moments: MlpMoments) -> MlpRedundancy:
+def of_mlp(site: str, moments: ChannelMoments) -> ChannelRedundancy:
     """Spectrum of the covariance of x."""
     share_F = shares_from_energies(torch.linalg.eigvalsh(moments.covariance_FF))
-    return MlpRedundancy(
+    return ChannelRedundancy(
         site=site,
         dim=len(share_F),
         effective_rank=effective_rank(share_F),
@@ -105,11 +105,11 @@ def of_mlp(site: str, moments: MlpMoments) -> MlpRedundancy:
     )
 
 
-def of_attention(site: str, moments: AttentionMoments) -> AttentionRedundancy:
+def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
     """Spectrum of S_q^1/2 S_k^1/2 per head."""
     product_HDD = _root(moments.q_second_HDD) @ _root(moments.k_centred_HDD)
     shares = [shares_from_energies(singular_D**2) for singular_D in torch.linalg.svdvals(product_HDD)]
-    return AttentionRedundancy(
+    return HeadRedundancy(
         site=site,
         dim=product_HDD.shape[-1],
         effective_rank=tuple(effective_rank(share_D) for share_D in shares),
@@ -124,17 +124,17 @@ def redundancy(moments: Moments) -> list[Redundancy]:
     found: list[Redundancy] = []
     for name in moments.sites:
         site = moments.sites[name]
-        found.append(of_mlp(name, site) if isinstance(site, MlpMoments) else of_attention(name, site))
+        found.append(of_mlp(name, site) if isinstance(site, ChannelMoments) else of_attention(name, site))
     return found
 
 
 def _row(entry: Redundancy) -> dict[str, Any]:
     ratios = {"k95_ratio": entry.k95_ratio}
-    if isinstance(entry, MlpRedundancy):
+    if isinstance(entry, ChannelRedundancy):
         ratios["effective_rank_ratio"] = entry.effective_rank_ratio
     else:
         ratios["k99_ratio"] = entry.k99_ratio
-    return {"type": "mlp" if isinstance(entry, MlpRedundancy) else "attention", **asdict(entry), **ratios}
+    return {"type": "mlp" if isinstance(entry, ChannelRedundancy) else "attention", **asdict(entry), **ratios}
 
 
 def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:

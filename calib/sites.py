@@ -15,7 +15,7 @@ class Tap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MlpSite:
+class ChannelTaps:
     """x [B,N,F] is the input of `output`, the MLP's last linear layer."""
 
     name: str
@@ -23,7 +23,7 @@ class MlpSite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionSite:
+class HeadTaps:
     """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`."""
 
     name: str
@@ -32,4 +32,4 @@ class AttentionSite:
     output: nn.Module
 
 
-Site = MlpSite | AttentionSite
+Site = ChannelTaps | HeadTaps

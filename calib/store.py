@@ -15,13 +15,13 @@ from torch import Tensor
 from ground.errors import BadInput
 from ground.files import regular
 
-from .moments import AttentionMoments, MlpMoments, Moments, SiteMoments
+from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 
 KIND = "calib.moments"
 VERSION = 1
 HEADER = "calib"
 IMAGE_IDS = "image_ids"
-_TYPES: Mapping[str, type[SiteMoments]] = {"mlp": MlpMoments, "attention": AttentionMoments}
+_TYPES: Mapping[str, type[SiteMoments]] = {"mlp": ChannelMoments, "attention": HeadMoments}
 _REMEDY = "run calibrate again"
 
 
@@ -34,7 +34,7 @@ def _flat(moments: Moments) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]
     tensors = {IMAGE_IDS: moments.image_ids}
     sites: dict[str, dict[str, Any]] = {}
     for name, site in moments.sites.items():
-        sites[name] = {"type": "mlp" if isinstance(site, MlpMoments) else "attention"}
+        sites[name] = {"type": "mlp" if isinstance(site, ChannelMoments) else "attention"}
         for field in fields(site):
             value = getattr(site, field.name)
             if isinstance(value, Tensor):

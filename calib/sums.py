@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .hooks import Role
-from .moments import AttentionMoments, MlpMoments, SiteMoments
+from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, half, mirror
 
 
@@ -37,7 +37,7 @@ def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
     return ones_HD.scatter_(1, kept_HK, 0.0)
 
 
-class MlpSums:
+class ChannelSums:
     """Sums of x [B,N,F]."""
 
     def __init__(self, *, eps: float) -> None:
@@ -64,7 +64,7 @@ class MlpSums:
         """Nothing is held back."""
 
     def set_to(self, moments: SiteMoments, device: torch.device) -> None:
-        assert isinstance(moments, MlpMoments), moments
+        assert isinstance(moments, ChannelMoments), moments
         self.tokens, self.totals = moments.tokens, _totals(moments, device)
 
     def counts(self) -> tuple[int, int]:
@@ -74,12 +74,12 @@ class MlpSums:
     def set_counts(self, images: int, tokens: int) -> None:
         self.tokens = tokens
 
-    def moments(self) -> MlpMoments:
+    def moments(self) -> ChannelMoments:
         mirror(self.totals["gram_FF"])
-        return MlpMoments(tokens=self.tokens, eps=self.eps, **_host(self.totals))
+        return ChannelMoments(tokens=self.tokens, eps=self.eps, **_host(self.totals))
 
 
-class AttentionSums:
+class HeadSums:
     """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of the products of their per-image Grams.
 
     What q and k leave per image is held until both are in; the system takes a whole batch in one product at `flush`.
@@ -201,7 +201,7 @@ class AttentionSums:
         return torch.stack([*checks, torch.isfinite(self.totals["zz_CC"].diagonal()).all()]).all()
 
     def set_to(self, moments: SiteMoments, device: torch.device) -> None:
-        assert isinstance(moments, AttentionMoments), moments
+        assert isinstance(moments, HeadMoments), moments
         self.images, self.tokens, self.totals = moments.images, moments.tokens, _totals(moments, device)
         if moments.kept_HK is not None:
             self.kept_HK = moments.kept_HK.to(device)
@@ -214,10 +214,10 @@ class AttentionSums:
     def set_counts(self, images: int, tokens: int) -> None:
         self.images, self.tokens = images, tokens
 
-    def moments(self) -> AttentionMoments:
+    def moments(self) -> HeadMoments:
         mirror(self.totals["zz_CC"])
         kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
-        return AttentionMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **_host(self.totals))
+        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **_host(self.totals))
 
 
-SiteSums = MlpSums | AttentionSums
+SiteSums = ChannelSums | HeadSums

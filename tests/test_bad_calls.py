@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib import store
-from calib.moments import MlpMoments
+from calib.moments import ChannelMoments
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
 from corp_deploy.store.checkpoint import save
@@ -521,7 +521,7 @@ def test_a_header_of_moments_is_typed_although_it_is_signed(home: Path, tmp_path
 def test_sums_are_finite(home: Path, tmp_path: Path, value: float) -> None:
     moments = store.load(home / "m.safetensors")
     site = moments.sites["blocks.0.mlp"]
-    assert isinstance(site, MlpMoments)
+    assert isinstance(site, ChannelMoments)
     spoilt = replace(site, gram_FF=site.gram_FF.clone().fill_(value))
     store.save(replace(moments, sites={**moments.sites, "blocks.0.mlp": spoilt}), tmp_path / "m.safetensors")
     words = ["reduce", "--model", home / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from calib import memory
 from calib.calibrate import Options, calibrate
-from calib.collect import AttentionSite, MlpSite, Site, Tap
+from calib.collect import ChannelTaps, HeadTaps, Site, Tap
 from calib.distributed import Ranks, joined_ranks
 from calib.images import Images, open_images
-from calib.memory import AttentionShape, MlpShape
+from calib.memory import ChannelShape, HeadShape
 from calib.moments import Moments, merge
 from calib.resume import ResumeFile
 from calib.store import load, save
@@ -61,8 +61,8 @@ def tiny() -> Tiny:
 
 def sites_of(model: Tiny) -> list[Site]:
     queries, keys = Tap(module=model.q, take=heads), Tap(module=model.k, take=heads)
-    attention = AttentionSite(name="attn", queries=queries, keys=keys, output=model.proj)
-    return [attention, MlpSite(name="mlp", output=model.fc2)]
+    attention = HeadTaps(name="attn", queries=queries, keys=keys, output=model.proj)
+    return [attention, ChannelTaps(name="mlp", output=model.fc2)]
 
 
 def opened(path: Path, *, max_bad: int = 0) -> Images:
@@ -231,8 +231,8 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
     model = tiny()
     shapes = memory.shapes_of_sites(model, sites_of(model), image_shape=SHAPE, device="cpu")
     assert shapes == {
-        "attn": AttentionShape(tokens=4, heads=HEADS, dim=DIM, channels=HEADS * DIM),
-        "mlp": MlpShape(tokens=4, hidden=HIDDEN),
+        "attn": HeadShape(tokens=4, heads=HEADS, dim=DIM, channels=HEADS * DIM),
+        "mlp": ChannelShape(tokens=4, hidden=HIDDEN),
     }
     for options in (Options(), SYSTEM, Options(kept={"attn": torch.tensor([[0, 3, 4], [1, 2, 7]])})):
         kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
@@ -245,7 +245,7 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
 
 
 def test_one_head_of_64_dims_takes_the_system_size_of_the_paper() -> None:
-    shape = AttentionShape(tokens=197, heads=1, dim=64, channels=64)
+    shape = HeadShape(tokens=197, heads=1, dim=64, channels=64)
     assert memory.bytes_of_system(shape) == 8 * 2080**2
     assert memory.bytes_of_system(shape, kept=32) == 8 * (528**2 + 32**2 + 1)
     assert memory.bytes_available("cpu") > 0

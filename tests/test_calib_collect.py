@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from calib import products
-from calib.collect import AttentionSite, MlpSite, Site, Tap, collect
-from calib.moments import AttentionMoments, MlpMoments, Moments, merge
+from calib.collect import ChannelTaps, HeadTaps, Site, Tap, collect
+from calib.moments import ChannelMoments, HeadMoments, Moments, merge
 from ground.errors import BadInput
 
 HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5
@@ -65,8 +65,8 @@ def sites_of(model: TinyViT) -> list[Site]:
     def tap(index: int) -> Tap:
         return Tap(module=model.attn.qkv, take=lambda out: heads_from_qkv(out)[index])
 
-    attention = AttentionSite(name="attn", queries=tap(0), keys=tap(1), output=model.attn.proj)
-    return [attention, MlpSite(name="mlp", output=model.fc2)]
+    attention = HeadTaps(name="attn", queries=tap(0), keys=tap(1), output=model.attn.proj)
+    return [attention, ChannelTaps(name="mlp", output=model.fc2)]
 
 
 def images_of(count: int, seed: int = 1) -> Tensor:
@@ -130,8 +130,8 @@ def expected_sums(images: Tensor, kept: np.ndarray | None = None) -> dict[str, n
 
 def tensors_of(moments: Moments) -> dict[str, Tensor]:
     attention, mlp = moments.sites["attn"], moments.sites["mlp"]
-    assert isinstance(attention, AttentionMoments)
-    assert isinstance(mlp, MlpMoments)
+    assert isinstance(attention, HeadMoments)
+    assert isinstance(mlp, ChannelMoments)
     named = ((name, getattr(site, name)) for site in (attention, mlp) for name in type(site).__slots__)
     return {name: value for name, value in named if isinstance(value, Tensor) and value.is_floating_point()}
 
@@ -146,8 +146,8 @@ def test_every_statistic_equals_float64_loops_on_64_images() -> None:
         assert relative(value, torch.from_numpy(np.asarray(expected[name], dtype=np.float64))) < 1e-6, name
     assert moments.images == 64
     attention, mlp = moments.sites["attn"], moments.sites["mlp"]
-    assert isinstance(attention, AttentionMoments)
-    assert isinstance(mlp, MlpMoments)
+    assert isinstance(attention, HeadMoments)
+    assert isinstance(mlp, ChannelMoments)
     assert (attention.images, attention.tokens, mlp.tokens) == (64, 64 * TOKENS, 64 * TOKENS)
 
 
@@ -156,8 +156,8 @@ def test_derived_moments_are_per_token() -> None:
     moments = collected(images, 4)
     x = activations(images)["x"].reshape(-1, HIDDEN)
     mlp, attention = moments.sites["mlp"], moments.sites["attn"]
-    assert isinstance(mlp, MlpMoments)
-    assert isinstance(attention, AttentionMoments)
+    assert isinstance(mlp, ChannelMoments)
+    assert isinstance(attention, HeadMoments)
     assert relative(mlp.mean_F, torch.from_numpy(x.mean(0))) < 1e-6
     assert relative(mlp.second_FF, torch.from_numpy(x.T @ x / len(x))) < 1e-6
     assert relative(mlp.covariance_FF, torch.from_numpy(np.cov(x.T, bias=True))) < 1e-6
@@ -261,7 +261,7 @@ def test_second_pass_restricted_to_kept_dims() -> None:
     images = images_of(9)
     kept = torch.tensor([[0, 2, 5], [1, 2, 7]])
     attention = collected(images, 4, kept={"attn": kept}).sites["attn"]
-    assert isinstance(attention, AttentionMoments)
+    assert isinstance(attention, HeadMoments)
     expected = expected_sums(images, kept.numpy())
     for name in ("system_HTT", "target_HKK", "target_energy_H"):
         assert relative(getattr(attention, name), torch.from_numpy(expected[name])) < 1e-6, name
@@ -327,7 +327,7 @@ def test_batches_that_are_refused(batches: list[Tensor], message: str) -> None:
 def test_a_site_that_never_runs_is_named() -> None:
     model = tiny()
     with pytest.raises(BadInput, match=r"^other: x came 0 times"):
-        collect(model, [MlpSite(name="other", output=nn.Linear(2, 2))], [images_of(2)], device="cpu")
+        collect(model, [ChannelTaps(name="other", output=nn.Linear(2, 2))], [images_of(2)], device="cpu")
 
 
 def test_sites_must_be_named_once() -> None:
@@ -340,8 +340,8 @@ def test_sites_must_be_named_once() -> None:
 def test_bfloat16_forward_keeps_float32_statistics() -> None:
     exact = collected(images_of(8), 4).sites["mlp"]
     rough = collected(images_of(8), 4, precision="bfloat16").sites["mlp"]
-    assert isinstance(exact, MlpMoments)
-    assert isinstance(rough, MlpMoments)
+    assert isinstance(exact, ChannelMoments)
+    assert isinstance(rough, ChannelMoments)
     assert 0 < relative(rough.gram_FF, exact.gram_FF) < 0.02
     assert rough.gram_FF.dtype == torch.float64
 

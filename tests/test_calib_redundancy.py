@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
-from calib.redundancy import AttentionRedundancy, MlpRedundancy, record_from_redundancy, redundancy
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from calib.redundancy import ChannelRedundancy, HeadRedundancy, record_from_redundancy, redundancy
 
 
 def rotation(size: int, seed: int) -> Tensor:
@@ -16,17 +16,17 @@ def rotation(size: int, seed: int) -> Tensor:
     return orthogonal
 
 
-def mlp_with_spectrum(spectrum: list[float], mean: float) -> MlpMoments:
+def mlp_with_spectrum(spectrum: list[float], mean: float) -> ChannelMoments:
     """Covariance Q diag(spectrum) Q^T, every mean equal, over 10 tokens; channel 0 is active in every second token."""
     q = rotation(len(spectrum), 0)
     mean_F = torch.full((len(spectrum),), mean, dtype=torch.float64)
     second = q @ torch.diag(torch.tensor(spectrum, dtype=torch.float64)) @ q.T + torch.outer(mean_F, mean_F)
     active = torch.full((len(spectrum),), 10.0, dtype=torch.float64)
     active[0] = 5.0
-    return MlpMoments(tokens=10, eps=0.5, sum_F=10 * mean_F, gram_FF=10 * second, active_F=active)
+    return ChannelMoments(tokens=10, eps=0.5, sum_F=10 * mean_F, gram_FF=10 * second, active_F=active)
 
 
-def attention_with_logit_spectrum(singular: list[float]) -> AttentionMoments:
+def attention_with_logit_spectrum(singular: list[float]) -> HeadMoments:
     """S_q = A A^T and S_k centred = B B^T such that S_q^1/2 S_k^1/2 has the given singular values."""
     dim = len(singular)
     u, v = rotation(dim, 1), rotation(dim, 2)
@@ -35,19 +35,19 @@ def attention_with_logit_spectrum(singular: list[float]) -> AttentionMoments:
     qq, kk = 7 * (q_root @ q_root)[None], 7 * (k_root @ k_root)[None]
     zeros = torch.zeros(1, dim, dtype=torch.float64)
     far = 1e3 * torch.outer(v[0], v[0])[None]
-    return AttentionMoments(
+    return HeadMoments(
         images=1, tokens=7, q_sum_HD=zeros, k_sum_HD=zeros, qq_HDD=qq, kk_HDD=kk + far, kk_centred_HDD=kk,
         energy_HD=zeros, z_sum_C=torch.zeros(2).double(), zz_CC=torch.zeros(2, 2).double(),
     )  # fmt: skip
 
 
-def only(moments: MlpMoments | AttentionMoments) -> MlpRedundancy | AttentionRedundancy:
+def only(moments: ChannelMoments | HeadMoments) -> ChannelRedundancy | HeadRedundancy:
     return redundancy(Moments(sites={"site": moments}, lineage={}, images=1))[0]
 
 
 def test_mlp_row_of_a_planted_spectrum() -> None:
     row = only(mlp_with_spectrum([90.0, 4.0, 3.0, 2.0, 1.0], mean=100.0))
-    assert isinstance(row, MlpRedundancy)
+    assert isinstance(row, ChannelRedundancy)
     shares = [0.90, 0.04, 0.03, 0.02, 0.01]
     assert row.spectrum == pytest.approx(shares, abs=1e-9)
     assert row.effective_rank == pytest.approx(math.exp(-sum(s * math.log(s) for s in shares)))
@@ -58,21 +58,21 @@ def test_mlp_row_of_a_planted_spectrum() -> None:
 
 def test_equal_directions_have_full_rank() -> None:
     row = only(mlp_with_spectrum([2.0] * 20, mean=0.0))
-    assert isinstance(row, MlpRedundancy)
+    assert isinstance(row, ChannelRedundancy)
     assert row.effective_rank == pytest.approx(20)
     assert row.k95 == 19
 
 
 def test_a_constant_activation_has_no_rank() -> None:
     row = only(mlp_with_spectrum([0.0] * 3, mean=0.0))
-    assert isinstance(row, MlpRedundancy)
+    assert isinstance(row, ChannelRedundancy)
     assert (row.effective_rank, row.k95) == (0.0, 0)
 
 
 def test_attention_row_uses_keys_centred_per_image() -> None:
     """Energies are squared singular values: 100, 4, 1 hold 95.2 %, 99.0 %, 100 %."""
     row = only(attention_with_logit_spectrum([10.0, 2.0, 1.0]))
-    assert isinstance(row, AttentionRedundancy)
+    assert isinstance(row, HeadRedundancy)
     assert row.spectrum[0] == pytest.approx([100 / 105, 4 / 105, 1 / 105])
     assert (row.dim, row.k95, row.k99) == (3, (1,), (2,))
     assert (row.k95_ratio, row.k99_ratio) == pytest.approx((1 / 3, 2 / 3))

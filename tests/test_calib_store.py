@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments, merge
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments, merge
 from calib.store import load, read_lineage, save
 from ground.errors import BadInput
 
@@ -19,18 +19,18 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def mlp(seed: int = 0) -> MlpMoments:
-    return MlpMoments(
+def mlp(seed: int = 0) -> ChannelMoments:
+    return ChannelMoments(
         tokens=7, eps=0.01, sum_F=random(4, seed=seed), gram_FF=random(4, 4, seed=seed), active_F=torch.ones(4).double()
     )
 
 
-def attention(seed: int = 0, *, system: bool = False) -> AttentionMoments:
+def attention(seed: int = 0, *, system: bool = False) -> HeadMoments:
     squares = {name: random(2, 3, 3, seed=seed) for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD")}
     rows = {name: random(2, 3, seed=seed) for name in ("q_sum_HD", "k_sum_HD", "energy_HD")}
     outputs = {"z_sum_C": random(6, seed=seed), "zz_CC": random(6, 6, seed=seed)}
     system_HTT = random(2, 6, 6, seed=seed) if system else None
-    return AttentionMoments(images=2, tokens=7, system_HTT=system_HTT, **squares, **rows, **outputs)
+    return HeadMoments(images=2, tokens=7, system_HTT=system_HTT, **squares, **rows, **outputs)
 
 
 def moments(seed: int = 0, *, ids: tuple[int, ...] = (1, 2), system: bool = False, **lineage: str) -> Moments:
@@ -69,7 +69,7 @@ def test_sites_are_read_when_asked_for(saved: Path) -> None:
     """Damage in one site's bytes is found when that site is read, and only then."""
     damaged(saved, "blocks.0.mlp/gram_FF")
     got = load(saved)
-    assert isinstance(got.sites["blocks.0.attn"], AttentionMoments)
+    assert isinstance(got.sites["blocks.0.attn"], HeadMoments)
     with pytest.raises(BadInput, match=r"blocks\.0\.mlp/gram_FF does not match its checksum"):
         got.sites["blocks.0.mlp"]
 
@@ -120,7 +120,7 @@ def test_bad_files_are_refused(saved: Path, damage: Callable[[Path], object], me
 def test_merge_adds_every_sum() -> None:
     merged = merge(moments(0, ids=(5, 9)), moments(1, ids=(3, 7)))
     got, a, b = merged.sites["blocks.0.mlp"], mlp(0), mlp(1)
-    assert isinstance(got, MlpMoments)
+    assert isinstance(got, ChannelMoments)
     assert torch.equal(got.gram_FF, a.gram_FF + b.gram_FF)
     assert (got.tokens, got.eps, merged.images, merged.image_ids.tolist()) == (14, 0.01, 4, [3, 5, 7, 9])
 
@@ -150,8 +150,8 @@ def test_merge_refuses(other: Moments, message: str) -> None:
 
 def test_impossible_moments_are_refused() -> None:
     with pytest.raises(BadInput, match="tokens: got 0"):
-        MlpMoments(tokens=0, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF, active_F=mlp().active_F)
+        ChannelMoments(tokens=0, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF, active_F=mlp().active_F)
     with pytest.raises(BadInput, match=r"gram_FF: got torch.float32 \[4, 4\]"):
-        MlpMoments(tokens=1, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF.float(), active_F=mlp().active_F)
+        ChannelMoments(tokens=1, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF.float(), active_F=mlp().active_F)
     with pytest.raises(BadInput, match="at least one site"):
         Moments(sites={}, lineage={}, images=1)

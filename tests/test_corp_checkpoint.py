@@ -20,7 +20,7 @@ from tests import tiny
 
 def reduced_checkpoint() -> Checkpoint:
     dense = tiny.checkpoint()
-    found = vit.parts(dense.model)
+    found = vit.sites(dense.model)
     torch.manual_seed(1)
     modules: dict[str, nn.Module] = dict(vit.empty_mlp(found.mlps[0], hidden=40, output_bias=True))
     modules["blocks.1.attn"] = vit.empty_attention(found.attentions[1], qk=8, v=16, geometry="padded")
@@ -36,8 +36,8 @@ def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) 
     images = torch.from_numpy(tiny.images(2))
     torch.testing.assert_close(corp_deploy.load(tmp_path)(images), reduced.model(images), rtol=1e-5, atol=1e-5)
     assert again.lineage == {"preset": "x"}
-    assert vit.parts(again.model).mlps[0].hidden == 40
-    assert vit.parts(again.model).attentions[1].geometry == "padded"
+    assert vit.sites(again.model).mlps[0].hidden == 40
+    assert vit.sites(again.model).attentions[1].geometry == "padded"
     assert not any(parameter.is_meta for parameter in again.model.parameters())
 
 

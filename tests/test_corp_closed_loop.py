@@ -378,7 +378,7 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     source = opened(checkpoint.model, tiny.images(16))
     reduction = reduce_closed_loop(checkpoint.model, source, method, done=counted.append)
     assert counted == [1, 2, 3, 4]
-    widths = {(part.qk, part.v, part.geometry) for part in vit.parts(reduction.model).attentions}
+    widths = {(part.qk, part.v, part.geometry) for part in vit.sites(reduction.model).attentions}
     assert widths == {(8, 8 if geometry == "square" else 16, geometry)}
     assert all(torch.equal(before[name], tensor) for name, tensor in checkpoint.model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in reduction.model.modules())

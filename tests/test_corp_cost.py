@@ -122,7 +122,7 @@ def test_formulas_at_another_width_equal_the_count_there(
 ) -> None:
     """Every site's price at new widths is what counting finds in a model that has them."""
     model = on_meta("vit_base_patch16_siglip_224", depth=2, embed_dim=192, num_heads=3)
-    costs, found = site_costs(model, currency), vit.parts(model)
+    costs, found = site_costs(model, currency), vit.sites(model)
     modules: dict[str, nn.Module] = {}
     expected: dict[str, int] = {}
     for mlp in found.mlps:
@@ -146,7 +146,7 @@ def test_padded_heads_count_what_the_engine_multiplies() -> None:
 
 def test_reduced_model_counts_its_own_widths() -> None:
     model = on_meta("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
-    part = vit.parts(model).attentions[1]
+    part = vit.sites(model).attentions[1]
     reduced = vit.replaced(model, {part.name: vit.empty_attention(part, qk=4, v=8, geometry="ragged")})
     assert isinstance(reduced.get_submodule(part.name), HeadAttention)
     saved = 2 * 17 * 24 * 3 * 4 + 3 * 17 * 17 * 4

@@ -110,7 +110,7 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     assert "nothing would be removed, 0 of 2 sites reduced" in refused.stderr
     assert "rounded to multiples (hidden 64, head 16)" in refused.stderr
     assert reduce(home, "plain", tmp_path / "r", *words, "--allow-partial").exit_code == 0
-    found = vit.parts(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
+    found = vit.sites(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
     keeps = method_from_preset("vbp", attention_sparsity=0.5)
     with pytest.raises(BadInput, match="this preset's method reduces MLPs only"):
         require_as_asked(coverage(found, keeps, {}, by_site=False), keeps)
@@ -118,8 +118,8 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 
 def test_a_block_that_is_refused_whole_counts_twice() -> None:
     model = tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1})
-    plain = vit.parts(model)
-    found = vit.Parts(
+    plain = vit.sites(model)
+    found = vit.Sites(
         mlps=plain.mlps, attentions=plain.attentions, refused=(vit.Refusal(name="blocks.1", reason="block is odd"),)
     )
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.images import Batch, Images, open_images
-from calib.moments import AttentionMoments, Moments, on_device
+from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
 from corp_deploy.planning.probe import Probe
@@ -114,7 +114,7 @@ def test_budgets_make_nothing_on_the_default_device(images: Images, moments: Mom
 
 def test_sums_are_the_same_ones_where_they_are_already(moments: Moments) -> None:
     site = moments.sites["blocks.0.attn"]
-    assert isinstance(site, AttentionMoments)
+    assert isinstance(site, HeadMoments)
     moved = on_device(site, "cpu")
     assert moved.qq_HDD is site.qq_HDD
     assert (moved.images, moved.tokens, moved.kept_HK) == (site.images, site.tokens, None)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from calib.images import Images, open_images
-from calib.moments import AttentionMoments, Moments
+from calib.moments import HeadMoments, Moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention
@@ -126,7 +126,7 @@ def test_values_alone_are_the_best_of_their_rank() -> None:
     model, name = checkpoint("q/k norm").model, "blocks.0.attn"
     reduction = reduce(model, moments("q/k norm"), best(geometry="square"), widths={name: HeadWidths(qk=16, v=8)})
     site = moments("q/k norm").sites[name]
-    assert isinstance(site, AttentionMoments)
+    assert isinstance(site, HeadMoments)
     caught: list[Tensor] = []
     hooks = [
         each.get_submodule(f"{name}.proj").register_forward_hook(lambda _, given, out: caught.extend((given[0], out)))
@@ -150,9 +150,9 @@ def test_values_alone_are_the_best_of_their_rank() -> None:
 def test_uniform_square_heads_reduce_the_values_and_padded_ones_say_why_not() -> None:
     model, taken = checkpoint("q/k norm").model, moments("q/k norm")
     square = reduce(model, taken, best(attention_sparsity=0.5, geometry="square"))
-    assert [(part.qk, part.v) for part in vit.parts(square.model).attentions] == [(16, 8), (16, 8)]
+    assert [(part.qk, part.v) for part in vit.sites(square.model).attentions] == [(16, 8), (16, 8)]
     padded = reduce(model, taken, best(attention_sparsity=0.5))
-    assert [(part.qk, part.v) for part in vit.parts(padded.model).attentions] == [(16, 16), (16, 16)]
+    assert [(part.qk, part.v) for part in vit.sites(padded.model).attentions] == [(16, 16), (16, 16)]
     assert padded.sites == ()
     assert all(note.endswith("--heads square reduces them") for note in padded.notes)
     looped = reduce_closed_loop(model, opened("q/k norm"), best(attention_sparsity=0.5, geometry="square"))

@@ -69,7 +69,7 @@ CASES = [*((preset, "padded") for preset in PRESETS), ("best", "square")]
 @pytest.mark.parametrize(("preset", "geometry"), CASES)
 def test_full_width_is_the_dense_model(moments: Moments, images: Images, preset: str, geometry: str) -> None:
     reduced = at_full_width(moments, images, preset, geometry)
-    parts = vit.parts(reduced)
+    parts = vit.sites(reduced)
     assert {part.hidden for part in parts.mlps} == {192}
     assert {(part.qk, part.v) for part in parts.attentions} == {(16, 16)}
     assert_identity(reduced)

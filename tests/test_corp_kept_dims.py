@@ -12,8 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from calib.memory import AttentionShape, bytes_of_system
-from calib.moments import AttentionMoments, Moments
+from calib.memory import HeadShape, bytes_of_system
+from calib.moments import HeadMoments, Moments
 from calib.resume import ResumeFile
 from calib.store import load
 from corp_deploy.cli import main
@@ -64,11 +64,11 @@ def reduced(home: Path, output: Path, moments: str, share: float, *extra: object
 
 def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moments, width: int) -> None:
     method = method_from_preset("corp", attention_sparsity=1 - width / 32, align_head=8)
-    for part in vit.parts(checkpoint.model).attentions:
+    for part in vit.sites(checkpoint.model).attentions:
         results = []
         for moments in (exact, found):
             site = moments.sites[part.name]
-            assert isinstance(site, AttentionMoments)
+            assert isinstance(site, HeadMoments)
             results.append(qk_at_site(part.name, site, method, part.qkv.weight.detach().double(), width))
         one, other = (each.recovery for each in results)
         maps = one.q_map_HRD.mT @ one.k_map_HRD
@@ -83,7 +83,7 @@ def test_both_passes_in_one_call_give_what_the_whole_system_gives(home: Path, wi
     found = load(home / "kept.safetensors")
     assert_same_recoveries(load_checkpoint(home / "dense"), load(home / "whole.safetensors"), found, width)
     site = found.sites["blocks.0.attn"]
-    assert isinstance(site, AttentionMoments)
+    assert isinstance(site, HeadMoments)
     assert site.system_HTT is not None
     assert site.system_HTT.shape == (2, 136, 136)
 
@@ -290,6 +290,6 @@ def test_a_release_that_does_not_fit_says_what_a_recipe_may_ask(
 
 
 def test_deit_huge_fits_an_ordinary_machine_at_half_the_width() -> None:
-    shape = AttentionShape(tokens=257, heads=16, dim=80, channels=1280)
+    shape = HeadShape(tokens=257, heads=16, dim=80, channels=1280)
     assert 32 * bytes_of_system(shape) / 2**30 == pytest.approx(40.0, abs=0.1)
     assert 32 * bytes_of_system(shape, kept=40) / 1e9 == pytest.approx(2.76, abs=0.02)

@@ -87,7 +87,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Check
 def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
     """The same architecture by name and arguments, as a reduced directory has it, with narrower MLPs."""
     model = dense.model
-    for part in vit.parts(model).mlps:
+    for part in vit.sites(model).mlps:
         model = vit.replaced(model, dict(vit.empty_mlp(part, hidden=hidden, output_bias=True)))
     return replace(dense, model=model)
 
@@ -110,7 +110,7 @@ def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Cal
     measured(dense)
     reduced = narrowed(dense, 96)
     sites = []
-    for part in vit.parts(reduced.model).mlps:
+    for part in vit.sites(reduced.model).mlps:
         widths = aligned_widths(part.hidden, CHOICES.align_hidden)
         errors = tuple(float(part.hidden - width) for width in widths)
         sites.append(Offer(site=part.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
@@ -118,7 +118,7 @@ def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Cal
     assert total == pytest.approx(1e6 * cost_ms(reduced.model), rel=1e-3)
     found = spend(priced, total, 0.8)
     smaller = reduced.model
-    for part in vit.parts(reduced.model).mlps:
+    for part in vit.sites(reduced.model).mlps:
         width = found.widths[part.name]
         assert isinstance(width, int)
         smaller = vit.replaced(smaller, dict(vit.empty_mlp(part, hidden=width, output_bias=True)))

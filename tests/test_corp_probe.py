@@ -47,7 +47,7 @@ def two_threads() -> Iterator[None]:
 
 def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "square")
-    mlp, attention = vit.parts(probe.model).mlps[0], vit.parts(probe.model).attentions[1]
+    mlp, attention = vit.sites(probe.model).mlps[0], vit.sites(probe.model).attentions[1]
     trials: list[Trial] = [
         (mlp.name, 16),
         (mlp.name, 32),
@@ -72,7 +72,7 @@ def test_a_probe_runs_only_what_stands_behind_a_site(tmp_path: Path) -> None:
     for name, block in probe.model.named_modules():
         if name.endswith((".norm1", ".norm2")):
             block.register_forward_hook(lambda *_, name=name: runs.append(name))
-    found = vit.parts(probe.model)
+    found = vit.sites(probe.model)
     probe.effects(
         [(part.name, 32) for part in found.mlps]
         + [(part.name, HeadWidths(qk=8, v=part.v)) for part in found.attentions]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from corp_deploy.algebra import channels as recover_mlp
-from corp_deploy.algebra.channels import MlpRecovery
+from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import solve_ridge
 
 Array = NDArray[np.floating[Any]]
@@ -37,7 +37,7 @@ def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.mean(dim=0), x.T @ x / x.shape[0]
 
 
-def error_on(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, result: MlpRecovery) -> float:
+def error_on(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, result: ChannelRecovery) -> float:
     """E||y - y'||^2 on the samples themselves."""
     lost = x @ weight.T + bias - x[:, kept] @ result.weight_OK.T - result.bias_O
     return float(lost.square().sum(dim=1).mean())

@@ -12,7 +12,7 @@ from tests import tiny
 
 
 def test_sites_of_a_plain_vit() -> None:
-    found = vit.parts(tiny.checkpoint().model)
+    found = vit.sites(tiny.checkpoint().model)
     assert [part.name for part in found.mlps] == ["blocks.0.mlp", "blocks.1.mlp"]
     assert [(part.name, part.heads, part.qk, part.v) for part in found.attentions] == [
         ("blocks.0.attn", 3, 16, 16),
@@ -47,7 +47,7 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
     )
     model = tiny.timm_model(name, **small, **kwargs)
     try:
-        said = "; ".join(refusal.reason for refusal in vit.parts(model).refused)
+        said = "; ".join(refusal.reason for refusal in vit.sites(model).refused)
     except BadInput as error:
         said = str(error)
     assert reason in said
@@ -55,7 +55,7 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
 
 def test_qk_norm_keeps_q_and_k_but_the_rest_is_offered() -> None:
     model = tiny.timm_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3, qk_norm=True)
-    found = vit.parts(model)
+    found = vit.sites(model)
     assert "q_norm / k_norm" in found.attentions[0].keeps_qk
     assert [part.name for part in found.mlps] == ["blocks.0.mlp"]
 

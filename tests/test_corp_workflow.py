@@ -117,7 +117,7 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     sparsity, uniform = beside
     asked = replace(probe.method, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
-    assert {part.name: part.hidden for part in vit.parts(even).mlps}.items() <= uniform.widths.items()
+    assert {part.name: part.hidden for part in vit.sites(even).mlps}.items() <= uniform.widths.items()
     assert found.predicted_error <= uniform.predicted_error
     images = torch.from_numpy(tiny.images(24))
     reference = logits(probe.model, images, 8)
@@ -163,7 +163,7 @@ def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset:
     looked = ["--images", home / "images.npy"] if "fold" in preset else []
     words = ["--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8", *looked]
     directory = reduced(home, tmp_path / preset, *words)
-    parts = vit.parts(load_checkpoint(directory).model)
+    parts = vit.sites(load_checkpoint(directory).model)
     assert {part.hidden for part in parts.mlps} == {96}
     expected = 16 if keeps_heads else 8
     assert {part.qk for part in parts.attentions} == {expected}
@@ -190,7 +190,7 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
 
 def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
     directory = reduced(home, tmp_path / "r", "--attn", 0.5, "--heads", "square", "--align", "head=8")
-    parts = vit.parts(load_checkpoint(directory).model)
+    parts = vit.sites(load_checkpoint(directory).model)
     assert {(part.qk, part.v, part.geometry) for part in parts.attentions} == {(8, 8, "square")}
 
 
@@ -333,7 +333,7 @@ def test_a_swapped_channel_is_found_and_located(home: Path, tmp_path: Path) -> N
     dense = load_checkpoint(home / "dense")
     done("export", "--model", home / "dense", "-o", tmp_path / "good.onnx")
     faulty = vit.replaced(dense.model, {})
-    fc1 = vit.parts(faulty).mlps[1].fc1
+    fc1 = vit.sites(faulty).mlps[1].fc1
     with torch.no_grad():
         fc1.weight[[0, 1]] = fc1.weight[[1, 0]]
     save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
@@ -377,7 +377,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
     dense = load_checkpoint(home / "dense")
     hot = vit.replaced(dense.model, {})
-    part = vit.parts(hot).mlps[1]
+    part = vit.sites(hot).mlps[1]
     with torch.no_grad():
         part.fc1.weight.mul_(3e4)
         part.fc1.bias.mul_(3e4)

@@ -41,7 +41,7 @@ def enliven(model: nn.Module) -> None:
 def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Setting) -> nn.Module:
     """The model with that share of hidden channels and of q/k (and, square, v) taken away; new random weights there."""
     share, modules = 1.0 - sparsity, dict[str, nn.Module]()
-    found = vit.parts(model)
+    found = vit.sites(model)
     for mlp in found.mlps:
         hidden = aligned_width(mlp.hidden, share, setting.align_hidden)
         modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=mlp.fc2.bias is not None)
@@ -54,7 +54,7 @@ def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Sett
 
 def facts(model: nn.Module) -> dict[str, int]:
     """MACs of an image and the widths of the first block; all blocks have the same here."""
-    found = vit.parts(model)
+    found = vit.sites(model)
     first = found.attentions[0]
     return {"macs": macs(model), "hidden": found.mlps[0].hidden, "qk": first.qk, "v": first.v}
 
@@ -67,5 +67,5 @@ def macs_of(name: str, setting: Setting) -> int:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that hold the sites, in order."""
-    names = dict.fromkeys(part.name.rpartition(".")[0] for part in vit.parts(model).mlps)
+    names = dict.fromkeys(part.name.rpartition(".")[0] for part in vit.sites(model).mlps)
     return [model.get_submodule(name) for name in names]

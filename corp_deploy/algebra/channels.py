@@ -16,7 +16,7 @@ from .quadratic import Solved, solve_ridge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpRecovery:
+class ChannelRecovery:
     """The new layer y' = weight x_K + bias.
 
     residual: E||y - y'||^2; residual_uncompensated: the same if the channels were just dropped (eq. 63);
@@ -52,7 +52,7 @@ def _judged(
     new_weight_OK: Tensor,
     new_bias_O: Tensor,
     solved: Solved | None,
-) -> MlpRecovery:
+) -> ChannelRecovery:
     """Put the exact errors beside the new layer; see output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     pruned_P = _pruned(kept_K, mean_F.numel())
@@ -62,7 +62,7 @@ def _judged(
     change_OF[:, kept_K] -= new_weight_OK
     left_variance = variance(change_OF, covariance_FF)
     shift_O = change_OF @ mean_F + bias_O - new_bias_O
-    return MlpRecovery(
+    return ChannelRecovery(
         weight_OK=new_weight_OK,
         bias_O=new_bias_O,
         residual=left_variance + float(shift_O.square().sum()),
@@ -79,7 +79,7 @@ def _bias_or_zero(bias_O: Tensor | None, weight_OF: Tensor) -> Tensor:
 
 def none(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> MlpRecovery:
+) -> ChannelRecovery:
     """Drop the columns and nothing else. `ridge_rel` has no part in it."""
     old_O = _bias_or_zero(bias_O, weight_OF)
     return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], old_O.clone(), None)
@@ -87,7 +87,7 @@ def none(
 
 def bias(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> MlpRecovery:
+) -> ChannelRecovery:
     """b' = b + W_P mu_P (FLAP, variance-based pruning). `ridge_rel` has no part in it."""
     old_O = _bias_or_zero(bias_O, weight_OF)
     pruned_P = _pruned(kept_K, mean_F.numel())
@@ -97,7 +97,7 @@ def bias(
 
 def gram(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> MlpRecovery:
+) -> ChannelRecovery:
     """W' = W B, x ~ B x_K, B = G_:K (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL, 3.1).
 
     ridge = ridge_rel * mean diagonal of G_KK. The kept channels go through it too, as published, so that a large one
@@ -111,7 +111,7 @@ def gram(
 
 def affine_v1(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> MlpRecovery:
+) -> ChannelRecovery:
     """CORP's first version, eq. 9-11: `affine` with uncentred moments, B = G_PK (G_KK + ridge I)^-1, c = mu_P - B mu_K.
 
     ridge = ridge_rel * mean diagonal of G_KK. B is not the best one for that c, so it can lose to `bias`.
@@ -128,7 +128,7 @@ def affine_v1(
 
 def affine(
     mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> MlpRecovery:
+) -> ChannelRecovery:
     """x_P ~ B x_K + c with B = C_PK (C_KK + ridge I)^-1, c = mu_P - B mu_K, folded: W' = W_K + W_P B, b' = b + W_P c.
 
     CORP, eq. 9, 50 and 51. ridge = ridge_rel * mean diagonal of C_KK.

@@ -81,7 +81,7 @@ def export_command(
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load(out)
-    uneven = any(part.qk != part.v for part in vit.parts(checkpoint.model).attentions)
+    uneven = any(part.qk != part.v for part in vit.sites(checkpoint.model).attentions)
     EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], given_options())
     written: list[dict[str, Any]] = []
     kept: tuple[str, ...] = keep_fp32

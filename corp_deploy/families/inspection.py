@@ -9,14 +9,14 @@ from . import timm_vit as vit
 from .model_cost import counted, parameters
 
 
-def _width(part: vit.MlpPart | vit.AttentionPart) -> str:
-    if isinstance(part, vit.MlpPart):
+def _width(part: vit.ChannelSite | vit.HeadSite) -> str:
+    if isinstance(part, vit.ChannelSite):
         return f"hidden {part.hidden}"
     return f"{part.heads} heads, qk {part.qk}, v {part.v}, {part.geometry}"
 
 
-def _reason(part: vit.MlpPart | vit.AttentionPart) -> str:
-    return "" if isinstance(part, vit.MlpPart) else part.keeps_qk
+def _reason(part: vit.ChannelSite | vit.HeadSite) -> str:
+    return "" if isinstance(part, vit.ChannelSite) else part.keeps_qk
 
 
 def _owner(path: str, sites: set[str]) -> str:
@@ -28,7 +28,7 @@ def _owner(path: str, sites: set[str]) -> str:
 
 def _rows(model: nn.Module, macs_by_module: dict[str, int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row for every site, supported or not, and one for everything else that has parameters or multiplies."""
-    found = vit.parts(model)
+    found = vit.sites(model)
     sites = {part.name: {"width": _width(part), "reason": _reason(part)} for part in found.every}
     sites |= {refusal.name: {"width": "-", "reason": refusal.reason} for refusal in found.refused}
     macs: Counter[str] = Counter()

@@ -23,7 +23,7 @@ class SiteCosts:
     now: Mapping[str, int]
     tokens: Mapping[str, int]
 
-    def of_mlp(self, part: vit.MlpPart, hidden: int) -> int:
+    def of_mlp(self, part: vit.ChannelSite, hidden: int) -> int:
         """At another width, where the repair may need an output bias that the dense layer lacks."""
         dim = part.fc1.in_features
         if self.currency == "macs":
@@ -32,7 +32,7 @@ class SiteCosts:
         input_bias = part.fc1.bias is not None
         return mlp_parameters(dim=dim, hidden=hidden, input_bias=input_bias, output_bias=output_bias)
 
-    def of_attention(self, part: vit.AttentionPart, widths: HeadWidths, geometry: HeadGeometry) -> int:
+    def of_attention(self, part: vit.HeadSite, widths: HeadWidths, geometry: HeadGeometry) -> int:
         """At other head widths, likewise; norms of queries and keys stay."""
         dim, heads, qk, v = part.qkv.in_features, part.heads, widths.qk, widths.v
         if self.currency == "macs":
@@ -48,22 +48,22 @@ class SiteCosts:
         )
 
 
-def _now(part: vit.MlpPart | vit.AttentionPart, count: Counted, currency: Currency) -> int:
+def _now(part: vit.ChannelSite | vit.HeadSite, count: Counted, currency: Currency) -> int:
     if currency == "macs":
         return count.within(part.name)
-    return parameters(part.fc1, part.fc2) if isinstance(part, vit.MlpPart) else parameters(part.module)
+    return parameters(part.fc1, part.fc2) if isinstance(part, vit.ChannelSite) else parameters(part.module)
 
 
 def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
     """The costs of this model's sites, the formulas held against the count."""
-    every, count = vit.parts(model).every, counted(model)
+    every, count = vit.sites(model).every, counted(model)
     tokens = {
         part.name: count.by_module[f"{part.name}.{vit.first_name(part)}"] // part.first.weight.numel() for part in every
     }
     now = {part.name: _now(part, count, currency) for part in every}
     costs = SiteCosts(currency=currency, now=now, tokens=tokens)
     for part in every:
-        if isinstance(part, vit.MlpPart):
+        if isinstance(part, vit.ChannelSite):
             found = costs.of_mlp(part, part.hidden)
         else:
             found = costs.of_attention(part, part.widths, part.geometry)

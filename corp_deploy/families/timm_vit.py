@@ -18,7 +18,7 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from calib.collect import AttentionSite, MlpSite, Tap
+from calib.collect import ChannelTaps, HeadTaps, Tap
 from ground.errors import BadInput
 
 from .head_attention import Geometry, HeadAttention
@@ -31,7 +31,7 @@ WHOLE = "forward"  # what a model's own forward pass does between its modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpPart:
+class ChannelSite:
     """The two linear layers of one MLP; `hidden` is the site's width."""
 
     name: str
@@ -48,7 +48,7 @@ class MlpPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPart:
+class HeadSite:
     """One attention layer: its linear layers and head widths; `keeps_qk` is the reason why Q/K must stay, or empty."""
 
     name: str
@@ -93,15 +93,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Sites:
     """What a model offers to reduction, in block order."""
 
-    mlps: tuple[MlpPart, ...]
-    attentions: tuple[AttentionPart, ...]
+    mlps: tuple[ChannelSite, ...]
+    attentions: tuple[HeadSite, ...]
     refused: tuple[Refusal, ...]
 
     @property
-    def every(self) -> "tuple[MlpPart | AttentionPart, ...]":
+    def every(self) -> "tuple[ChannelSite | HeadSite, ...]":
         """MLPs, then attentions."""
         return (*self.mlps, *self.attentions)
 
@@ -130,14 +130,14 @@ def _attention_refusal(attention: nn.Module) -> str:
     return ""
 
 
-def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
+def _attention_part(name: str, attention: nn.Module) -> HeadSite:
     if isinstance(attention, HeadAttention):
         heads, qk, v, geometry = attention.heads, attention.qk, attention.v, attention.geometry
     else:
         assert isinstance(attention, TimmAttention), type(attention)
         heads, qk, v, geometry = attention.num_heads, attention.head_dim, attention.head_dim, "square"
     plain = isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity)
-    return AttentionPart(
+    return HeadSite(
         name=name,
         module=attention,
         qkv=attention.qkv,
@@ -153,14 +153,14 @@ def _attention_part(name: str, attention: nn.Module) -> AttentionPart:
     )
 
 
-def _mlp_part(name: str, mlp: nn.Module) -> MlpPart:
+def _mlp_part(name: str, mlp: nn.Module) -> ChannelSite:
     fc1, fc2 = mlp.fc1, mlp.fc2
     assert isinstance(fc1, nn.Linear), (name, fc1)
     assert isinstance(fc2, nn.Linear), (name, fc2)
-    return MlpPart(name=name, fc1=fc1, fc2=fc2)
+    return ChannelSite(name=name, fc1=fc1, fc2=fc2)
 
 
-def part_of(name: str, layer: nn.Module) -> MlpPart | AttentionPart:
+def part_of(name: str, layer: nn.Module) -> ChannelSite | HeadSite:
     """timm's Attention or Mlp, or a reduced attention, as a part."""
     return _mlp_part(name, layer) if isinstance(layer, TimmMlp) else _attention_part(name, layer)
 
@@ -174,13 +174,13 @@ def _require_vit(model: nn.Module) -> VisionTransformer:
     return model
 
 
-def parts(model: nn.Module) -> Parts:
+def sites(model: nn.Module) -> Sites:
     """The prunable parts of a timm VisionTransformer, dense or already reduced.
 
     Raises BadInput for another architecture; a single block that can't be reduced is listed in `refused`.
     """
-    mlps: list[MlpPart] = []
-    attentions: list[AttentionPart] = []
+    mlps: list[ChannelSite] = []
+    attentions: list[HeadSite] = []
     refused: list[Refusal] = []
     for index, block in enumerate(_require_vit(model).blocks):
         name = f"blocks.{index}"
@@ -197,10 +197,10 @@ def parts(model: nn.Module) -> Parts:
             refused.append(Refusal(name=f"{name}.mlp", reason=reason))
         else:
             mlps.append(_mlp_part(f"{name}.mlp", block.mlp))
-    return Parts(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
+    return Sites(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
 
 
-def _head_slice(part: AttentionPart, start: int) -> Callable[[Tensor], Tensor]:
+def _head_slice(part: HeadSite, start: int) -> Callable[[Tensor], Tensor]:
     """Take rows start .. start + heads * qk of the qkv output as [B,H,N,qk]."""
 
     def take(qkv_BNX: Tensor) -> Tensor:
@@ -214,22 +214,22 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def calibration_site(part: MlpPart | AttentionPart) -> MlpSite | AttentionSite:
+def calibration_site(part: ChannelSite | HeadSite) -> ChannelTaps | HeadTaps:
     """Where calibration listens: the input of fc2, or q and k as they enter the dot product and the input of proj."""
-    if isinstance(part, MlpPart):
-        return MlpSite(name=part.name, output=part.fc2)
+    if isinstance(part, ChannelSite):
+        return ChannelTaps(name=part.name, output=part.fc2)
     if part.keeps_qk:
         queries, keys = Tap(module=part.q_norm, take=_identity), Tap(module=part.k_norm, take=_identity)
     else:
         queries = Tap(module=part.qkv, take=_head_slice(part, 0))
         keys = Tap(module=part.qkv, take=_head_slice(part, part.heads * part.qk))
-    return AttentionSite(name=part.name, queries=queries, keys=keys, output=part.proj)
+    return HeadTaps(name=part.name, queries=queries, keys=keys, output=part.proj)
 
 
-def calibration_sites(model: nn.Module) -> list[MlpSite | AttentionSite]:
+def calibration_sites(model: nn.Module) -> list[ChannelTaps | HeadTaps]:
     """The sites of every part that can be reduced, in the order they run."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return [calibration_site(part) for part in sorted(parts(model).every, key=lambda part: order[part.name])]
+    return [calibration_site(part) for part in sorted(sites(model).every, key=lambda part: order[part.name])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,12 +326,12 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def first_name(part: MlpPart | AttentionPart) -> str:
+def first_name(part: ChannelSite | HeadSite) -> str:
     """What a site's first linear layer is called inside its layer."""
-    return "fc1" if isinstance(part, MlpPart) else "qkv"
+    return "fc1" if isinstance(part, ChannelSite) else "qkv"
 
 
-def with_first(layer: nn.Module, part: MlpPart | AttentionPart, first: nn.Linear) -> nn.Module:
+def with_first(layer: nn.Module, part: ChannelSite | HeadSite, first: nn.Linear) -> nn.Module:
     """A copy of a part's layer with another first linear layer of the same widths."""
     return replaced(layer, {first_name(part): first})
 
@@ -351,7 +351,7 @@ def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Modu
 
     `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
     """
-    plain = {part.name: _plain_attention(part, geometry) for part in parts(model).attentions}
+    plain = {part.name: _plain_attention(part, geometry) for part in sites(model).attentions}
     copied = replaced(model, plain)
     for module in copied.modules():
         if isinstance(module, TimmAttention):
@@ -359,7 +359,7 @@ def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Modu
     return copied.eval().requires_grad_(False)
 
 
-def _plain_attention(part: AttentionPart, geometry: Geometry | None) -> HeadAttention:
+def _plain_attention(part: HeadSite, geometry: Geometry | None) -> HeadAttention:
     chosen = part.geometry if geometry is None or part.qk == part.v else geometry
     plain = empty_attention(part, qk=part.qk, v=part.v, geometry=chosen, fused=False)
     plain.load_state_dict(part.module.state_dict())
@@ -367,7 +367,7 @@ def _plain_attention(part: AttentionPart, geometry: Geometry | None) -> HeadAtte
 
 
 def empty_attention(
-    part: AttentionPart,
+    part: HeadSite,
     *,
     qk: int,
     v: int,
@@ -394,7 +394,9 @@ def empty_attention(
     return module.to(part.qkv.weight.dtype)
 
 
-def empty_mlp(part: MlpPart, *, hidden: int, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Linear]:
+def empty_mlp(
+    part: ChannelSite, *, hidden: int, output_bias: bool, input_bias: bool | None = None
+) -> dict[str, nn.Linear]:
     """fc1 and fc2 of this MLP at another hidden width, by module name, their weights not yet set."""
     device, dtype = part.fc1.weight.device, part.fc1.weight.dtype
     input_bias = part.fc1.bias is not None if input_bias is None else input_bias

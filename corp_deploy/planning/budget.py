@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from calib.moments import AttentionMoments, MlpMoments, Moments
+from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.algebra import knapsack as allocate
 from corp_deploy.algebra import queries_keys as recover_attention
 from corp_deploy.algebra import values as recover_values
@@ -56,10 +56,10 @@ class Allocated:
 def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
     """Every MLP's order of removal; made once, it serves every width of a sweep or a budget."""
 
-    def at_site(part: vit.MlpPart) -> Elimination:
-        return elimination(site_moments(part.name, moments, MlpMoments, model), layers_of(part), method)
+    def at_site(part: vit.ChannelSite) -> Elimination:
+        return elimination(site_moments(part.name, moments, ChannelMoments, model), layers_of(part), method)
 
-    mlps = vit.parts(model).mlps
+    mlps = vit.sites(model).mlps
     found = site_pool.each(at_site, mlps, vit.device(model))
     return dict(zip((part.name for part in mlps), found, strict=True))
 
@@ -82,7 +82,7 @@ class Curve:
         return tuple(effect * value / here if here > 0.0 else 0.0 for value in self.errors)
 
 
-def _mlp_curves(part: vit.MlpPart, probe: Probe) -> list[Curve]:
+def _mlp_curves(part: vit.ChannelSite, probe: Probe) -> list[Curve]:
     widths = aligned_widths(part.hidden, probe.method.align_hidden)
     if len(widths) == 1:
         return []
@@ -91,12 +91,12 @@ def _mlp_curves(part: vit.MlpPart, probe: Probe) -> list[Curve]:
     return [Curve(errors=errors, at=widths.index(half), trial=(part.name, half))]
 
 
-def _attention_curves(part: vit.AttentionPart, probe: Probe) -> list[Curve]:
+def _attention_curves(part: vit.HeadSite, probe: Probe) -> list[Curve]:
     """Q/K where they may shrink, and the values where they do."""
     sizes = aligned_widths(part.size, probe.method.align_head)
     if len(sizes) == 1:
         return []
-    moments = site_moments(part.name, probe.moments, AttentionMoments, probe.model)
+    moments = site_moments(part.name, probe.moments, HeadMoments, probe.model)
     half = _halfway(sizes, part.size)
     lost: list[tuple[Tensor, HeadWidths]] = []
     if not part.keeps_qk:
@@ -116,13 +116,13 @@ def _attention_curves(part: vit.AttentionPart, probe: Probe) -> list[Curve]:
     ]
 
 
-def _mlp_offer(part: vit.MlpPart, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
+def _mlp_offer(part: vit.ChannelSite, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
     widths = aligned_widths(part.hidden, probe.method.align_hidden)
     prices = tuple(costs.of_mlp(part, width) for width in widths)
     return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
 
 
-def _attention_offer(part: vit.AttentionPart, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
+def _attention_offer(part: vit.HeadSite, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
     sizes, geometry = aligned_widths(part.size, probe.method.align_head), probe.method.geometry
     widths = tuple(head_widths(size, part.widths, geometry, keeps_qk=bool(part.keeps_qk)) for size in sizes)
     prices = tuple(costs.of_attention(part, width, geometry_of_heads(width, geometry)) for width in widths)
@@ -136,7 +136,7 @@ def offers(probe: Probe, currency: Currency) -> list[Offer]:
     """
     if probe.method.mlp_selection != "obs" or probe.method.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
-    costs, found = site_costs(probe.model, currency), vit.parts(probe.model)
+    costs, found = site_costs(probe.model, currency), vit.sites(probe.model)
     mlps = site_pool.each(lambda part: _mlp_curves(part, probe), found.mlps, vit.device(probe.model))
     attentions = site_pool.each(lambda part: _attention_curves(part, probe), found.attentions, vit.device(probe.model))
     curves = [*mlps, *attentions]

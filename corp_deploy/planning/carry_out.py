@@ -67,7 +67,7 @@ def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
     method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
     widths = uniform_widths(dense.model, method)
-    require_as_asked(coverage(vit.parts(dense.model), method, widths, by_site=False), method)
+    require_as_asked(coverage(vit.sites(dense.model), method, widths, by_site=False), method)
 
 
 def reduce_as_asked(

@@ -30,7 +30,7 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     square = replace(probe, method=replace(probe.method, geometry="square"))
     padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
     if share is None:
-        stays = any(part.keeps_qk for part in vit.parts(probe.model).attentions)
+        stays = any(part.keeps_qk for part in vit.sites(probe.model).attentions)
         way, sites = (square, square_offers) if stays else (padded, padded_offers)
         share = uniform(way.model, way.method, sites, dense).share
     ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))

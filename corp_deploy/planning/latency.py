@@ -91,19 +91,19 @@ def _own(module: nn.Module) -> str:
     return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
 
 
-def _name(part: vit.MlpPart | vit.AttentionPart, method: Method, block: nn.Module) -> str:
+def _name(part: vit.ChannelSite | vit.HeadSite, method: Method, block: nn.Module) -> str:
     own = _own(block)
-    if isinstance(part, vit.MlpPart):
+    if isinstance(part, vit.ChannelSite):
         return f"mlp of {part.fc1.in_features} and {part.hidden}{own}"
     kept = ", Q/K kept" if part.keeps_qk else ""
     widths = f"{part.heads} heads of {part.qk} and {part.v}{kept}"
     return f"attention of {part.qkv.in_features}, {widths}, {method.geometry}{own}"
 
 
-def _layer(part: vit.MlpPart | vit.AttentionPart, method: Method, model: nn.Module, width: int) -> nn.Module:
+def _layer(part: vit.ChannelSite | vit.HeadSite, method: Method, model: nn.Module, width: int) -> nn.Module:
     """The layer at one width with random weights: time doesn't depend on their values."""
     torch.manual_seed(0)
-    if isinstance(part, vit.MlpPart):
+    if isinstance(part, vit.ChannelSite):
         modules = vit.empty_mlp(part, hidden=width, output_bias=True)
         mlp = vit.replaced(model, dict(modules)).get_submodule(part.name)
         return mlp.eval()
@@ -132,7 +132,7 @@ def _runner(
 
 def _identity(checkpoint: Checkpoint) -> str:
     """Which whole model was measured: its weights, its layers, and the head geometry that neither of them tells."""
-    geometries = [part.geometry for part in vit.parts(checkpoint.model).attentions]
+    geometries = [part.geometry for part in vit.sites(checkpoint.model).attentions]
     return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}"
 
 
@@ -144,10 +144,10 @@ def measure_tables(
     progress: Callable[[float, str], None] | None = None,
 ) -> Tables:
     """One table per distinct block shape, and the dense model's latency, from the cache where it holds them."""
-    model, found = checkpoint.model, vit.parts(checkpoint.model)
+    model, found = checkpoint.model, vit.sites(checkpoint.model)
     blocks = {part.name: model.get_submodule(part.name) for part in found.every}
     names = {part.name: _name(part, method, blocks[part.name]) for part in found.every}
-    every: dict[str, vit.MlpPart | vit.AttentionPart] = {}
+    every: dict[str, vit.ChannelSite | vit.HeadSite] = {}
     for part in found.every:
         every.setdefault(names[part.name], part)
     tokens = vit.tokens(model)
@@ -157,13 +157,13 @@ def measure_tables(
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
         for name, part in every.items():
-            mlp = isinstance(part, vit.MlpPart)
-            dim = part.fc1.in_features if isinstance(part, vit.MlpPart) else part.qkv.in_features
-            dense_width = part.hidden if isinstance(part, vit.MlpPart) else part.size
+            mlp = isinstance(part, vit.ChannelSite)
+            dim = part.fc1.in_features if isinstance(part, vit.ChannelSite) else part.qkv.in_features
+            dense_width = part.hidden if isinstance(part, vit.ChannelSite) else part.size
             widths = _spread(aligned_widths(dense_width, method.align_hidden if mlp else method.align_head))
 
             def open_width(
-                width: int, part: vit.MlpPart | vit.AttentionPart = part, dim: int = dim
+                width: int, part: vit.ChannelSite | vit.HeadSite = part, dim: int = dim
             ) -> ModuleRunner | OnnxRunner:
                 return _runner(TokensAlone(_layer(part, method, model, width)), (1, tokens, dim), where, at)
 
@@ -191,8 +191,8 @@ def measure_tables(
     return Tables(by_name=by_name, names=names, dense=dense, measured=measured + (not cached))
 
 
-def _size(part: vit.MlpPart | vit.AttentionPart, width: Width) -> int:
-    if isinstance(part, vit.MlpPart):
+def _size(part: vit.ChannelSite | vit.HeadSite, width: Width) -> int:
+    if isinstance(part, vit.ChannelSite):
         assert isinstance(width, int), (part.name, width)
         return width
     assert isinstance(width, HeadWidths), (part.name, width)
@@ -207,7 +207,7 @@ def offers_in_time(
     Raises BadInput for tables that were measured while other programs had the machine.
     """
     tables.refuse_disturbed()
-    parts = {part.name: part for part in vit.parts(checkpoint.model).every}
+    parts = {part.name: part for part in vit.sites(checkpoint.model).every}
     priced = []
     for offer in sites:
         part = parts[offer.site]

@@ -79,7 +79,7 @@ class Probe:
 
     def _reduced(self, trials: Sequence[Trial]) -> list[ReducedSite]:
         method = replace(self._ragged, mlp_swaps=False)
-        parts = {part.name: part for part in vit.parts(self.model).every}
+        parts = {part.name: part for part in vit.sites(self.model).every}
 
         def at_site(trial: Trial) -> ReducedSite:
             site, width = trial

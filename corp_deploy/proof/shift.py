@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from calib.collect import collect
-from calib.moments import MlpMoments, Moments
+from calib.moments import ChannelMoments, Moments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.model import require_same_model
@@ -23,7 +23,7 @@ PARTS = 8
 def _stats(moments: Moments, name: str) -> Stats:
     """Mean and covariance of x of an MLP, of z of an attention layer."""
     site = moments.sites[name]
-    if isinstance(site, MlpMoments):
+    if isinstance(site, ChannelMoments):
         mean, covariance = site.mean_F, site.covariance_FF
     else:
         mean, covariance = site.z_mean_C, site.z_covariance_CC

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from calib.collect import ACTIVE_EPS
 from calib.hooks import Role, listening
-from calib.moments import AttentionMoments, MlpMoments, on_device
+from calib.moments import ChannelMoments, HeadMoments, on_device
 from calib.products import add_active
-from calib.sums import AttentionSums
+from calib.sums import HeadSums
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
 from corp_deploy.families import timm_vit as vit
 from ground.errors import BadInput
@@ -126,11 +126,9 @@ def dense_advanced(branch: vit.Branch, streams: Streams) -> float:
     return energy.variance()
 
 
-def attention_moments(
-    branch: vit.Branch, part: vit.AttentionPart, streams: Streams, *, system: bool
-) -> AttentionMoments:
+def attention_moments(branch: vit.Branch, part: vit.HeadSite, streams: Streams, *, system: bool) -> HeadMoments:
     """Of the branch's layer on the reduced stream; `part` is that layer's."""
-    sums = AttentionSums(system=system)
+    sums = HeadSums(system=system)
 
     def hear(_: str, role: Role, activation: Tensor) -> None:
         sums.add(role, activation)
@@ -151,7 +149,9 @@ def _for_layer(last: nn.Linear) -> Halves[RegressionSums]:
     return Halves(fit=RegressionSums.for_layer(last), held_out=RegressionSums.for_layer(last))
 
 
-def mlp_sums(branch: vit.Branch, part: vit.MlpPart, streams: Streams) -> tuple[MlpMoments, Halves[RegressionSums]]:
+def mlp_sums(
+    branch: vit.Branch, part: vit.ChannelSite, streams: Streams
+) -> tuple[ChannelMoments, Halves[RegressionSums]]:
     """Of the hidden channels of the branch's layer on the reduced stream: their moments, and what that stream lacks of
     the dense one, already behind the branch, on all of them; `part` is that layer's.
     """
@@ -166,7 +166,7 @@ def mlp_sums(branch: vit.Branch, part: vit.MlpPart, streams: Streams) -> tuple[M
             add_active(active_F, h_BNF, ACTIVE_EPS)
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
     _refuse_nonfinite(part.name, x.sum_K)
-    moments = MlpMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
+    moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
     return moments, lacking
 
 

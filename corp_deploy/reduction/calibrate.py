@@ -14,9 +14,9 @@ from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.images import Images
 from calib.memory import bytes_needed, shapes_of_sites
-from calib.moments import AttentionMoments, MlpMoments, Moments, SiteMoments
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from calib.resume import ResumeFile
-from calib.sites import MlpSite, Site
+from calib.sites import ChannelTaps, Site
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
@@ -62,12 +62,12 @@ def chosen_sites(checkpoint: Checkpoint, wanted: Statistics) -> list[Site]:
     """The model's sites that are wanted. Raises BadInput where nothing is left, with the reason."""
     every = vit.calibration_sites(checkpoint.model)
     if not every:
-        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.parts(checkpoint.model).refused)
+        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.sites(checkpoint.model).refused)
         raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
     for pattern in wanted.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    sites = [site for site in every if wanted.attention or isinstance(site, MlpSite)]
+    sites = [site for site in every if wanted.attention or isinstance(site, ChannelTaps)]
     return [site for site in sites if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
 
 
@@ -145,13 +145,13 @@ def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
 
 def _system_width(site: SiteMoments) -> Iterator[int]:
     """Dims per head that a site's per-image system covers, if it has one."""
-    if isinstance(site, AttentionMoments) and site.system_HTT is not None:
+    if isinstance(site, HeadMoments) and site.system_HTT is not None:
         yield site.energy_HD.shape[1] if site.kept_HK is None else site.kept_HK.shape[1]
 
 
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     """What a moments file holds, for people and machines."""
-    mlps = sum(isinstance(moments.sites[name], MlpMoments) for name in moments.sites)
+    mlps = sum(isinstance(moments.sites[name], ChannelMoments) for name in moments.sites)
     return {
         "moments": str(path),
         "sha256": sha256_of_file(path),

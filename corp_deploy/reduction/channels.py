@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.moments import MlpMoments
+from calib.moments import ChannelMoments
 from corp_deploy.algebra import channels as recover_mlp
 from corp_deploy.algebra import scores as select
-from corp_deploy.algebra.channels import MlpRecovery
+from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.output_error import output_error, variance
 from corp_deploy.algebra.swap import swap
 
 from .method import Method
 
-RECOVERIES: Mapping[str, Callable[..., MlpRecovery]] = {
+RECOVERIES: Mapping[str, Callable[..., ChannelRecovery]] = {
     "none": recover_mlp.none,
     "bias": recover_mlp.bias,
     "gram": recover_mlp.gram,
@@ -29,7 +29,7 @@ RECOVERIES: Mapping[str, Callable[..., MlpRecovery]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpLayers:
+class ChannelLayers:
     """The dense layers of an MLP in float64: first [F,I] with bias or none, second [O,F] with bias or none."""
 
     first_FI: Tensor
@@ -39,7 +39,7 @@ class MlpLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpAtSite:
+class ChannelsAtSite:
     """The new first layer and the recovered second one; `as_dense_OF` is the latter read on the dense channels.
 
     `kept_K`: the dense channels that stay.
@@ -47,18 +47,18 @@ class MlpAtSite:
 
     first_KI: Tensor
     first_bias_K: Tensor | None
-    recovery: MlpRecovery
+    recovery: ChannelRecovery
     as_dense_OF: Tensor
     kept_K: Tensor
 
 
-def elimination(moments: MlpMoments, layers: MlpLayers, method: Method) -> Elimination:
+def elimination(moments: ChannelMoments, layers: ChannelLayers, method: Method) -> Elimination:
     """The whole order of backward elimination at a site; one serves every width."""
     return obs(moments.covariance_FF, layers.second_OF, ridge_rel=method.ridge_rel)
 
 
 def kept_channels(
-    moments: MlpMoments, layers: MlpLayers, method: Method, width: int, known: Elimination | None = None
+    moments: ChannelMoments, layers: ChannelLayers, method: Method, width: int, known: Elimination | None = None
 ) -> Tensor:
     """The channels that the chosen selection keeps at one width, ascending. `known` spares a repeated elimination."""
     second_F, weight_OF = moments.second_FF.diagonal(), layers.second_OF
@@ -88,8 +88,8 @@ def kept_channels(
 
 
 def mlp_at_site(
-    moments: MlpMoments, layers: MlpLayers, method: Method, width: int, known: Elimination | None = None
-) -> MlpAtSite:
+    moments: ChannelMoments, layers: ChannelLayers, method: Method, width: int, known: Elimination | None = None
+) -> ChannelsAtSite:
     """Select and recover at one width."""
     kept_K = kept_channels(moments, layers, method, width, known)
     recovery = RECOVERIES[method.mlp_recovery](
@@ -97,7 +97,7 @@ def mlp_at_site(
     )
     bias_K = None if layers.first_bias_F is None else layers.first_bias_F[kept_K]
     as_dense_OF = torch.zeros_like(layers.second_OF).index_copy_(1, kept_K, recovery.weight_OK)
-    return MlpAtSite(
+    return ChannelsAtSite(
         first_KI=layers.first_FI[kept_K],
         first_bias_K=bias_K,
         recovery=recovery,
@@ -106,12 +106,12 @@ def mlp_at_site(
     )
 
 
-def output_energy(moments: MlpMoments, layers: MlpLayers) -> float:
+def output_energy(moments: ChannelMoments, layers: ChannelLayers) -> float:
     """Variance of the dense output, the scale that errors are shares of: tr(W C W')."""
     return variance(layers.second_OF, moments.covariance_FF)
 
 
-def error_of(new: MlpAtSite, layers: MlpLayers, moments: MlpMoments) -> float:
+def error_of(new: ChannelsAtSite, layers: ChannelLayers, moments: ChannelMoments) -> float:
     """E||y - y'||^2 of an MLP's new second layer on any moments of the dense one's inputs."""
     change_OF = layers.second_OF - new.as_dense_OF
     bias_change_O = -new.recovery.bias_O if layers.second_bias_O is None else layers.second_bias_O - new.recovery.bias_O

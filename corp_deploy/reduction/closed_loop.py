@@ -34,7 +34,7 @@ from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
 from .report import LoopFit, SiteReport, as_allocated
 from .streams import HELD_OUT_EVERY, Streams
 
-Part = vit.MlpPart | vit.AttentionPart
+Part = vit.ChannelSite | vit.HeadSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class _Reduced:
 
 
 def _reduced_attention(
-    branch: vit.Branch, part: vit.AttentionPart, step: vit.Branch, streams: Streams, method: Method, width: HeadWidths
+    branch: vit.Branch, part: vit.HeadSite, step: vit.Branch, streams: Streams, method: Method, width: HeadWidths
 ) -> _Reduced:
     """Other queries and keys make another z, so the reduced layer is run once more."""
     moments = attention_moments(branch, part, streams, system=method.needs_attention_system)
@@ -71,7 +71,7 @@ def _reduced_attention(
 
 
 def _reduced_mlp(
-    branch: vit.Branch, part: vit.MlpPart, step: vit.Branch, streams: Streams, method: Method, width: int
+    branch: vit.Branch, part: vit.ChannelSite, step: vit.Branch, streams: Streams, method: Method, width: int
 ) -> _Reduced:
     """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
     energy = dense_advanced(step, streams)
@@ -87,7 +87,7 @@ def _aligned(branch: vit.Branch, part: Part, streams: Streams, loop: Loop) -> tu
     """The branch with a first layer of its own that is fitted to the dense stream's results."""
     first = copy.deepcopy(part.first)
     # Keys and values are read at every token, whichever tokens are read behind the branch.
-    read = branch.read if isinstance(part, vit.MlpPart) else None
+    read = branch.read if isinstance(part, vit.ChannelSite) else None
     sums = alignment_sums(branch, streams, read)
     fit = correct_through(first, sums.fit, sums.held_out, strengths=loop.strengths)
     layer = vit.with_first(branch.layer, part, first)
@@ -118,7 +118,7 @@ def _site(
     branch, alignment = step, None
     if loop.align_inputs:
         branch, part, alignment = _aligned(step, part, streams, loop)
-    if isinstance(part, vit.AttentionPart):
+    if isinstance(part, vit.HeadSite):
         assert isinstance(width, HeadWidths), (part.name, width)
         reduced = _reduced_attention(branch, part, step, streams, method, width)
     else:
@@ -187,7 +187,7 @@ def reduce_closed_loop(
     for a block that can't be walked through.
     """
     loop = loop or Loop()
-    found = vit.parts(model)
+    found = vit.sites(model)
     wanted = uniform_widths(model, method) if widths is None else widths
     read = tokens_to_fit(model, loop.reads)
     steps = list(vit.steps(model, read=read))

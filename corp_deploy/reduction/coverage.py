@@ -42,13 +42,13 @@ def _asks(method: Method, site: str) -> bool:
     return bool(method.mlp_sparsity if site.endswith(".mlp") else method.attention_sparsity)
 
 
-def _shrinks(site: vit.MlpPart | vit.AttentionPart, width: int | HeadWidths | None) -> bool:
+def _shrinks(site: vit.ChannelSite | vit.HeadSite, width: int | HeadWidths | None) -> bool:
     if width is None:
         return False
-    return width != (site.hidden if isinstance(site, vit.MlpPart) else site.widths)
+    return width != (site.hidden if isinstance(site, vit.ChannelSite) else site.widths)
 
 
-def coverage(found: vit.Parts, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
+def coverage(found: vit.Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
     """What these widths do to the sites that were to shrink: all of them by a budget (`by_site`), else those that a
     sparsity asks for, or where none does, all.
     """
@@ -62,7 +62,7 @@ def coverage(found: vit.Parts, method: Method, widths: Widths, *, by_site: bool)
     for part in found.every:
         if _shrinks(part, widths.get(part.name)):
             reduced.append(part.name)
-        elif isinstance(part, vit.AttentionPart) and part.keeps_qk and method.reduces_attention and counts(part.name):
+        elif isinstance(part, vit.HeadSite) and part.keeps_qk and method.reduces_attention and counts(part.name):
             refused[part.name] = f"{part.keeps_qk}; --heads square reduces its values"
         elif counts(part.name):
             left.append(part.name)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.images import Images
-from calib.moments import MlpMoments, Moments
+from calib.moments import ChannelMoments, Moments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
@@ -85,10 +85,10 @@ class _Showing:
 
 def folded_mlps(
     model: nn.Module,
-    parts: Mapping[str, vit.MlpPart],
+    parts: Mapping[str, vit.ChannelSite],
     widths: Widths,
-    moments: Mapping[str, MlpMoments],
-    held_out: Mapping[str, MlpMoments],
+    moments: Mapping[str, ChannelMoments],
+    held_out: Mapping[str, ChannelMoments],
     method: Method,
     shown: ShownImages,
 ) -> dict[str, tuple[dict[str, nn.Linear], SiteReport]]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from calib.collect import MlpSite
+from calib.collect import ChannelTaps
 from calib.hooks import listening
-from calib.moments import MlpMoments
-from corp_deploy.algebra.channels import MlpRecovery
+from calib.moments import ChannelMoments
+from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import fold, recovered_from_gram
 from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families import timm_vit as vit
 
-from .channels import MlpLayers
+from .channels import ChannelLayers
 from .method import Method
 from .site import layers_of, placed_mlp
 
@@ -35,9 +35,9 @@ Show = Callable[[Mapping[str, See]], None]
 class FoldedMlp:
     """One MLP at one width: its merged first layer and the two second layers that need no images."""
 
-    part: vit.MlpPart
+    part: vit.ChannelSite
     dense: nn.Module
-    layers: MlpLayers
+    layers: ChannelLayers
     first_KI: Tensor
     first_bias_K: Tensor
     plain_OK: Tensor
@@ -59,7 +59,9 @@ class FoldedMlp:
         return self.plain_OK.new_zeros(self.plain_OK.shape[0]) if bias_O is None else bias_O
 
 
-def folded_mlp(part: vit.MlpPart, dense: nn.Module, moments: MlpMoments, method: Method, width: int) -> FoldedMlp:
+def folded_mlp(
+    part: vit.ChannelSite, dense: nn.Module, moments: ChannelMoments, method: Method, width: int
+) -> FoldedMlp:
     """Merge one MLP's channels; `dense` is the whole MLP."""
     layers = layers_of(part)
     folding = fold(layers.first_FI, layers.first_bias_F, layers.second_OF, width)
@@ -89,7 +91,7 @@ class _Fit:
         if held_out:
             return
         heard: list[Tensor] = []
-        with listening([MlpSite(name="", output=self.last)], lambda _, __, z_BNK: heard.append(z_BNK)):
+        with listening([ChannelTaps(name="", output=self.last)], lambda _, __, z_BNK: heard.append(z_BNK)):
             lacking_BNO = y_BNO - self.layer(u_BNI)
         self.sums.add(heard[0], lacking_BNO)
 
@@ -114,7 +116,7 @@ class JudgedFold:
     """The new layers by module name, what they lose, and on held-out images."""
 
     modules: dict[str, nn.Linear]
-    recovery: MlpRecovery
+    recovery: ChannelRecovery
     error_held_out: float | None
 
 
@@ -151,7 +153,7 @@ class _Trial:
     def judged(self) -> JudgedFold:
         weight_OK, bias_O, condition, ridge = self.fitted
         error, plain = self.shipped.error(held_out=False), self.plain.error(held_out=False)
-        recovery = MlpRecovery(
+        recovery = ChannelRecovery(
             weight_OK=weight_OK,
             bias_O=bias_O,
             residual=error,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.moments import AttentionMoments
+from calib.moments import HeadMoments
 from corp_deploy.algebra import queries_keys as recover_attention
 from corp_deploy.algebra import scores as select
 from corp_deploy.algebra import values as recover_values
@@ -30,7 +30,7 @@ class QkAtSite:
     energy_H: Tensor
 
 
-def _system(site: str, moments: AttentionMoments) -> ImageSystem:
+def _system(site: str, moments: HeadMoments) -> ImageSystem:
     if moments.system_HTT is None:
         raise BadInput(
             f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "
@@ -50,7 +50,7 @@ def _system(site: str, moments: AttentionMoments) -> ImageSystem:
     )
 
 
-def logit_error(site: str, moments: AttentionMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
     """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
 
     Raises BadInput when the moments lack what the objective needs.
@@ -68,13 +68,13 @@ def logit_error(site: str, moments: AttentionMoments, method: Method, q_map_HRD:
     return recover_attention.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
 
 
-def logit_scale(site: str, moments: AttentionMoments, method: Method) -> Tensor:
+def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
     """Each head's dense logit energy [H], in the unit of `logit_error`."""
     nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
     return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
 
 
-def qk_scores(moments: AttentionMoments, method: Method, qkv_XI: Tensor) -> Tensor:
+def qk_scores(moments: HeadMoments, method: Method, qkv_XI: Tensor) -> Tensor:
     """What ranks the dimensions of each head [H, D]; `qkv_XI` are the rows of the fused projection, queries first."""
     if method.qk_selection == "energy":
         return select.logit_energy(moments.energy_HD, moments.images)
@@ -83,13 +83,13 @@ def qk_scores(moments: AttentionMoments, method: Method, qkv_XI: Tensor) -> Tens
     return select.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
 
 
-def qk_at_site(site: str, moments: AttentionMoments, method: Method, qkv_XI: Tensor, width: int) -> QkAtSite:
+def qk_at_site(site: str, moments: HeadMoments, method: Method, qkv_XI: Tensor, width: int) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
     recovery = _recovered_qk(site, moments, method, qkv_XI, width)
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method))
 
 
-def kept_qk(moments: AttentionMoments) -> QkRecovery:
+def kept_qk(moments: HeadMoments) -> QkRecovery:
     """Queries and keys as they are, where nothing may be done to them."""
     heads, dense, _ = moments.q_second_HDD.shape
     every_HR = torch.arange(dense, device=moments.q_second_HDD.device).expand(heads, dense)
@@ -110,7 +110,7 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
     return system.covered_HS.gather(1, best_HR)
 
 
-def _recovered_qk(site: str, moments: AttentionMoments, method: Method, qkv_XI: Tensor, width: int) -> QkRecovery:
+def _recovered_qk(site: str, moments: HeadMoments, method: Method, qkv_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if method.qk_recovery == "lowrank":
         return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
@@ -139,7 +139,7 @@ def leaves_values(method: Method, width: int, dense: int) -> bool:
 
 
 def values_at_site(
-    moments: AttentionMoments, method: Method, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+    moments: HeadMoments, method: Method, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
 ) -> ValueRecovery:
     """The values and the output projection at one width per head."""
     if leaves_values(method, width, weight_OC.shape[1] // heads):
@@ -173,12 +173,12 @@ class HeadMaps:
         return torch.cat([mapped_rows(part, each) for part, each in zip(parts, maps, strict=True)])
 
 
-def output_energy(moments: AttentionMoments, weight_OC: Tensor) -> float:
+def output_energy(moments: HeadMoments, weight_OC: Tensor) -> float:
     """Variance of the dense projection's output: tr(W C W')."""
     return variance(weight_OC, moments.z_covariance_CC)
 
 
-def error_of(values: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: AttentionMoments) -> float:
+def error_of(values: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: HeadMoments) -> float:
     """E||y - y'||^2 of new values and projection on any moments of the dense z."""
     bias_change_O = -values.bias_O if bias_O is None else bias_O - values.bias_O
     return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - values.as_dense_OC, bias_change_O)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from calib.moments import AttentionMoments, Moments
+from calib.moments import HeadMoments, Moments
 from calib.sites import Site
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy
 from corp_deploy.families import timm_vit as vit
@@ -42,14 +42,14 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
     require_same_model(model, first)
     kept = {}
     for name, width in widths.items():
-        site = site_moments(name, first, AttentionMoments, model)
+        site = site_moments(name, first, HeadMoments, model)
         kept[name] = kept_from_scores(logit_energy(site.energy_HD, site.images), width).cpu()
     return kept
 
 
 def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
     """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
-    sizes = {part.qk for part in vit.parts(model).attentions if not part.keeps_qk}
+    sizes = {part.qk for part in vit.sites(model).attentions if not part.keeps_qk}
     shares = {1.0 - width / size for size in sizes for width in aligned_widths(size, align_head)[:-1]}
     for share in sorted(shares):
         yield share, kept_widths(model, sites, (share,), align_head)

@@ -14,7 +14,7 @@ MlpRanking = Literal[
     "obs", "combined", "energy", "magnitude", "active", "variance", "wanda", "producer-l1", "producer-l2"
 ]
 MlpSelection = MlpRanking | Literal["fold"]
-MlpRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
+ChannelRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
 ValueRecoveryName = Literal["keep", "lowrank"]
@@ -43,7 +43,7 @@ class Method:
     """
 
     mlp_selection: MlpSelection
-    mlp_recovery: MlpRecoveryName
+    mlp_recovery: ChannelRecoveryName
     qk_recovery: QkRecoveryName
     qk_selection: QkRanking = "energy"
     value_recovery: ValueRecoveryName = "keep"

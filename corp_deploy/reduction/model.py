@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from calib.images import Images
-from calib.moments import AttentionMoments, MlpMoments, Moments, OneKind, on_device
+from calib.moments import ChannelMoments, HeadMoments, Moments, OneKind, on_device
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths, Widths, aligned_width, head_widths
@@ -54,7 +54,7 @@ class Reduction:
 
 def uniform_widths(model: nn.Module, method: Method) -> dict[str, int | HeadWidths]:
     """Every site that the method reduces, with the same share kept everywhere, aligned."""
-    found = vit.parts(model)
+    found = vit.sites(model)
     widths: dict[str, int | HeadWidths] = {}
     if method.mlp_sparsity is not None:
         share, align = method.mlp_kept, method.align_hidden
@@ -64,12 +64,12 @@ def uniform_widths(model: nn.Module, method: Method) -> dict[str, int | HeadWidt
     return widths
 
 
-def _shrinks(part: vit.AttentionPart, method: Method) -> bool:
+def _shrinks(part: vit.HeadSite, method: Method) -> bool:
     """Where Q/K must stay, only square heads ask for something else: the values."""
     return not part.keeps_qk or method.geometry == "square"
 
 
-def _uniform_heads(part: vit.AttentionPart, method: Method) -> HeadWidths:
+def _uniform_heads(part: vit.HeadSite, method: Method) -> HeadWidths:
     size = aligned_width(part.size, method.attention_kept, method.align_head)
     return head_widths(size, part.widths, method.geometry, keeps_qk=bool(part.keeps_qk))
 
@@ -108,14 +108,14 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
         )
 
 
-def _values_of(part: vit.AttentionPart, width: int | HeadWidths | None) -> str:
+def _values_of(part: vit.HeadSite, width: int | HeadWidths | None) -> str:
     """What became of the values of an attention whose Q/K stay."""
     if not isinstance(width, HeadWidths):
         return "its values stay too, --heads square reduces them"
     return f"{width.v} of {part.v} value dimensions a head stay"
 
 
-def notes_on(found: vit.Parts, method: Method, widths: Widths) -> tuple[str, ...]:
+def notes_on(found: vit.Sites, method: Method, widths: Widths) -> tuple[str, ...]:
     """What stays as it is although something was asked of it, and why."""
     notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in found.refused]
     notes += [
@@ -138,7 +138,7 @@ class ReducedSite:
 
 def reduced_site(
     model: nn.Module,
-    part: vit.MlpPart | vit.AttentionPart,
+    part: vit.ChannelSite | vit.HeadSite,
     moments: Moments,
     method: Method,
     width: int | HeadWidths,
@@ -147,15 +147,15 @@ def reduced_site(
     held_out: Moments | None = None,
 ) -> ReducedSite:
     """One site at one width. `known` spares `obs` its elimination."""
-    if isinstance(part, vit.MlpPart):
+    if isinstance(part, vit.ChannelSite):
         assert isinstance(width, int), (part.name, width)
-        taken = site_moments(part.name, moments, MlpMoments, model)
-        others = None if held_out is None else site_moments(part.name, held_out, MlpMoments, model)
+        taken = site_moments(part.name, moments, ChannelMoments, model)
+        others = None if held_out is None else site_moments(part.name, held_out, ChannelMoments, model)
         linears, report = reduced_mlp(part, taken, method, width, known, others)
         return ReducedSite(modules={**linears}, reports=[report])
     assert isinstance(width, HeadWidths), (part.name, width)
-    at_heads = site_moments(part.name, moments, AttentionMoments, model)
-    heads = None if held_out is None else site_moments(part.name, held_out, AttentionMoments, model)
+    at_heads = site_moments(part.name, moments, HeadMoments, model)
+    heads = None if held_out is None else site_moments(part.name, held_out, HeadMoments, model)
     modules, reports = reduced_attention(part, at_heads, method, width, heads)
     return ReducedSite(modules=modules, reports=reports)
 
@@ -175,10 +175,10 @@ def _merged(
         raise BadInput(
             "merged channels are fitted to and judged by what they give on the calibration images; give them: --images"
         )
-    mlps = {part.name: part for part in vit.parts(model).mlps if part.name in widths}
+    mlps = {part.name: part for part in vit.sites(model).mlps if part.name in widths}
     shown = ShownImages.of(images, moments, held_out)
-    here = {name: site_moments(name, moments, MlpMoments, model) for name in mlps}
-    others = {} if held_out is None else {name: site_moments(name, held_out, MlpMoments, model) for name in mlps}
+    here = {name: site_moments(name, moments, ChannelMoments, model) for name in mlps}
+    others = {} if held_out is None else {name: site_moments(name, held_out, ChannelMoments, model) for name in mlps}
     folded = folded_mlps(model, mlps, widths, here, others, method, shown)
     merged = {name: ReducedSite(modules={**linears}, reports=[report]) for name, (linears, report) in folded.items()}
     few = f"merged channels were fitted and judged on {shown.fitted} of the {moments.images} calibration images"
@@ -210,12 +210,12 @@ def reduce(
         require_same_model(model, held_out)
         require_apart(moments, held_out)
     wanted = uniform_widths(model, method) if widths is None else widths
-    found = vit.parts(model)
+    found = vit.sites(model)
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
     merged, few = _merged(model, wanted, moments, method, images, held_out)
 
-    def at_site(part: vit.MlpPart | vit.AttentionPart) -> ReducedSite:
+    def at_site(part: vit.ChannelSite | vit.HeadSite) -> ReducedSite:
         if part.name in merged:
             return merged[part.name]
         known = None if eliminations is None else eliminations.get(part.name)

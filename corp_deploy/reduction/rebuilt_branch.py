@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from calib.moments import AttentionMoments, MlpMoments
+from calib.moments import ChannelMoments, HeadMoments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.widths import HeadWidths
@@ -32,7 +32,7 @@ class Rebuilt:
     kept_K: Tensor | None = None
 
 
-def rebuilt_attention(part: vit.AttentionPart, moments: AttentionMoments, method: Method, width: HeadWidths) -> Rebuilt:
+def rebuilt_attention(part: vit.HeadSite, moments: HeadMoments, method: Method, width: HeadWidths) -> Rebuilt:
     modules, reports = reduced_attention(part, moments, method, width)
     module = modules[part.name]
     assert isinstance(module, HeadAttention), (part.name, module)
@@ -40,7 +40,7 @@ def rebuilt_attention(part: vit.AttentionPart, moments: AttentionMoments, method
 
 
 def rebuilt_mlp(
-    branch: vit.Branch, part: vit.MlpPart, moments: MlpMoments, streams: Streams, method: Method, width: int
+    branch: vit.Branch, part: vit.ChannelSite, moments: ChannelMoments, streams: Streams, method: Method, width: int
 ) -> Rebuilt:
     """The streams are looked at only where channels are merged."""
     if method.merges:
@@ -54,7 +54,7 @@ def rebuilt_mlp(
 
 
 def _merged(
-    branch: vit.Branch, part: vit.MlpPart, moments: MlpMoments, streams: Streams, method: Method, width: int
+    branch: vit.Branch, part: vit.ChannelSite, moments: ChannelMoments, streams: Streams, method: Method, width: int
 ) -> Rebuilt:
     """Fitted and judged on the reduced stream."""
     folded = folded_mlp(part, branch.layer, moments, method, width)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from calib.moments import AttentionMoments, MlpMoments
-from corp_deploy.algebra.channels import MlpRecovery
+from calib.moments import ChannelMoments, HeadMoments
+from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.values import ValueRecovery
@@ -13,7 +13,7 @@ from corp_deploy.families.widths import HeadWidths, geometry_of_heads
 
 from . import channels as reduce_mlp
 from . import heads as reduce_attention
-from .channels import MlpAtSite, MlpLayers, mlp_at_site, output_energy
+from .channels import ChannelLayers, ChannelsAtSite, mlp_at_site, output_energy
 from .heads import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .method import Method
 from .report import HeldOut, SiteReport
@@ -28,9 +28,9 @@ def fill(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         linear.bias.copy_(bias)
 
 
-def layers_of(part: vit.MlpPart) -> MlpLayers:
+def layers_of(part: vit.ChannelSite) -> ChannelLayers:
     """The MLP's dense layers in float64."""
-    return MlpLayers(
+    return ChannelLayers(
         first_FI=part.fc1.weight.detach().double(),
         first_bias_F=None if part.fc1.bias is None else part.fc1.bias.detach().double(),
         second_OF=part.fc2.weight.detach().double(),
@@ -39,7 +39,7 @@ def layers_of(part: vit.MlpPart) -> MlpLayers:
 
 
 def placed_mlp(
-    part: vit.MlpPart, first_KI: Tensor, first_bias_K: Tensor | None, weight_OK: Tensor, bias_O: Tensor
+    part: vit.ChannelSite, first_KI: Tensor, first_bias_K: Tensor | None, weight_OK: Tensor, bias_O: Tensor
 ) -> dict[str, nn.Linear]:
     """fc1 and fc2 with these weights, by module name; fc2 has a bias where it had one or needs one."""
     needs_bias = part.fc2.bias is not None or bool(bias_O.any())
@@ -51,7 +51,7 @@ def placed_mlp(
 
 
 def mlp_report(
-    part: vit.MlpPart, method: Method, recovery: MlpRecovery, energy: float, held_out: HeldOut | None
+    part: vit.ChannelSite, method: Method, recovery: ChannelRecovery, energy: float, held_out: HeldOut | None
 ) -> SiteReport:
     """What happened to one MLP."""
     return SiteReport(
@@ -71,7 +71,11 @@ def mlp_report(
 
 
 def built_mlp(
-    part: vit.MlpPart, new: MlpAtSite, moments: MlpMoments, method: Method, held_out: MlpMoments | None = None
+    part: vit.ChannelSite,
+    new: ChannelsAtSite,
+    moments: ChannelMoments,
+    method: Method,
+    held_out: ChannelMoments | None = None,
 ) -> tuple[dict[str, nn.Linear], SiteReport]:
     """The linear layers that were decided on as modules by name, and the site's report."""
     layers = layers_of(part)
@@ -84,26 +88,26 @@ def built_mlp(
 
 
 def reduced_mlp(
-    part: vit.MlpPart,
-    moments: MlpMoments,
+    part: vit.ChannelSite,
+    moments: ChannelMoments,
     method: Method,
     width: int,
     known: Elimination | None = None,
-    held_out: MlpMoments | None = None,
+    held_out: ChannelMoments | None = None,
 ) -> tuple[dict[str, nn.Linear], SiteReport]:
     """New fc1 and fc2 of one MLP by module name, and the site's report."""
     new = mlp_at_site(moments, layers_of(part), method, width, known)
     return built_mlp(part, new, moments, method, held_out)
 
 
-def _qk_held_out(site: str, recovery: QkRecovery, held_out: AttentionMoments, method: Method) -> HeldOut:
+def _qk_held_out(site: str, recovery: QkRecovery, held_out: HeadMoments, method: Method) -> HeldOut:
     error_H = reduce_attention.logit_error(site, held_out, method, recovery.q_map_HRD, recovery.k_map_HRD)
     energy_H = reduce_attention.logit_scale(site, held_out, method)
     return HeldOut(energy=float(energy_H.sum()), error=float(error_H.sum()))
 
 
 def _qk_report(
-    part: vit.AttentionPart, at_site: QkAtSite, method: Method, width: int, held_out: AttentionMoments | None
+    part: vit.HeadSite, at_site: QkAtSite, method: Method, width: int, held_out: HeadMoments | None
 ) -> SiteReport:
     recovery = at_site.recovery
     return SiteReport(
@@ -123,12 +127,12 @@ def _qk_report(
 
 
 def _value_report(
-    part: vit.AttentionPart,
+    part: vit.HeadSite,
     values: ValueRecovery,
-    moments: AttentionMoments,
+    moments: HeadMoments,
     method: Method,
     width: int,
-    held_out: AttentionMoments | None,
+    held_out: HeadMoments | None,
 ) -> SiteReport:
     weight_OC, bias_O = _projection(part)
     return SiteReport(
@@ -152,18 +156,18 @@ def _value_report(
     )
 
 
-def _projection(part: vit.AttentionPart) -> tuple[Tensor, Tensor | None]:
+def _projection(part: vit.HeadSite) -> tuple[Tensor, Tensor | None]:
     """The output projection's dense weight and bias in float64."""
     bias_O = None if part.proj.bias is None else part.proj.bias.detach().double()
     return part.proj.weight.detach().double(), bias_O
 
 
 def reduced_attention(
-    part: vit.AttentionPart,
-    moments: AttentionMoments,
+    part: vit.HeadSite,
+    moments: HeadMoments,
     method: Method,
     widths: HeadWidths,
-    held_out: AttentionMoments | None = None,
+    held_out: HeadMoments | None = None,
 ) -> tuple[dict[str, nn.Module], list[SiteReport]]:
     """The new attention module by name, and a report for Q/K, unless they must stay, and for values that change."""
     assert widths.qk == part.qk or not part.keeps_qk, (part.name, widths)

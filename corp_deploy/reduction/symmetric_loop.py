@@ -25,9 +25,9 @@ from .streams import Streams
 
 
 def _rebuilt(
-    branch: vit.Branch, part: vit.MlpPart | vit.AttentionPart, streams: Streams, method: Method, width: object
+    branch: vit.Branch, part: vit.ChannelSite | vit.HeadSite, streams: Streams, method: Method, width: object
 ) -> Rebuilt:
-    if isinstance(part, vit.AttentionPart):
+    if isinstance(part, vit.HeadSite):
         assert isinstance(width, HeadWidths), (part.name, width)
         moments = attention_moments(branch, part, streams, system=method.needs_attention_system)
         return rebuilt_attention(part, moments, method, width)
@@ -50,7 +50,7 @@ def reduce_symmetric_loop(
 
     Raises BadInput for a block that can't be walked through.
     """
-    found = vit.parts(model)
+    found = vit.sites(model)
     parts = {part.name: part for part in found.every}
     wanted = uniform_widths(model, method) if widths is None else widths
     steps = list(vit.steps(model))

@@ -92,7 +92,7 @@ def dense_from_architecture(architecture: Architecture) -> nn.Module:
             f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
         )
     model = _built(architecture)
-    vit.parts(model)
+    vit.sites(model)
     vit.set_preprocessing_(model, architecture.preprocessing)
     return model.eval()
 
@@ -122,7 +122,7 @@ def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
 
 
 def _widths_from_model(model: nn.Module) -> dict[str, dict[str, Any]]:
-    found = vit.parts(model)
+    found = vit.sites(model)
     widths: dict[str, dict[str, Any]] = {
         part.name: {
             "hidden": part.hidden,
@@ -167,7 +167,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
 
 def _resized(model: nn.Module, sites: Mapping[str, Mapping[str, Any]]) -> nn.Module:
     """The dense model with every site brought to its recorded widths, weights not yet set."""
-    found = vit.parts(model)
+    found = vit.sites(model)
     modules: dict[str, nn.Module] = {}
     for mlp in found.mlps:
         hidden, output_bias = sites[mlp.name]["hidden"], sites[mlp.name]["output_bias"]

@@ -29,7 +29,7 @@ CARRIED = ("dense", "moments", "images", "preset")
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
     """Widths, cost, preprocessing, digest and lineage, as the flat text that an ONNX file carries."""
-    found = vit.parts(checkpoint.model)
+    found = vit.sites(checkpoint.model)
     widths = {mlp.name: {"hidden": mlp.hidden} for mlp in found.mlps}
     widths |= {part.name: {"heads": part.heads, "qk": part.qk, "v": part.v} for part in found.attentions}
     facts = {

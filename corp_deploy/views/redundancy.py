@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from calib.redundancy import AttentionRedundancy, MlpRedundancy
+from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from perf.report.plots import Point, Series, curve
 from perf.report.svg import standalone
 
-Entry = MlpRedundancy | AttentionRedundancy
+Entry = ChannelRedundancy | HeadRedundancy
 
 
 def redundancy_tables(entries: Sequence[Entry]) -> tuple[Table, Table]:
@@ -16,7 +16,7 @@ def redundancy_tables(entries: Sequence[Entry]) -> tuple[Table, Table]:
     mlps = Table("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity", title="MLP")
     heads = Table("site", "head dim", "effective rank", "95 % of logit energy", "99 %", title="Q/K, largest head")
     for entry in entries:
-        if isinstance(entry, MlpRedundancy):
+        if isinstance(entry, ChannelRedundancy):
             rank = f"{entry.effective_rank:.1f}", f"{entry.effective_rank_ratio:.3f}"
             held = str(entry.k95), f"{entry.k95_ratio:.3f}", f"{entry.activation_sparsity:.2f}"
             mlps.add_row(entry.site, str(entry.dim), *rank, *held)
@@ -27,7 +27,7 @@ def redundancy_tables(entries: Sequence[Entry]) -> tuple[Table, Table]:
 
 
 def _share(entry: Entry) -> float:
-    return entry.k95 / entry.dim if isinstance(entry, MlpRedundancy) else max(entry.k95) / entry.dim
+    return entry.k95 / entry.dim if isinstance(entry, ChannelRedundancy) else max(entry.k95) / entry.dim
 
 
 def _point(entry: Entry) -> Point:
@@ -37,8 +37,8 @@ def _point(entry: Entry) -> Point:
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:
     """Share of dimensions that hold 95 % of the energy, block by block, as an SVG file."""
-    mlps = tuple(_point(entry) for entry in entries if isinstance(entry, MlpRedundancy))
-    heads = tuple(_point(entry) for entry in entries if isinstance(entry, AttentionRedundancy))
+    mlps = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
+    heads = tuple(_point(entry) for entry in entries if isinstance(entry, HeadRedundancy))
     series = [Series(name="MLP", tone="dense", points=mlps), Series(name="Q/K", tone="reduced", points=heads)]
     shown = [each for each in series if each.points]
     title = "Share of dimensions that hold 95 % of the energy"
