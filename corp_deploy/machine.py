@@ -26,16 +26,34 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "pillow": "12.3",
         "safetensors": "0.4.5",
         "click": "8.5",
+        "jinja2": "3.1.6",
+        "msgspec": "0.20",
+        "tomli-w": "1.2",
         "rich": "13.7",
         "onnxruntime": "1.27",
         "onnxruntime-gpu": "1.27",
         "nvidia-ml-py": "12.535",
+        "tokenizers": "0.20",
         "tensorrt": "11.0",
         "tensorrt-rtx": "1.2",
     }
 )
-PACKAGES = tuple(name for name in FLOORS if name not in ("click", "rich", "nvidia-ml-py"))
-_REQUIRED = ("torch", "timm", "numpy", "onnx", "onnxscript", "pillow", "safetensors", "click", "rich")
+_UNNAMED = ("click", "jinja2", "msgspec", "nvidia-ml-py", "rich", "tokenizers", "tomli-w")
+PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
+_REQUIRED = (
+    "torch",
+    "timm",
+    "numpy",
+    "onnx",
+    "onnxscript",
+    "pillow",
+    "safetensors",
+    "click",
+    "rich",
+    "jinja2",
+    "msgspec",
+    "tomli-w",
+)
 # Whoever serves with an older major version has a reason to stay below the floor.
 _BELOW_FLOOR = {"tensorrt": "10.16.1 and newer build engines for servers that have TensorRT 10"}
 

@@ -153,9 +153,9 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_file(root: Path, source: Pa
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from corp_deploy.stages import Place, Stage, locked, run
+from corp_deploy.release.incremental import Stage, StageDirs, locked, run
 root = Path(sys.argv[1])
-def does(place: Place) -> None:
+def does(place: StageDirs) -> None:
     (place.into / "big.bin").write_bytes(b"x" * 100_000)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 stage = Stage(name="big", makes=("big.bin",), does=does)

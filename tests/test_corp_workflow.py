@@ -426,7 +426,7 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
     assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.fp16.onnx", "m.onnx"]
     half = onnx.load(tmp_path / "m.fp16.onnx")
     carried = {entry.key: entry.value for entry in half.metadata_props}
-    assert (carried["export.graph.precision"], carried.get("export.keep_fp32", ""), sought) == ("fp16", "", ["ragged"])
+    assert (carried["export.precision"], carried.get("export.keep_fp32", ""), sought) == ("fp16", "", ["ragged"])
     assert half.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 2
     assert not any(node.op_type == "Pad" for node in half.graph.node)
 

@@ -64,7 +64,7 @@ def test_a_good_graph_has_no_reason(fp32: ModelProto, fp16: ModelProto) -> None:
 
 
 def relabel(proto: ModelProto) -> None:
-    next(entry for entry in proto.metadata_props if entry.key == "export.graph.precision").value = "fp16"
+    next(entry for entry in proto.metadata_props if entry.key == "export.precision").value = "fp16"
 
 
 def set_opset(version: int) -> Callable[[ModelProto], None]:

@@ -152,7 +152,7 @@ def test_each_weight_is_stored_once_and_parameters_keep_their_names(fp16: onnx.M
 def test_metadata_is_given_and_own_sorted(fp16: onnx.ModelProto) -> None:
     entries = {entry.key: entry.value for entry in fp16.metadata_props}
     assert list(entries) == sorted(entries)
-    assert (entries["widths"], entries["export.graph.precision"], entries["export.opset"]) == ("qk 16", "fp16", "20")
+    assert (entries["widths"], entries["export.precision"], entries["export.opset"]) == ("qk 16", "fp16", "20")
     assert entries["export.torch"].startswith(torch.__version__.partition("+")[0])
 
 

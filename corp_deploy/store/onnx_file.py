@@ -110,7 +110,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
             f"{path}: expected one input [batch,3,H,W], got {[value.name for value in inputs]}; it is no image model"
         )
     return GraphFacts(
-        precision=carried.get("export.graph.precision") or onnx_precision(path),
+        precision=carried.get("export.precision") or onnx_precision(path),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         batch=dims[0].dim_value or None,
         image_shape=(dims[1].dim_value, dims[2].dim_value, dims[3].dim_value),

@@ -18,7 +18,7 @@ OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is no
 BACKENDS = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
-_PRECISION_KEY = "export.graph.precision"
+_PRECISION_KEY = "export.precision"
 SPELLED_OUT = "norms are spelled out in float16"
 
 
