@@ -1,0 +1,37 @@
+"""What goes into a model and what comes out of it: named tensors with the batch in front.
+
+A model with several inputs is called with them in the order of their ports, and gives its outputs in that order; one
+output is given bare.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["logits", "token logits", "embedding", "feature map"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One named input. `shape` stands behind the batch; `dtype` by numpy's name: float32, int64, bool."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPort:
+    """One named output and what it is for: logits [B,classes], token logits [B,N,classes], an embedding [B,C] that is
+    compared by angle, or a feature map [B,...].
+    """
+
+    name: str
+    role: Role
+
+
+def image_port(shape: tuple[int, int, int]) -> Port:
+    """Images as every vision model here takes them: channels, height, width."""
+    return Port(name="images", shape=shape)
+
+
+LOGITS = OutputPort(name="logits", role="logits")
