@@ -30,7 +30,8 @@ from perf.record.runs import Bench, BenchTrial, Block, Described, Row
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import LOST_REL, is_disturbed, quiet_spans, samples
 from perf.timing.environment import environment
-from perf.timing.laps import Plan, measure_pair, warm_up
+from perf.timing.laps import Plan, warm_up
+from perf.timing.rounds import measure_pair
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 CALLS = 5

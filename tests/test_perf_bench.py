@@ -15,8 +15,7 @@ from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, require_comparable, save_bench
 from perf.runners.memory import Gauge, Ledger, ResidentSet
 from perf.runners.protocol import Images, Logits
-from perf.stats.knee import knee
-from perf.stats.summary import summarise
+from perf.stats.summary import knee, summarise
 from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, watching

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from perf.parity import module_blocks, structure, tolerance
+from perf.parity import block_outputs, structure, tolerance
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.fp16_rounding import rounded_graph
 from perf.parity.headroom import headroom
@@ -276,8 +276,12 @@ def located_in_half(model: TinyViT, graph: ModelProto) -> Located:
 
 def bright_direction(model: TinyViT, block: int) -> Tensor:
     """What tells bright tokens from others where they enter attention, of unit length."""
-    tokens = torch.from_numpy(module_blocks.block_outputs(model, photographs())[f"blocks.{block}.norm1"]).flatten(0, 1)
-    others = torch.from_numpy(module_blocks.block_outputs(model, noise_images())[f"blocks.{block}.norm1"]).flatten(0, 1)
+    tokens = torch.from_numpy(block_outputs.outputs_of_module(model, photographs())[f"blocks.{block}.norm1"]).flatten(
+        0, 1
+    )
+    others = torch.from_numpy(block_outputs.outputs_of_module(model, noise_images())[f"blocks.{block}.norm1"]).flatten(
+        0, 1
+    )
     images = torch.from_numpy(photographs()).unflatten(2, (2, 4)).unflatten(4, (2, 4)).permute(0, 2, 4, 1, 3, 5)
     bright = images.flatten(3).flatten(0, 2).norm(dim=-1) > 9.5
     direction = tokens[bright].mean(0) - others.mean(0)

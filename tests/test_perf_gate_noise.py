@@ -13,7 +13,8 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import JudgedRule, judge
 from perf.gate.rule import rule_from_text
 from perf.record.runs import Bench, BenchTrial, Described, Row
-from perf.timing.laps import Clock, Laps, Plan, measure_pair
+from perf.timing.laps import Clock, Laps, Plan
+from perf.timing.rounds import measure_pair
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 PLAN = Plan(time_limit_s=10.0, half_width_rel=0.008)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from ground.errors import BadInput
-from perf.parity import module_blocks, onnx_blocks
+from perf.parity import block_outputs
 from perf.parity.fp16_rounding import rounded_graph
 from perf.parity.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
 
@@ -97,7 +97,7 @@ def test_keeping_ends_when_it_does_not_help() -> None:
     ],
 )
 def test_the_site_of_a_node(name: str, site: str) -> None:
-    assert onnx_blocks.site_of(name) == site
+    assert block_outputs.site_of(name) == site
 
 
 def half_graph(weight: float, *, batch: str | int = "batch") -> ModelProto:
@@ -125,7 +125,7 @@ IMAGES = np.arange(10, dtype=np.float32).reshape(5, 2) + 1 / 3
 
 
 def test_cut_values_equal_float16_arithmetic() -> None:
-    found = onnx_blocks.block_outputs(half_graph(3.0), IMAGES, batch=2)
+    found = block_outputs.outputs_of_graph(half_graph(3.0), IMAGES, batch=2)
     assert list(found) == ["blocks.0.mlp", "blocks.0", "head"]
     y = IMAGES.astype(np.float16) * np.float16(3)
     np.testing.assert_array_equal(found["blocks.0.mlp"], y.astype(np.float32))
@@ -134,25 +134,25 @@ def test_cut_values_equal_float16_arithmetic() -> None:
 
 
 def test_float16_ends_where_it_ends() -> None:
-    found = onnx_blocks.block_outputs(half_graph(5000.0), IMAGES)
+    found = block_outputs.outputs_of_graph(half_graph(5000.0), IMAGES)
     assert np.isfinite(found["blocks.0.mlp"]).all()
     assert np.isinf(found["blocks.0"][IMAGES > 7]).all()
 
 
 def test_a_graph_of_fixed_batch_takes_any_number_of_images() -> None:
-    fixed = onnx_blocks.block_outputs(half_graph(3.0, batch=2), IMAGES)
-    free = onnx_blocks.block_outputs(half_graph(3.0), IMAGES)
+    fixed = block_outputs.outputs_of_graph(half_graph(3.0, batch=2), IMAGES)
+    free = block_outputs.outputs_of_graph(half_graph(3.0), IMAGES)
     assert fixed["head"].shape == (5, 2)
     np.testing.assert_array_equal(fixed["head"], free["head"])
 
 
 def test_largest_activations_by_site() -> None:
     model = half_graph(3.0)
-    by_value = onnx_blocks.largest_activations(model, IMAGES, batch=2)
+    by_value = block_outputs.largest_activations(model, IMAGES, batch=2)
     top = float(np.float16(IMAGES.max()) * np.float16(3))
     assert by_value["y"] == top
-    assert onnx_blocks.by_site(model, by_value)["blocks.0"] == 2 * top
-    assert onnx_blocks.half_values(model) == {"x", "y", "y2", "z", "u"}
+    assert block_outputs.by_site(model, by_value)["blocks.0"] == 2 * top
+    assert block_outputs.half_values(model) == {"x", "y", "y2", "z", "u"}
 
 
 def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
@@ -160,7 +160,7 @@ def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
     for node in model.graph.node:
         node.name = node.name.replace("/", "_")
     with pytest.raises(BadInput, match="no node of this graph is named by its module"):
-        onnx_blocks.borders(model)
+        block_outputs.borders(model)
     model = half_graph(3.0)
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
     with pytest.raises(BadInput, match="logits: this border is float16"):
@@ -169,7 +169,7 @@ def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
 
 def test_torch_hooks_see_sites_and_leave_nothing_behind() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.Linear(2, 2))
-    found = module_blocks.block_outputs(model, IMAGES, batch=2)
+    found = block_outputs.outputs_of_module(model, IMAGES, batch=2)
     assert list(found) == ["0.0", "0.1", "0", "1"]
     with torch.inference_mode():
         np.testing.assert_allclose(found["1"], model(torch.from_numpy(IMAGES)).numpy(), rtol=1e-6)

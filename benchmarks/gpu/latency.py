@@ -1,9 +1,9 @@
 """Dense against reduced, 0.1 to 0.7 joint sparsity, heads padded, square and ragged, in torch.
 
-Dense, dense again and the three geometries take turns within every round in one process (see perf.timing.laps); ratios
-are medians over rounds of the ratio within a round, with bootstrap intervals (perf.stats.stats). Compute is the time
-between CUDA events around the model; wall time adds the copies of images and logits. Weights are random, which costs
-the same time."""
+Dense, dense again and the three geometries take turns within every round in one process (see perf.timing.rounds);
+ratios are medians over rounds of the ratio within a round, with bootstrap intervals (perf.stats.stats). Compute is the
+time between CUDA events around the model; wall time adds the copies of images and logits. Weights are random, which
+costs the same time."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -28,7 +28,8 @@ from perf.runners.module import DTYPES
 from perf.stats.quiet import samples
 from perf.stats.stats import Interval, median_interval, rate_interval, ratio_of_medians
 from perf.stats.summary import finite, realised_share
-from perf.timing.laps import Bound, Plan, calls_per_block, measure_rounds, warm_up
+from perf.timing.laps import Bound, Plan, warm_up
+from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

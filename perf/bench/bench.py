@@ -14,17 +14,8 @@ from perf.runners.memory import Ledger
 from perf.runners.protocol import Images, ParallelStreams, Runner, batch_of
 from perf.stats.stability import warnings_of
 from perf.timing.environment import environment
-from perf.timing.laps import (
-    Bound,
-    Clock,
-    Plan,
-    WarmUp,
-    calls_per_block,
-    measure_pair,
-    measure_rounds,
-    settle_calls,
-    warm_up,
-)
+from perf.timing.laps import Bound, Clock, Plan, WarmUp, warm_up
+from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch, unwatched
 
 Progress = Callable[[float, str], None]

@@ -19,7 +19,8 @@ from perf.runners.protocol import Images, Runner
 from perf.stats.quiet import is_disturbed, samples
 from perf.stats.stats import median
 from perf.timing.environment import environment, fingerprint
-from perf.timing.laps import Clock, Plan, calls_per_block, measure_rounds, warm_up
+from perf.timing.laps import Clock, Plan, warm_up
+from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch, unwatched
 
 VERSION = 1

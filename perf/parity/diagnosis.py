@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import nn
 
-from . import module_blocks, onnx_blocks
+from . import block_outputs
 from .locate import Located, block_errors, locate, noise_of
 from .tolerance import exact
 
@@ -18,7 +18,7 @@ Array = NDArray[np.float32]
 
 def block_noise(dense_single: ModelProto, dense_half: ModelProto, images_NCHW: Array) -> dict[str, float]:
     """Each block's own FP16 noise, of the dense model, by key."""
-    single, half = (onnx_blocks.block_outputs(graph, images_NCHW) for graph in (dense_single, dense_half))
+    single, half = (block_outputs.outputs_of_graph(graph, images_NCHW) for graph in (dense_single, dense_half))
     return noise_of(single, half)
 
 
@@ -29,14 +29,14 @@ def locate_in_half(
 
     A few images do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
     """
-    sides = [onnx_blocks.block_outputs(graph, images_NCHW) for graph in (single, half)]
-    activations = onnx_blocks.by_site(single, onnx_blocks.largest_activations(single, images_NCHW))
+    sides = [block_outputs.outputs_of_graph(graph, images_NCHW) for graph in (single, half)]
+    activations = block_outputs.by_site(single, block_outputs.largest_activations(single, images_NCHW))
     return locate(link, block_errors(*sides, noise=noise), activations=activations, mend=mend)
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, images_NCHW: Array, *, products: int) -> Located:
     """Where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
-    sides = module_blocks.block_outputs(model, images_NCHW), onnx_blocks.block_outputs(graph, images_NCHW)
+    sides = block_outputs.outputs_of_module(model, images_NCHW), block_outputs.outputs_of_graph(graph, images_NCHW)
     bound = exact(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
     return locate(link, block_errors(*sides, noise=bound), activations={}, factor=1.0)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 
+from .block_outputs import by_site, half_values, largest_activations
 from .locate import HALF_LIMIT
-from .onnx_blocks import by_site, half_values, largest_activations
 from .structure import StructuralTest
 
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from perf.record.runs import Bench, BenchTrial, Block, Row
 
-from .knee import Knee, knee
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
 from .stats import (
     Floats,
@@ -21,7 +20,7 @@ from .stats import (
     tail,
 )
 
-MEASURES = ("compute", "end_to_end")
+WORTH_REL = 0.10  # a doubled batch, and so about a doubled latency, must bring this much more throughput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +67,14 @@ class SummaryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Knee:
+    """The suggested batch size and, in one sentence, why."""
+
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A whole record, read. `end_to_end_rows` is empty where compute and end to end are the same call.
 
@@ -103,6 +110,31 @@ def summarise(bench: Bench) -> Summary:
         knee=knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
         warnings=bench.warnings,
     )
+
+
+def knee(throughput: Mapping[int, float], worth_rel: float = WORTH_REL) -> Knee | None:
+    """The smallest batch from which no larger one gains `worth_rel` per doubling; None below two batch sizes.
+
+    Args:
+        throughput: images per second by batch size.
+    """
+    if len(throughput) < 2:
+        return None
+    batches = sorted(throughput)
+    for index, batch in enumerate(batches):
+        if not any(_worth(throughput, batch, larger, worth_rel) for larger in batches[index + 1 :]):
+            break
+    rate = throughput[batch]
+    if batch == batches[-1]:
+        return Knee(batch=batch, reason=f"throughput still rises at the largest batch measured, {rate:.0f} images/s")
+    best = max(throughput[larger] for larger in batches[index + 1 :])
+    reason = f"{rate:.0f} images/s; no larger batch gains {100 * worth_rel:g} % per doubling (the best has {best:.0f})"
+    return Knee(batch=batch, reason=reason)
+
+
+def _worth(throughput: Mapping[int, float], batch: int, larger: int, worth_rel: float) -> bool:
+    doublings = math.log2(larger / batch)
+    return bool(throughput[larger] > throughput[batch] * (1 + worth_rel) ** doublings)
 
 
 def speedup(blocks: Sequence[Block], reference: str, candidate: str, measure: str = "compute") -> Interval | None:

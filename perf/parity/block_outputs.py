@@ -1,7 +1,7 @@
-"""An ONNX graph cut at its blocks: each block's output on given images, and the largest activation inside each block.
+"""Each block's output, of an ONNX graph cut at its blocks and of a torch module, and a graph's largest activations.
 
-Nodes are expected to carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one name behind
-the number, `blocks.3.attn`, or the first name where there is no number, `head`.
+A graph's nodes are expected to carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one
+name behind the number, `blocks.3.attn`, or the first name where there is no number, `head`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
+from torch import Tensor, nn
 
 from ground.errors import BadInput, Missing
 
@@ -57,13 +59,39 @@ def _key(site: str, name: str, names: list[str]) -> str:
     return site if name == names[-1] else f"{site}:{names.index(name)}"
 
 
-def block_outputs(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, Array]:
+def outputs_of_graph(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, Array]:
     """Every block's output by key, in the order of the graph, float32 [N, ...]; float16 rounds as the types say."""
     named = borders(model)
     cut = rounded_graph(model)
     _add_outputs(cut, named.values())
     pieces = list(_run(cut, images_NCHW, batch))
     return {key: np.concatenate([piece[name] for piece in pieces]) for key, name in named.items()}
+
+
+def outputs_of_module(model: nn.Module, images_NCHW: Array, *, batch: int = 8) -> dict[str, Array]:
+    """Outputs of all modules that are sites (`blocks.3`, `blocks.3.attn`, `head`), in the order computed, [N, ...].
+
+    Modules that give no single tensor are left out. No hook is left behind.
+    """
+    pieces: dict[str, list[Array]] = {}
+
+    def keep(name: str, output: object) -> None:
+        if isinstance(output, Tensor):
+            pieces.setdefault(name, []).append(output.detach().float().cpu().numpy())
+
+    sites = {name: module for name, module in model.named_modules() if name and site_of(f"{name}/") == name}
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+        for name, module in sites.items()
+    ]
+    try:
+        with torch.inference_mode():
+            for start in range(0, len(images_NCHW), batch):
+                model(torch.from_numpy(np.ascontiguousarray(images_NCHW[start : start + batch])))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: np.concatenate(rows) for name, rows in pieces.items()}
 
 
 def largest_activations(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, float]:

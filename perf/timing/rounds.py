@@ -1,0 +1,155 @@
+"""Warm subjects timed side by side: ABBA rounds of blocks, until the question is answered or so many.
+
+The state of the machine comes as a `Watch`, the clock as a function of no arguments; tests hand in fakes.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+from perf.record.runs import Block
+from perf.stats.quiet import comparison_measure, quiet_spans, samples
+from perf.stats.stats import MIN_ROUNDS, ratio_of_medians
+
+from .laps import Bound, Clock, Plan
+from .watch import Watch, unwatched
+
+# The interval is looked at each time the rounds have grown by an eighth: seldom, as looking often flatters it.
+LOOKS = 8
+# States in which the hardware slows itself down; a power cap is the normal state of a busy card and is only warned of.
+THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown")
+
+
+def calls_per_block(call_ms: float, block_ms: float) -> int:
+    """So many calls that a block lasts about `block_ms`: 1 to 200."""
+    return min(max(math.ceil(block_ms / call_ms), 1), 200)
+
+
+def settle_calls(calls: int) -> int:
+    """Untimed calls at the head of a block, slowed by the other subject's cache contents: 1 when calls are short.
+
+    Calls so long that a block holds fewer than four are not changed by the few microseconds that refilling takes.
+    """
+    return 1 if calls >= 4 else 0
+
+
+def measure_pair(
+    bounds: Mapping[str, Bound],
+    plan: Plan,
+    *,
+    calls: int,
+    clock: Clock,
+    watch: Watch = unwatched,
+    on_round: Callable[[int], None] | None = None,
+) -> tuple[tuple[Block, ...], str]:
+    """Measure two subjects in ABBA rounds (ABBA, BAAB, ...) until the plan's question is answered; says why it stopped.
+
+    Args:
+        bounds: two warm subjects by name, the reference first.
+        calls: timed calls in each block; a round has two blocks of each subject.
+        watch: the state of the GPU, asked between blocks; a throttled block spoils its round.
+        on_round: called with the rounds done.
+    """
+    reference, candidate = bounds
+    started, blocks, stop = clock(), list[Block](), None
+    with no_garbage_collection():
+        for index in count():
+            blocks += _round(bounds, index, calls, started, clock, watch)
+            if on_round is not None:
+                on_round(index + 1)
+            stop = _stop(blocks, reference, candidate, plan, (clock() - started) / 1e9)
+            if stop is not None:
+                break
+    assert stop is not None, "rounds are counted without end"
+    return tuple(blocks), stop
+
+
+def measure_rounds(
+    bounds: Mapping[str, Bound],
+    rounds: int,
+    *,
+    calls: int,
+    clock: Clock,
+    watch: Watch = unwatched,
+    on_round: Callable[[int], None] | None = None,
+) -> tuple[Block, ...]:
+    """Measure any number of subjects for so many rounds, forth and back within each: 1 2 3 3 2 1, then 3 2 1 1 2 3."""
+    started, blocks = clock(), list[Block]()
+    with no_garbage_collection():
+        for index in range(rounds):
+            blocks += _round(bounds, index, calls, started, clock, watch)
+            if on_round is not None:
+                on_round(index + 1)
+    return tuple(blocks)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's cycle collector out of the timed calls; collects once before."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _round(
+    bounds: Mapping[str, Bound], index: int, calls: int, started: int, clock: Clock, watch: Watch
+) -> list[Block]:
+    return [_block(bounds[name], name, index, calls, started, clock, watch) for name in _order(tuple(bounds), index)]
+
+
+def _order(names: tuple[str, ...], index: int) -> tuple[str, ...]:
+    """Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness."""
+    back = names[::-1]
+    return names + back if index % 2 == 0 else back + names
+
+
+def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> Block:
+    settle = settle_calls(calls)
+    if settle:
+        bound.laps(settle, clock)
+    at_s = (clock() - started) / 1e9
+    laps = bound.laps(calls, clock)
+    state = watch()
+    throttle = [reason for reason in (state.throttle if state else ()) if reason in THROTTLED]
+    return Block(
+        round=index,
+        subject=name,
+        at_s=at_s,
+        calls=laps.calls,
+        wall_ms=laps.wall_ms,
+        compute_ms=laps.compute_ms,
+        end_to_end_ms=laps.end_to_end_ms,
+        enqueue_ms=laps.enqueue_ms,
+        lost_ms=laps.lost_ms,
+        dropped=f"throttled: {', '.join(throttle)}" if throttle else None,
+        gpu=state,
+    )
+
+
+def _stop(blocks: Sequence[Block], reference: str, candidate: str, plan: Plan, elapsed_s: float) -> str | None:
+    """Why to stop now, or None. Width alone decides, never the verdict: stopping on a verdict would favour it."""
+    done = len({block.round for block in blocks})
+    if done >= plan.max_rounds:
+        return "round limit"
+    kept = len(quiet_spans(blocks))
+    late = elapsed_s >= plan.time_limit_s
+    if late and (kept >= MIN_ROUNDS or elapsed_s >= 2 * plan.time_limit_s):
+        return "time limit"
+    if kept < plan.min_rounds or kept % max(kept // LOOKS, 1):
+        return None
+    measure = comparison_measure(blocks)
+    ratio = ratio_of_medians(
+        samples(blocks, reference, measure),
+        samples(blocks, candidate, measure),
+        confidence=plan.confidence,
+        draws=plan.draws,
+        seed=plan.seed,
+    )
+    return "narrow" if ratio.half_width_rel <= plan.half_width_rel else None
