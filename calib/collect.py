@@ -13,10 +13,7 @@ from ground.errors import BadInput
 from .hooks import Role, evaluating, listening, roles
 from .moments import Moments
 from .products import Kernel, kernel_for
-from .sites import ChannelTaps as ChannelTaps
-from .sites import HeadTaps as HeadTaps
-from .sites import Site as Site
-from .sites import Tap as Tap
+from .sites import ChannelTaps, Site
 from .sums import ChannelSums, HeadSums, SiteSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]

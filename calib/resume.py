@@ -1,13 +1,13 @@
 """A calibration's state on disk: an interrupted one goes on where it was and ends with the same bits."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ground.errors import BadInput
+from ground.files import object_from_text
 
 from .distributed import Ranks
 from .moments import Moments
@@ -19,11 +19,12 @@ STATE = "calib.resume"
 
 def _state(path: Path, text: str) -> dict[str, Any]:
     try:
-        state = json.loads(text)
-    except (ValueError, RecursionError):
-        state = None
+        state = object_from_text(text, where=str(path))
+    except BadInput:
+        state = {}
     types = {"position": int, "bad": list, "run": dict}
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in types.items()):
+    typed = all(isinstance(state.get(key), kind) for key, kind in types.items())
+    if not typed or state.get("kernel") not in get_args(Kernel):
         raise BadInput(f"{path}: not a calibration's checkpoint; remove the file to start afresh")
     return state
 
@@ -62,11 +63,7 @@ class ResumeFile:
     def save(self, moments: Moments, reached: Progress, run: Mapping[str, str]) -> None:
         """Replaces the file in one step; `run` holds all that must be equal to go on."""
         state = json.dumps({**asdict(reached), "run": dict(run)}, sort_keys=True)
-        beside = self.path.with_name(f".{self.path.name}.partial")
-        save(replace(moments, lineage={STATE: state}), beside)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(self.path)
+        save(replace(moments, lineage={STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
         """What was saved, or None without a file. Raises BadInput for the state of another run."""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular, replacing
 
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 
@@ -51,7 +51,7 @@ def _signed(header: dict[str, Any]) -> str:
 
 
 def save(moments: Moments, path: Path) -> None:
-    """Writes `path`; the same moments give the same bytes."""
+    """Writes `path`, whole or not at all; the same moments give the same bytes."""
     tensors, sites = _flat(moments)
     header = {
         "kind": KIND,
@@ -62,7 +62,8 @@ def save(moments: Moments, path: Path) -> None:
         "sites": sites,
         "sha256": {name: _sha256(tensor) for name, tensor in tensors.items()},
     }
-    save_file(tensors, path, metadata={HEADER: _signed(header)})
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={HEADER: _signed(header)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +185,3 @@ def load(path: Path) -> Moments:
         raise BadInput(f"{path}: {IMAGE_IDS} are {ids.dtype} {list(ids.shape)}, expected int64 [images]: {_REMEDY}")
     sites = _SitesOfFile(path, header)
     return Moments(sites=sites, lineage=header.lineage, images=header.images, image_ids=ids)
-
-
-def read_lineage(path: Path) -> dict[str, str]:
-    """Where the moments in `path` come from, without reading any."""
-    return _read_header(path).lineage

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from calib import memory
 from calib.calibrate import Options, calibrate
-from calib.collect import ChannelTaps, HeadTaps, Site, Tap
 from calib.distributed import Ranks, joined_ranks
 from calib.images import Images, open_images
 from calib.memory import ChannelShape, HeadShape
 from calib.moments import Moments, merge
-from calib.resume import ResumeFile
+from calib.resume import STATE, ResumeFile
+from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 
@@ -197,6 +197,16 @@ def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "moments.safetensors", every=4)
     save(calibrated(path), checkpoint.path)
     with pytest.raises(BadInput, match="holds moments, not a calibration's checkpoint"):
+        calibrated(path, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    "state", ["", "[]", "{", '{"position": 8, "bad": [], "run": {}, "kernel": "abacus"}', "[" * 10**5]
+)
+def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
+    save(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
+    with pytest.raises(BadInput, match="not a calibration's checkpoint; remove the file"):
         calibrated(path, checkpoint=checkpoint)
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from calib import products
-from calib.collect import ChannelTaps, HeadTaps, Site, Tap, collect
+from calib.collect import collect
 from calib.moments import ChannelMoments, HeadMoments, Moments, merge
+from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from ground.errors import BadInput
 
 HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5

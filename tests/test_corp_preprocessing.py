@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors.torch import save_file
 
-from calib.store import read_lineage
+from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.preprocessing import Preprocessing
@@ -104,7 +104,7 @@ def test_calibrate_shows_and_records_it(home: Path, tmp_path: Path) -> None:
     words = ("calibrate", *named(home), *SET, "--images", home / "photos", "-o", tmp_path / "m.safetensors")
     record = as_json(run(*words, "--no-attention", "--json"))
     assert record["preprocessing"] == FOUND
-    assert json.loads(read_lineage(tmp_path / "m.safetensors")["preprocessing"]) == FOUND
+    assert json.loads(load(tmp_path / "m.safetensors").lineage["preprocessing"]) == FOUND
     shown = run(*words, "--no-attention").stdout
     assert "preprocessing: 3x32x32, bilinear, crop 1 (squash), mean 0.485" in shown
 

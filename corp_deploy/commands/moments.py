@@ -23,13 +23,11 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     from calib.moments import merge
     from calib.store import load, save
     from corp_deploy.reduction.calibrate import summary_of_moments
-    from ground.files import replacing
 
     if len(parts) < 2:
         raise click.UsageError("one file is nothing to merge; give two or more")
     merged = reduce(merge, (load(path) for path in parts))
-    with replacing(output) as temporary:
-        save(merged, temporary)
+    save(merged, output)
     out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
 
 

@@ -18,7 +18,7 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from calib.collect import ChannelTaps, HeadTaps, Tap
+from calib.sites import ChannelTaps, HeadTaps, Tap
 from ground.errors import BadInput
 
 from .head_attention import Geometry, HeadAttention

@@ -16,7 +16,6 @@ from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground import errors
 from ground.errors import BadInput
-from ground.files import replacing
 
 from .calibrate import (
     Statistics,
@@ -155,8 +154,7 @@ def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]
     """What the file holds, by the rank that writes it."""
     if ranks.rank != 0:
         return []
-    with replacing(path) as temporary:
-        save(moments, temporary)
+    save(moments, path)
     return [summary_of_moments(moments, path)]
 
 

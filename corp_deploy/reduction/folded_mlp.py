@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from calib.collect import ChannelTaps
 from calib.hooks import listening
 from calib.moments import ChannelMoments
+from calib.sites import ChannelTaps
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import fold, recovered_from_gram
 from corp_deploy.algebra.regression import refit_toward
