@@ -52,9 +52,9 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Write a JSON record with a final newline; keys keep their order."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
 def sha256_of_file(path: Path) -> str:

@@ -1,0 +1,107 @@
+"""Why a record was refused, in words: the entry by its path, what was got there, and what was expected."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+_SHOWN = 100
+_NOUNS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "null": "null",
+    "object": "a JSON object",
+    "array": "a list",
+}
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
+
+
+def _inner(info: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """The types of what a value of this type holds at a field, an index or, for `...`, any key."""
+    match info:
+        case inspect.UnionType():
+            for each in info.types:
+                yield from _inner(each, step)
+        case inspect.StructType() | inspect.DataclassType():
+            yield from (field.type for field in info.fields if field.encode_name == step)
+        case inspect.DictType():
+            yield info.value_type
+        case inspect.ListType() | inspect.VarTupleType():
+            yield info.item_type
+        case inspect.TupleType():
+            yield info.item_types[int(step)]
+
+
+def _expected_at(record: Any, steps: Iterable[str], *, key: bool) -> list[inspect.Type]:
+    types = [inspect.type_info(record)]
+    for step in steps:
+        types = [inner for each in types for inner in _inner(each, step)]
+    if key:
+        return [each.key_type for each in types if isinstance(each, inspect.DictType)]
+    return [each for info in types for each in (info.types if isinstance(info, inspect.UnionType) else [info])]
+
+
+def _value_at(raw: Any, steps: Iterable[str]) -> Any:
+    """UNSET where the path doesn't tell: through the keys of a mapping, or keys that stand twice."""
+    for step in steps:
+        try:
+            raw = raw[int(step)] if isinstance(raw, list) else raw[step]
+        except (LookupError, TypeError, ValueError):
+            return msgspec.UNSET
+    return raw
+
+
+def _got(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _in_words(expected: str) -> str:
+    return re.sub(
+        r"`([^`]*)`", lambda found: " or ".join(_NOUNS.get(each, each) for each in found[1].split(" | ")), expected
+    )
+
+
+def _like(word: str, known: list[str]) -> str:
+    near = get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}" if near else f"known are {', '.join(known)}"
+
+
+def _reason(what: str, types: list[inspect.Type], value: Any) -> str:
+    if found := re.fullmatch(r"Object missing required field `(.*)`", what):
+        return f"the key {found[1]!r} is missing"
+    if found := re.fullmatch(r"(?s)Object contains unknown field `(.*)`", what):
+        known = [
+            field.encode_name
+            for each in types
+            if isinstance(each, inspect.StructType | inspect.DataclassType)
+            for field in each.fields
+        ]
+        return f"unknown key {found[1][:_SHOWN]!r}; {_like(found[1], known)}"
+    if found := re.fullmatch(r"(?s)Invalid enum value (.*)", what):
+        known = [str(word) for each in types if isinstance(each, inspect.LiteralType) for word in each.values]
+        return f"got {found[1][:_SHOWN]}, expected {' or '.join(known)}"
+    if found := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", what):
+        got = _in_words(found[2] or "") if value is msgspec.UNSET else _got(value)
+        return f"got {got}, expected {_in_words(found[1])}" if got else f"expected {_in_words(found[1])}"
+    return what
+
+
+def refusal(error: msgspec.ValidationError, record: Any, raw: Any) -> str:
+    """The path of the entry and what is wrong with it. `raw` is the document without types, UNSET where unknown."""
+    what, _, place = str(error).rpartition(" - at ")
+    if not what:
+        what, place = place, ""
+    key, path = place.startswith("`key`"), place.rpartition("`$")[2].rstrip("`")
+    steps = [name or index for name, index in _STEP.findall(path)]
+    reason = _reason(what, _expected_at(record, steps, key=key), _value_at(raw, steps))
+    where = ("a key of " if key else "") + path.removeprefix(".")
+    return f"{where}: {reason}" if where else reason

@@ -1,0 +1,168 @@
+"""Records are typed where they are read: bounded, and refused in one message that names the entry."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from ground.errors import BadInput
+from ground.records import (
+    DEEPEST,
+    Figure,
+    json_from_record,
+    record_from_bytes,
+    record_from_file,
+    record_from_text,
+    record_from_value,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    batch: Annotated[int, msgspec.Meta(ge=1)] = 1
+    error: Figure = 0.0
+    errors: tuple[Figure, ...] = ()
+    status: Literal["ok", "failed"] = "ok"
+    shape: tuple[int, int] = (1, 1)
+
+    def __post_init__(self) -> None:
+        if self.batch == 7:
+            raise BadInput("seven images are never run")
+
+
+class Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: str = "whole"
+    version: int = 1
+    first: Part
+    rows: tuple[Part, ...] = ()
+    named: Mapping[str, Part] = {}
+    counts: dict[Literal["p", "q"], int] = {}
+
+
+REFUSED = {
+    '{"first": {"error": "s"}}': "r.json: first.error: got 's', expected a number; make the record again",
+    '{"first": {"error": true}}': "first.error: got true, expected a number",
+    '{"first": {"error": 1e999}}': "first.error: Number out of range",
+    '{"first": {"errors": [1, null, "s"]}}': "first.errors[2]: got 's', expected a number",
+    '{"first": {"batch": 0}}': "first.batch: got 0, expected a whole number >= 1",
+    '{"first": {"batch": null}}': "first.batch: got null, expected a whole number",
+    '{"first": {"batch": 1.5}}': "first.batch: got 1.5, expected a whole number",
+    '{"first": {"batch": 7}}': "first: seven images are never run; make the record again",
+    '{"first": {"status": "odd"}}': "first.status: got 'odd', expected failed or ok",
+    '{"first": {}, "rows": [{}, {"shape": [1]}]}': "rows[1].shape: got a list of 1, expected a list of length 2",
+    '{"first": {}, "rows": [{}, {"shape": [1, "x"]}]}': "rows[1].shape[1]: got 'x', expected a whole number",
+    '{"first": {}, "rows": {}}': "rows: got an object, expected a list",
+    '{"first": {}, "named": {"a": {"batch": "s"}}}': "named[...].batch: got a text, expected a whole number",
+    '{"first": {}, "counts": {"z": 1}}': "a key of counts: got 'z', expected p or q",
+    '{"first": {"shape": ["x", 1]}, "first": 3}': "first.shape[0]: got a text, expected a whole number",
+    '{"frist": 1}': "r.json: unknown key 'frist'; did you mean 'first'; make",
+    '{"elsewhere": 1}': "unknown key 'elsewhere'; known are kind, version, first, rows, named, counts",
+    "{}": "r.json: the key 'first' is missing; make the record again",
+    "[]": "got a list of 0, expected a JSON object",
+    '"text"': "got 'text', expected a JSON object",
+    '{"first": {"batch": "' + "y" * 1000 + '"}}': "got '" + "y" * 99 + "..., expected a whole number",
+    '{"first": ': "r.json: not JSON (Input data was truncated); it may be cut short",
+    '{"first": {"error": NaN}}': "r.json: not JSON",
+    "": "r.json: not JSON",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_wrong_is_said_by_path_with_what_was_got_and_expected(text: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        record_from_text(text, Whole, where="r.json")
+    assert REFUSED[text] in str(refused.value)
+    assert str(refused.value).startswith("r.json: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_kind_and_version_are_judged_before_anything_else() -> None:
+    for head, said in {
+        '"kind": "other", "version": 2': "r.json: expected a whole record, got 'other'",
+        '"kind": "whole", "version": 2': "r.json: whole record of version 2; this tool reads version 1",
+        '"version": 1': "expected a whole record, got 'None'",
+    }.items():
+        with pytest.raises(BadInput, match=said):
+            record_from_text("{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
+    text = '{"kind": "whole", "version": 3, "first": {}}'
+    assert record_from_text(text, Whole, where="r.json", kind="whole", version=3).first == Part()
+    with pytest.raises(BadInput, match="got a list of 1, expected a JSON object"):
+        record_from_text("[1]", Whole, where="r.json", kind="whole")
+
+
+def test_null_stands_for_what_is_not_finite_and_comes_back_as_inf() -> None:
+    part = Part(error=-math.inf, errors=(1.5, math.nan))
+    plain = json_from_record({"parts": [part]})
+    assert plain["parts"][0]["error"] is None
+    assert plain["parts"][0]["errors"] == [1.5, None]
+    read = record_from_value(plain["parts"][0], Part, where="r")
+    assert read == Part(error=math.inf, errors=(1.5, math.inf))
+    assert isinstance(record_from_text('{"error": 3}', Part, where="r").error, float)
+    with pytest.raises(BadInput, match="r: error: got a list of 0, expected a number; do it again"):
+        record_from_value({"error": []}, Part, where="r", remedy="do it again")
+
+
+def test_names_that_are_no_utf8_survive() -> None:
+    text = '{"first": {}, "named": {"\\udc80": {}}}'
+    assert list(record_from_text(text, Whole, where="r").named) == ["\udc80"]
+    assert record_from_text('["\udc80"]', list[str], where="r") == ["\udc80"]
+    with pytest.raises(BadInput, match="not JSON"):
+        record_from_bytes(b'["\xff"]', list[str], where="r")
+
+
+def nested(depth: int, opening: str, closing: str) -> str:
+    return opening * depth + closing * depth
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":[', "]}")])
+def test_what_is_nested_without_end_is_refused(opening: str, closing: str) -> None:
+    levels = len(opening.replace('"a":', ""))
+    assert record_from_text(nested(DEEPEST // levels, opening, closing), Any, where="r") is not None
+    for depth in (DEEPEST // levels + 1, 100_000):
+        with pytest.raises(BadInput, match="r: its JSON is nested too deep; records have 40 levels at most"):
+            record_from_text(nested(depth, opening, closing), Any, where="r")
+    with pytest.raises(BadInput, match="nested too deep"):
+        record_from_text("[" * 10_000_000, Any, where="r")
+
+
+@pytest.mark.parametrize(
+    "text", ['"' + "[" * 500 + '"', r'["\"' + "[" * 500 + r'\\"]', r'{"\\": "' + "{" * 500 + '"}', '["[", "[", "]"]']
+)
+def test_brackets_in_texts_are_no_nesting(text: str) -> None:
+    assert record_from_text(text, Any, where="r") is not None
+
+
+def test_a_bracket_after_an_escape_is_one() -> None:
+    with pytest.raises(BadInput, match="nested too deep"):
+        record_from_text(r'["a\\", ' + nested(50, "[", "]") + "]", Any, where="r")
+
+
+def test_huge_texts_are_refused_without_building_them() -> None:
+    began = perf_counter()
+    data = b'{"first": [' + b"{}," * 5_000_000 + b"{}]}"
+    with pytest.raises(BadInput, match="first: got a list, expected a JSON object"):
+        record_from_bytes(data + b" " * 2_000_000, Whole, where="r")
+    assert perf_counter() - began < 30
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.json"
+    with pytest.raises(BadInput, match="cannot be read: no such file"):
+        record_from_file(path, Whole)
+    os.mkfifo(path)
+    with pytest.raises(BadInput, match="expected a regular file"):
+        record_from_file(path, Whole)
+    path.unlink()
+    path.write_text('{"first": {}, "kind": "whole", "version": 1}')
+    assert record_from_file(path, Whole, kind="whole").rows == ()
+    monkeypatch.setattr("ground.records.MOST_BYTES", 20)
+    with pytest.raises(BadInput, match=f"{path}: 44 bytes, a record has 20 at most"):
+        record_from_file(path, Whole)
+    with pytest.raises(BadInput, match="r: 24 bytes, a record has 20 at most"):
+        record_from_bytes(b" " * 24, Whole, where="r")
