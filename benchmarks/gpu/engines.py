@@ -64,15 +64,14 @@ def pixels(setting: Setting, count: int) -> NDArray[np.float32]:
 
 def built(path: Path, backend: str) -> Row:
     """Build a plan beside the graph and say what it holds."""
-    from corp_deploy.views.engine import write_whole_engine
-    from export.engine.build import build_engine
+    from export.engine.build import build_engine, write_engine
     from export.engine.libraries import open_library
     from export.engine.options import BatchProfile, BuildOptions
 
     library = open_library(backend)
     profile = BatchProfile(smallest=BATCHES[0], tuned=BATCHES[1], largest=BATCHES[-1])
     engine = build_engine(path, BuildOptions(backend=backend, profiles=(profile,)), library=library)
-    write_whole_engine(engine, path.with_suffix(".plan"))
+    write_engine(engine, path.with_suffix(".plan"))
     record = engine.record
     return {
         "backend": backend,

@@ -6,11 +6,11 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.table import BENCH
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, given_options
+from .options import ANY_PATH, BATCHES, FILE, given_options, output_options
 
 
 @click.command()

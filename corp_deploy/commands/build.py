@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from corp_deploy.invocation.table import AUDIT, BUILD
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
-from .options import FILE, given_options
+from .options import FILE, given_options, output_options
 
 if TYPE_CHECKING:
     from export.engine.options import BatchProfile
@@ -98,8 +98,8 @@ def build(
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
-    from corp_deploy.views.engine import engine_table, write_whole_engine
-    from export.engine.build import build_engine
+    from corp_deploy.views.engine import engine_table
+    from export.engine.build import build_engine, write_engine
     from export.engine.options import BuildOptions
     from export.engine.ort_artifact import build_ort_artifact
 
@@ -127,7 +127,7 @@ def build(
                 command=_command_line(),
             )
             engine = build_engine(graph, options, progress=told)
-    write_whole_engine(engine, output)
+    write_engine(engine, output)
     out.result(json.loads(engine.record.to_json()), engine_table(engine.record), f"{output}: written")
 
 

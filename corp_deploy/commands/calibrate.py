@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from corp_deploy.invocation.table import CALIBRATE
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import IMAGES, SHARE_REMOVED
 
 from .numbers import Alignment, Number, Numbers
@@ -18,6 +18,7 @@ from .options import (
     images_option,
     max_bad_option,
     model_options,
+    output_options,
     samples_option,
     seed_option,
     workers_option,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 
-from .options import DIRECTORY
+from .options import DIRECTORY, output_options
 
 
 @click.command()

@@ -2,7 +2,9 @@
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
+
+from .options import output_options
 
 
 @click.command()
@@ -12,14 +14,8 @@ def doctor(out: Output) -> None:
 
     Example: corp-deploy doctor --json
     """
-    from rich.table import Table
-    from rich.text import Text
+    from corp_deploy import machine
+    from corp_deploy.views.machine import machine_table
 
-    from corp_deploy.machine import record
-
-    found = record()
-    table = Table("what", "found", "its lack disables")
-    table.add_column("remedy", no_wrap=True, overflow="fold")  # a command is one line, to be copied
-    for row in found["findings"]:
-        table.add_row(row["what"], row["found"] or Text("absent", style="red"), row["disables"], row["remedy"])
-    out.result(found, table)
+    record = machine.record()
+    out.result(record, machine_table(record))

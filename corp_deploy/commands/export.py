@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation.table import EXPORT, EXPORT_HEADS
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import OPSET
 from ground.quantity import BATCH
 
 from .numbers import Number
-from .options import ANY_PATH, FILE, ModelChoice, Words, given_options, model_options, samples_option, seed_option
+from .options import (
+    ANY_PATH,
+    FILE,
+    ModelChoice,
+    Words,
+    given_options,
+    model_options,
+    output_options,
+    samples_option,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     from corp_deploy.families.head_attention import Geometry

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 
-from .options import DIRECTORY, FILE
+from .options import DIRECTORY, FILE, output_options
 
 RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
 
@@ -45,7 +45,6 @@ def gate(
     from corp_deploy.proof.gate import (
         evidence_of_files,
         gate_as_json,
-        gate_table,
         judged_rows,
         parity_row,
         records_by_kind,
@@ -53,6 +52,7 @@ def gate(
         write_tracking,
     )
     from corp_deploy.release.baseline import Baseline
+    from corp_deploy.views.gate import gate_table
     from perf.gate.gate import Gate
     from perf.gate.rule import rule_from_text
 

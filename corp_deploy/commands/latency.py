@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import THREADS
 
 from .numbers import Alignment, Number
-from .options import BATCHES, DIRECTORY, ModelChoice, model_options
+from .options import BATCHES, DIRECTORY, ModelChoice, model_options, output_options
 
 
 @click.command("latency-table")
@@ -42,27 +42,22 @@ def latency_table(
 
     Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
     """
-    from rich.table import Table
-
     from corp_deploy.planning.latency import LatencyTarget, measure_tables
     from corp_deploy.reduction.method import method_from_preset
+    from corp_deploy.views.latency import latency_rows, latency_view
 
     method = method_from_preset("best", geometry=heads, align_hidden=align.get("mlp"), align_head=align.get("head"))
-    where = LatencyTarget(
+    target = LatencyTarget(
         backend="torch" if backend == "torch" else "onnxruntime",
         batches=tuple(sorted(batch)),
         cache=output,
         threads=threads,
     )
     with out.progress("measuring", None, unit="tables"):
-        tables = measure_tables(model.load(out), method, where)
-    shown = Table("block", "width", *(f"batch {size} (ms)" for size in where.batches))
-    rows = []
-    for name, table in (*tables.by_name.items(), ("dense model", tables.dense)):
-        for width in table.widths:
-            cells = [table.latency_ms(width, size) for size in where.batches]
-            rows.append(
-                {"block": name, "width": width, "p50_ms": dict(zip(map(str, where.batches), cells, strict=True))}
-            )
-            shown.add_row(name, "-" if name == "dense model" else str(width), *(f"{cell:.3f}" for cell in cells))
-    out.result({"rows": rows, "measured": tables.measured}, shown, f"{output}: {tables.measured} tables measured now")
+        tables = measure_tables(model.load(out), method, target)
+    rows = latency_rows(tables, target.batches)
+    out.result(
+        {"rows": rows, "measured": tables.measured},
+        latency_view(rows, target.batches),
+        f"{output}: {tables.measured} tables measured now",
+    )

@@ -17,6 +17,7 @@ from ground.quantities import BAD_IMAGES, DEVIATION, IMAGES, MEAN, SEED, SHARE_K
 from ground.quantity import BATCH, shown
 
 from .numbers import Channels, Number, Numbers
+from .own_inputs import refuse_own_inputs
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -181,3 +182,16 @@ def given_options() -> dict[str, Any]:
         and context.get_parameter_source(name) not in defaults
         and (value := context.params[name]) is not None
     }
+
+
+def output_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Add --json and --quiet and hand the command an `Output` as `out`."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+    @click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show.")
+    @wraps(command)
+    def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> R:
+        refuse_own_inputs(click.get_current_context())
+        return command(*args, out=Output(json=as_json, quiet=quiet), **kwargs)  # type: ignore[arg-type]
+
+    return wrapped  # type: ignore[return-value]

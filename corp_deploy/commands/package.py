@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import MODEL_VERSION
 
 from .numbers import Number
-from .options import DIRECTORY, FILE
+from .options import DIRECTORY, FILE, output_options
 
 
 @click.command()

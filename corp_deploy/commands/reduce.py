@@ -9,7 +9,7 @@ import click
 
 from corp_deploy.invocation.table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, NOT_HELD_OUT, PRESETS, QK_RANKINGS
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from ground.quantity import BATCH
 
@@ -22,6 +22,7 @@ from .options import (
     given_options,
     max_bad_option,
     model_options,
+    output_options,
     samples_option,
     seed_option,
     workers_option,
@@ -153,7 +154,7 @@ def choices_from_options(
 @click.option(
     "--latency", type=Number(SHARE_KEPT), default=None, help="Share of the dense latency to keep, on this machine."
 )
-@click.option("--latency-tables", type=DIRECTORY, default=None, help="LatencyTarget --latency keeps its tables.")
+@click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables.")
 @click.option("--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1.")
 @click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced.")
 @click.option(
@@ -180,7 +181,7 @@ def choices_from_options(
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="LatencyTarget the solving is done.",
+    help="Where the solving is done.",
 )
 @click.option(
     "--images",

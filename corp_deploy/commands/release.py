@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 
-from .options import ANY_PATH, DIRECTORY, FILE
+from .options import ANY_PATH, DIRECTORY, FILE, output_options
 
 if TYPE_CHECKING:
     from rich.table import Table

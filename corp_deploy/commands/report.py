@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 
-from .options import DIRECTORY, FILE
+from .options import DIRECTORY, FILE, output_options
 
 
 @click.command()

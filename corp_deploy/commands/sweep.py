@@ -8,7 +8,7 @@ import click
 
 from corp_deploy.invocation.table import ATTENTION, PRESET
 from corp_deploy.reduction.method import PRESETS
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 
 from .numbers import Alignment, Number, Numbers
@@ -22,6 +22,7 @@ from .options import (
     given_options,
     images_option,
     model_options,
+    output_options,
     samples_option,
     seed_option,
 )

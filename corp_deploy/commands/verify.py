@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.table import VERIFY
-from corp_deploy.views.console import Output, output_options
+from corp_deploy.views.console import Output
 from ground.quantities import ERROR, FACTOR, SHARE
 from ground.quantity import BATCH
 
@@ -18,6 +18,7 @@ from .options import (
     ModelChoice,
     dense_options,
     given_options,
+    output_options,
     samples_option,
     seed_option,
 )
@@ -85,8 +86,9 @@ def verify(
     from calib.store import load as load_moments
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.chain import ParityLimits, given_from_images, prove, random_inputs
-    from corp_deploy.proof.record import EXIT_CODES, parity_table, save_proof
+    from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.store.inputs import images_for_model, labels_from_path
+    from corp_deploy.views.parity import located_lines, parity_table
 
     if output.suffix == ".npz":
         raise click.BadParameter(f"{output}: the per-image figures go there; expected .json", param_hint="--output")
@@ -117,8 +119,7 @@ def verify(
             done=done,
         )
     save_proof(proof, output)
-    found = [f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in proof.parity.located]
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    out.result(proof.parity.to_json(), parity_table(proof.parity), *found, proof.parity.line)
+    out.result(proof.parity.to_json(), parity_table(proof.parity), *located_lines(proof.parity), proof.parity.line)
     ctx.exit(EXIT_CODES[proof.parity.verdict])

@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ground.errors import BadInput
 from ground.files import object_from_file, read_json, replacing, write_text
 from perf.gate.evidence import Evidence
@@ -63,14 +61,6 @@ def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, sta
 def gate_as_json(gate: Gate) -> str:
     """The gate's record as text."""
     return json.dumps({"verdict": gate.verdict, "exit_code": gate.exit_code, "rules": [asdict(r) for r in gate.rules]})
-
-
-def gate_table(gate: Gate) -> Table:
-    """One row a rule."""
-    table = Table("fails if", "verdict", "why")
-    for rule in gate.rules:
-        table.add_row(rule.rule, rule.verdict, rule.message)
-    return table
 
 
 def write_gate(gate: Gate, path: Path) -> None:

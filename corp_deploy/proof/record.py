@@ -1,13 +1,12 @@
-"""A parity proof on disk and on the terminal."""
+"""A parity proof on disk, and the exit code for its verdict."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
 
 from ground.files import replacing, write_json
-from perf.parity.parity import Parity, Verdict
+from perf.parity.parity import Verdict
 
 from .chain import Proof
 
@@ -21,24 +20,3 @@ def save_proof(proof: Proof, path: Path) -> None:
     with replacing(side) as temporary:
         np.savez_compressed(temporary, **proof.figures)  # type: ignore[arg-type]
     write_json(path, replace(proof.parity, per_image=side.name).to_json())
-
-
-def parity_table(parity: Parity) -> Table:
-    """One row a link, then the structural tests that didn't pass."""
-    table = Table("link", "against", "relative error", "max abs", "cosine", "top-1 agreement", "verdict", "why")
-    for link in parity.links:
-        errors = link.measures
-        table.add_row(
-            f"{link.name} ({link.kind})",
-            link.reference,
-            f"{errors.relative_error:.2e}",
-            f"{errors.max_abs:.2e}",
-            f"{errors.cosine_mean:.6f}",
-            f"{errors.top1_agreement:.2%}",
-            link.status,
-            link.reason,
-        )
-    for finding in parity.structure:
-        if finding.status != "PASS":
-            table.add_row(finding.test, finding.candidate, "", "", "", "", finding.status, finding.reason)
-    return table

@@ -89,7 +89,6 @@ def write_engines(place: StageDirs, target: Target, invocation: Invocation) -> N
             command=str(invocation),
         )
         path = place.into / plan_name(target, subject)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_engine(build_engine(place.root / subject / graph_name(target.precision), options), path)
 
 

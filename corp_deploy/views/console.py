@@ -4,18 +4,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
-
-from .own_inputs import refuse_own_inputs
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 WIDTH_WITHOUT_TERMINAL = 110
 
@@ -88,16 +82,3 @@ class Output:
         ) as bar:
             task = bar.add_task(printable(title), total=total)
             yield lambda done: bar.update(task, completed=done)
-
-
-def output_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Add --json and --quiet and hand the command an `Output` as `out`."""
-
-    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-    @click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show.")
-    @wraps(command)
-    def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> R:
-        refuse_own_inputs(click.get_current_context())
-        return command(*args, out=Output(json=as_json, quiet=quiet), **kwargs)  # type: ignore[arg-type]
-
-    return wrapped  # type: ignore[return-value]

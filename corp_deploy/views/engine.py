@@ -1,21 +1,11 @@
-"""Engines on disk, whole or not at all, and their records and audits on the terminal."""
+"""Records and audits of engines on the terminal."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
 from export.engine.audit import Audit, Audited
-from export.engine.build import Engine
-from export.engine.record import EngineRecord, record_path
-from ground.files import replacing, write_text
-
-
-def write_whole_engine(engine: Engine, path: Path) -> None:
-    """The plan, then the record that carries its digest."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(engine.plan)
-    write_text(record_path(path), engine.record.to_json())
+from export.engine.record import EngineRecord
 
 
 def engine_table(record: EngineRecord) -> Table:

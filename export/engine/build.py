@@ -12,6 +12,7 @@ from onnx import ModelProto
 from export.graph.check import require_onnx
 from export.graph.weights import half_weight_share, matmuls_2_4
 from ground.errors import BadInput
+from ground.files import replacing, write_text
 
 from .fusion import Fusion, fusion_of
 from .interrupt import interruptible
@@ -58,9 +59,10 @@ def build_engine(
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
-    """Writes the plan and, beside it, `<plan>.json`."""
-    plan_path.write_bytes(engine.plan)
-    record_path(plan_path).write_text(engine.record.to_json())
+    """Writes the plan, then `<plan>.json` beside it, which carries its digest; each whole or not at all."""
+    with replacing(plan_path) as temporary:
+        temporary.write_bytes(engine.plan)
+    write_text(record_path(plan_path), engine.record.to_json())
 
 
 def _settled_profiles(proto: ModelProto, asked: tuple[BatchProfile, ...], onnx_path: Path) -> tuple[BatchProfile, ...]:

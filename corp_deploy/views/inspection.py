@@ -1,0 +1,26 @@
+"""A model's sites and their cost on the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+
+def _mmacs(macs: int) -> str:
+    return f"{macs / 1e6:,.1f} M"
+
+
+def inspection_table(record: Mapping[str, Any]) -> Table:
+    """One row a site, then what belongs to no site."""
+    table = Table("site", "width", "parameters", "MACs", "can't be reduced because")
+    for row in record["sites"]:
+        table.add_row(row["site"], row["width"], f"{row['parameters']:,}", _mmacs(row["macs"]), row["reason"])
+    for row in record["fixed"]:
+        table.add_row(row["name"], "fixed", f"{row['parameters']:,}", _mmacs(row["macs"]), "no site")
+    return table
+
+
+def size_line(record: Mapping[str, Any]) -> str:
+    """The whole model in one line."""
+    macs = f"{record['macs'] / 1e9:.3f} GMAC"
+    return f"{record['architecture']}: {record['parameters']:,} parameters, {macs} for one image"

@@ -1,0 +1,32 @@
+"""What blocks cost at each width, for people and machines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from corp_deploy.planning.latency import Tables
+
+DENSE = "dense model"
+
+
+def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """Median milliseconds by block and width at every batch size, the dense model last."""
+    return [
+        {
+            "block": name,
+            "width": width,
+            "p50_ms": {str(size): table.latency_ms(width, size) for size in batches},
+        }
+        for name, table in (*tables.by_name.items(), (DENSE, tables.dense))
+        for width in table.widths
+    ]
+
+
+def latency_view(rows: Sequence[dict[str, Any]], batches: Sequence[int]) -> Table:
+    """One row a block and width."""
+    table = Table("block", "width", *(f"batch {size} (ms)" for size in batches))
+    for row in rows:
+        width = "-" if row["block"] == DENSE else str(row["width"])
+        table.add_row(row["block"], width, *(f"{row['p50_ms'][str(size)]:.3f}" for size in batches))
+    return table

@@ -1,0 +1,31 @@
+"""A parity proof on the terminal."""
+
+from rich.table import Table
+
+from perf.parity.parity import Parity
+
+
+def parity_table(parity: Parity) -> Table:
+    """One row a link, then the structural tests that didn't pass."""
+    table = Table("link", "against", "relative error", "max abs", "cosine", "top-1 agreement", "verdict", "why")
+    for link in parity.links:
+        errors = link.measures
+        table.add_row(
+            f"{link.name} ({link.kind})",
+            link.reference,
+            f"{errors.relative_error:.2e}",
+            f"{errors.max_abs:.2e}",
+            f"{errors.cosine_mean:.6f}",
+            f"{errors.top1_agreement:.2%}",
+            link.status,
+            link.reason,
+        )
+    for finding in parity.structure:
+        if finding.status != "PASS":
+            table.add_row(finding.test, finding.candidate, "", "", "", "", finding.status, finding.reason)
+    return table
+
+
+def located_lines(parity: Parity) -> list[str]:
+    """Where each failing FP16 link starts to err, and the command for it."""
+    return [f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in parity.located]
