@@ -25,7 +25,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the records and the page")
     parser.add_argument("--only", default=",".join(WEIGHTS), help="parts, separated by commas (default: all)")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for everything (default: 540)")
-    parser.add_argument("--device", method=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to see that everything runs")
     parser.add_argument("--everything", action="store_true", help="every combination and preset, for longer budgets")
     parser.add_argument("--cache", type=Path, help="folder of the trained weights (default: cache in the output)")
