@@ -10,6 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Geometry = Literal["square", "padded", "ragged"]
+# Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
+_HIDDEN = -30_000.0
+
+
+def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores [B,H,N,N] so that no query sees a key of weight 0: [B,1,1,N].
+
+    A row without any key left sees all of them alike, and stays finite.
+    """
+    bias_BN = torch.zeros_like(weights_BN, dtype=dtype).masked_fill(weights_BN == 0, _HIDDEN)
+    return bias_BN[:, None, None, :]
 
 
 class HeadAttention(nn.Module):
@@ -59,21 +70,30 @@ class HeadAttention(nn.Module):
         )
         return self.q_norm(q), self.k_norm(k), v
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x [B,N,C] -> [B,N,C]; a mask is refused because a ViT has none."""
+    def forward(
+        self,
+        x: Tensor,
+        weights_BN: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """x [B,N,C] -> [B,N,C]; a token of weight 0, of any type, is seen by none. A mask by query is refused."""
         if attn_mask is not None or is_causal:
             raise ValueError("HeadAttention takes no attention mask")
         q, k, v = self._heads(x)
         if self.geometry == "padded" and self.qk != self.v:
             width = max(self.qk, self.v)
             q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
-        z = self._attend(q, k, v)[..., : self.v]
+        bias_B11N = None if weights_BN is None else key_bias(weights_BN, q.dtype)
+        z = self._attend(q, k, v, bias_B11N)[..., : self.v]
         return self.proj(z.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_B11N: Tensor | None) -> Tensor:
         if self.fused:
-            return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B11N, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)
+        if bias_B11N is not None:
+            scores = scores + bias_B11N
         # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are
         # nothing.
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

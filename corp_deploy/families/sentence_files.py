@@ -1,0 +1,102 @@
+"""What sentence-transformers keeps beside an encoder: how its tokens become one embedding, and how long a text may be.
+
+Only these files' values are read; no class that they name is ever looked up.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ground.errors import BadInput
+from ground.files import MOST_BYTES, object_from_file, regular
+
+from .bert import Pooling
+
+_MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first"}
+_MODE = "pooling_mode_"
+
+Record = TypeVar("Record")
+
+
+class _Module(msgspec.Struct, frozen=True, kw_only=True):
+    path: Annotated[str, Meta(max_length=200)]
+    type: str
+
+
+class PooledBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one embedding is made of a text's tokens."""
+
+    pooling: Pooling
+    normalize: bool
+
+
+def _read(path: Path, kind: type[Record]) -> Record | None:
+    """The file's values, typed; None where there is no such file."""
+    if not path.exists():
+        return None
+    if regular(path).stat().st_size > MOST_BYTES:
+        raise BadInput(f"{path}: {path.stat().st_size} bytes, expected a few")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
+        raise BadInput(f"{path}: not as sentence-transformers and transformers write it ({str(error)[:200]})") from None
+
+
+def _pooling(config: Mapping[str, Any], where: str) -> Pooling:
+    chosen = [name.removeprefix(_MODE) for name, value in config.items() if name.startswith(_MODE) and value is True]
+    chosen = chosen or [str(config.get("pooling_mode", "none"))]
+    if len(chosen) != 1 or chosen[0] not in _MODES:
+        raise BadInput(
+            f"{where}: pooling by {', '.join(chosen):.200}; expected the mean of the tokens or the first one"
+        )
+    return _MODES[chosen[0]]
+
+
+def pooled_by(directory: Path) -> PooledBy | None:
+    """What modules.json and the files that it names say; None where there is no such file.
+
+    Raises BadInput for modules that are not built here, such as a dense layer behind the pooling.
+    """
+    path = directory / "modules.json"
+    modules = _read(path, list[_Module])
+    if modules is None:
+        return None
+    kinds = [module.type.rpartition(".")[2] for module in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        raise BadInput(
+            f"{path}: the modules are {', '.join(kinds):.200}; expected Transformer, Pooling and perhaps Normalize"
+        )
+    folder = modules[1].path
+    if modules[0].path not in ("", ".") or Path(folder).name != folder or folder in ("", "..", "."):
+        raise BadInput(f"{path}: expected the transformer in the directory itself and the pooling in a folder there")
+    config = directory / folder / "config.json"
+    return PooledBy(pooling=_pooling(object_from_file(config), str(config)), normalize=len(kinds) == 3)
+
+
+class _SentenceLength(msgspec.Struct, frozen=True, kw_only=True):
+    max_seq_length: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
+    do_lower_case: bool = False
+
+
+class _TokenizerLength(msgspec.Struct, frozen=True, kw_only=True):
+    model_max_length: float | None = None  # a very large float where nobody said how long
+
+
+class TextLength(msgspec.Struct, frozen=True, kw_only=True):
+    """The most tokens of a text, and whether it is lower-cased before the tokenizer sees it."""
+
+    tokens: int
+    lower_case: bool
+
+
+def text_length(directory: Path, longest: int) -> TextLength:
+    """What sentence_bert_config.json, or else tokenizer_config.json, says; never more than the model has places for."""
+    sentence = _read(directory / "sentence_bert_config.json", _SentenceLength) or _SentenceLength()
+    tokenizer = _read(directory / "tokenizer_config.json", _TokenizerLength) or _TokenizerLength()
+    limit = sentence.max_seq_length or tokenizer.model_max_length or longest
+    if limit < 1:
+        raise BadInput(f"{directory}: a text may have {limit:g} tokens; expected at least 1")
+    return TextLength(tokens=int(min(limit, longest)), lower_case=sentence.do_lower_case)
