@@ -17,6 +17,7 @@ from ground.errors import (
     NotComparable,
     is_out_of_memory,
 )
+from ground.text import printable
 
 from .commands.bench import bench
 from .commands.build import audit, build
@@ -35,7 +36,6 @@ from .commands.release import check, release
 from .commands.report import report
 from .commands.sweep import sweep
 from .commands.verify import verify
-from .views.console import printable
 
 
 class Failure(click.ClickException):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf.report import plots
-from perf.report.plots import Bounded, Change, Gain, Point, Samples, Series
+from perf.report.plots import HUES, Bounded, Change, Gain, Point, Samples, Series, Spot
 from perf.report.scales import Scale, linear, logarithmic, short
-from perf.report.svg import WIDTH
+from perf.report.svg import WIDTH, Drawing, element
 
 
 def test_linear_and_logarithmic_places() -> None:
@@ -50,7 +50,8 @@ def point(label: str, value: float) -> Point:
     return Point(label=label, value=value, low=value * 0.9, high=value * 1.1)
 
 
-DRAWN: list[Callable[[], str]] = [
+HOSTILE = "'\"><script>&amp;]]>"
+DRAWN: list[Callable[[], Drawing]] = [
     lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0), point("8", 20.0)))],
                         title="t", unit="ms", across="batch", log=True),
     lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0),))],
@@ -63,12 +64,15 @@ DRAWN: list[Callable[[], str]] = [
                             before="cut", after="compensated"),
     lambda: plots.bounded([Bounded(label="fp16", value=math.inf, bound=0.01, status="FAIL"),
                            Bounded(label="whole", value=0.0, bound=None, status="UNJUDGED")], title="t", across="x"),
+    lambda: plots.scatter({HOSTILE: [Spot(across=0.4, value=0.0, filled=True, tip=HOSTILE)],
+                           "corp": [Spot(across=0.9, value=0.3, filled=False, tip="b")]}, title=HOSTILE, unit="error",
+                          across="share", least=1e-6),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("draw", DRAWN)
-def test_plots_are_xml_inside_their_frame(draw: Callable[[], str]) -> None:
-    svg = draw()
+def test_plots_are_xml_inside_their_frame(draw: Callable[[], Drawing]) -> None:
+    svg = draw().inline
     ElementTree.fromstring(svg)
     assert "nan" not in svg
     assert "inf" not in svg.replace("infinite", "")
@@ -76,13 +80,42 @@ def test_plots_are_xml_inside_their_frame(draw: Callable[[], str]) -> None:
 
 
 def test_a_failed_row_and_its_reason_stay_visible() -> None:
-    svg = DRAWN[2]()
+    svg = DRAWN[2]().inline
     assert "batch 8" in svg
     assert "no run" in svg
-    assert "not finite of 0.01" in DRAWN[5]()
+    assert "not finite of 0.01" in DRAWN[5]().inline
 
 
 def test_one_interrupted_call_does_not_flatten_a_distribution() -> None:
     """The tick labels end near the bulk, not at 250 times the median."""
-    labels = [float(x) for x in re.findall(r">([\d.]+)</text>", DRAWN[3]())]
+    labels = [float(x) for x in re.findall(r">([\d.]+)</text>", DRAWN[3]().inline)]
     assert max(labels) < 10
+
+
+@pytest.mark.parametrize("draw", DRAWN)
+def test_a_plot_as_a_file_brings_its_colours_and_no_other_element(draw: Callable[[], Drawing]) -> None:
+    drawing = draw()
+    root = ElementTree.fromstring(drawing.standalone.split("?>", 1)[1])
+    tags = [each.tag.split("}")[1] for each in root.iter()]
+    assert tags[:3] == ["svg", "style", "rect"]
+    assert tags[3:] == [each.tag.split("}")[1] for each in ElementTree.fromstring(drawing.inline).iter()][1:]
+    style = root.find("{http://www.w3.org/2000/svg}style")
+    assert style is not None
+    assert "prefers-color-scheme: dark" in str(style.text)
+    tones = set(re.findall(r'class="([a-z0-9 ]+)"', drawing.inline))
+    assert {word for tone in tones for word in tone.split()} <= {*re.findall(r"\.([a-z0-9]+)", str(style.text)), "name"}
+
+
+def test_there_is_a_class_for_every_hue() -> None:
+    clouds = {str(i): [Spot(across=0.1 * i, value=0.1, filled=True, tip="")] for i in range(HUES + 1)}
+    drawing = plots.scatter(clouds, title="t", unit="error", across="x", least=1e-6)
+    assert len(set(re.findall(r'class="(hue\d+)"', drawing.inline))) == HUES
+    assert all(f".hue{place} " in drawing.standalone for place in range(HUES))
+
+
+def test_an_element_escapes_what_it_holds() -> None:
+    """Attributes and text alike; a number has one decimal, an underscore is a hyphen."""
+    drawn = element("text", HOSTILE, class_=HOSTILE, text_anchor="end", x=1)
+    root = ElementTree.fromstring(drawn)
+    assert (root.text, root.attrib) == (HOSTILE, {"class": HOSTILE, "text-anchor": "end", "x": "1.0"})
+    assert str(element("g", element("line", y1=0.25))) == '<g><line y1="0.2"/></g>'

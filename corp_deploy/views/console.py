@@ -11,16 +11,9 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ground.text import printable
+
 WIDTH_WITHOUT_TERMINAL = 110
-
-
-# What a terminal would obey in place of showing it: C0 without tabulator and new line, DEL, C1.
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-
-
-def printable(text: str) -> str:
-    """The text with its control characters written out: a file's name must not drive the terminal."""
-    return text.translate(_CONTROLS)
 
 
 class _Console(Console):

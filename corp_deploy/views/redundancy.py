@@ -6,7 +6,6 @@ from rich.table import Table
 
 from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from perf.report.plots import Point, Series, curve
-from perf.report.svg import standalone
 
 Entry = ChannelRedundancy | HeadRedundancy
 
@@ -42,4 +41,4 @@ def redundancy_plot(entries: Sequence[Entry]) -> str:
     series = [Series(name="MLP", tone="dense", points=mlps), Series(name="Q/K", tone="reduced", points=heads)]
     shown = [each for each in series if each.points]
     title = "Share of dimensions that hold 95 % of the energy"
-    return standalone(curve(shown, title=title, unit="share", across="block", log=False))
+    return curve(shown, title=title, unit="share", across="block", log=False).standalone

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from ground.text import printable
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, Summary, finite
 
@@ -41,12 +42,12 @@ def junit_from_gate(gate: Gate) -> str:
     attributes = {"name": "corp-deploy gate"} | {key: str(count) for key, count in counts.items()}
     suite = ElementTree.Element("testsuite", attributes)
     for rule in judged:
-        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=rule.rule)
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=printable(rule.rule))
         if rule.verdict == "PASS":
-            ElementTree.SubElement(case, "system-out").text = rule.message
+            ElementTree.SubElement(case, "system-out").text = printable(rule.message)
             continue
         tag = {"FAIL": "failure", "UNJUDGED": "skipped"}.get(rule.verdict, "error")
-        ElementTree.SubElement(case, tag, type=rule.verdict, message=rule.message)
+        ElementTree.SubElement(case, tag, type=rule.verdict, message=printable(rule.message))
     ElementTree.indent(suite)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 

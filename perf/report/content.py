@@ -1,4 +1,4 @@
-"""What a report tells: the records of one release and the facts beside them, checked."""
+"""What a report shows: the records of one release and what is known beside them, checked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ground.errors import BadInput
 from ground.files import whole
+from ground.text import printable
 from perf.parity.parity import Parity, parity_from_json
 from perf.record.rows import row_from_json
 from perf.record.runs import Bench, bench_from_json
@@ -95,7 +96,7 @@ class Content:
     commands: tuple[str, ...] = ()
 
 
-def story_from_record(record: Mapping[str, Any]) -> Content:
+def content_from_record(record: Mapping[str, Any]) -> Content:
     """`record` has the keys title, bench, parity, gate (records as read from JSON, or None), sites, models, effects,
     ways, environment, lineage (flat mappings), coverage (how many sites were changed, in words) and commands (lines);
     every key but title may be missing.
@@ -105,10 +106,19 @@ def story_from_record(record: Mapping[str, Any]) -> Content:
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
     with whole(f"{record['title'][:100]}: a record of the report"):
-        return _story(record)
+        return _content(_printable(record))
 
 
-def _story(record: Mapping[str, Any]) -> Content:
+def _printable(value: Any) -> Any:
+    """The same JSON with every text fit to show, keys among them."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _content(record: Mapping[str, Any]) -> Content:
     bench = None if record.get("bench") is None else bench_from_json(record["bench"], where="bench.json")
     gate = record.get("gate") or {}
     return Content(

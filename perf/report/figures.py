@@ -1,4 +1,4 @@
-"""Which plots a story gives, each with its caption."""
+"""Which plots a report has, each with its caption."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from perf.stats.summary import Side, Summary, SummaryRow
 from . import plots
 from .content import Content, SiteLine
 from .plots import Bounded, Change, Gain, Point, Samples, Series
+from .svg import Drawing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with its title and the sentence that says how to read it; `key` names its file."""
+    """A plot with the sentence that says how to read it."""
 
-    key: str
-    title: str
-    under: str
-    svg: str
+    caption: str
+    drawing: Drawing
 
 
-def speed_figures(story: Content) -> list[Figure]:
+def speed_figures(content: Content) -> list[Figure]:
     """Latency, throughput, speed-up beside noise and promise, distribution of samples: those that were measured."""
-    if story.summary is None:
+    if content.summary is None:
         return []
-    rows = story.summary.rows
-    made = [
-        _curve(rows, "latency", "Latency by batch", "ms", lambda side: side.p50_ms, log=True),
-        _curve(rows, "throughput", "Throughput by batch", "images/s", lambda side: side.throughput, log=False),
-        _speedup(story),
-        _samples(story.summary),
+    rows = content.summary.rows
+    figures = [
+        _curve(rows, "Latency by batch", "ms", lambda side: side.p50_ms, log=True),
+        _curve(rows, "Throughput by batch", "images/s", lambda side: side.throughput, log=False),
+        _speedup(content),
+        _samples(content.summary),
     ]
-    return [figure for figure in made if figure is not None]
+    return [figure for figure in figures if figure is not None]
 
 
-def fidelity_figures(story: Content) -> list[Figure]:
+def fidelity_figures(content: Content) -> list[Figure]:
     """The parity chain and the error of each site."""
-    made = [_chain(story.parity) if story.parity else None, _sites(story.sites)]
-    return [figure for figure in made if figure is not None]
+    figures = [_chain(content.parity) if content.parity else None, _sites(content.sites)]
+    return [figure for figure in figures if figure is not None]
 
 
 def _curve(
-    rows: tuple[SummaryRow, ...], key: str, title: str, unit: str, get: Callable[[Side], Interval | None], *, log: bool
+    rows: tuple[SummaryRow, ...], title: str, unit: str, get: Callable[[Side], Interval | None], *, log: bool
 ) -> Figure | None:
     names = list(dict.fromkeys(name for row in rows for name in row.sides))
     series = []
@@ -57,26 +56,24 @@ def _curve(
     if not series:
         return None
     measure = rows[0].measure.replace("_", " ")
-    under = (
+    caption = (
         f"Median {measure} time on a log scale, with its 95 % interval." if log else "Images per second of wall time."
     )
-    svg = plots.curve(series, title=title, unit=unit, across="batch size", log=log)
-    return Figure(key=key, title=title, under=under, svg=svg)
+    drawing = plots.curve(series, title=title, unit=unit, across="batch size", log=log)
+    return Figure(caption=caption, drawing=drawing)
 
 
-def _speedup(story: Content) -> Figure | None:
-    assert story.summary is not None
-    assert story.bench is not None
-    before, after = (subject.macs for subject in story.bench.subjects)
+def _speedup(content: Content) -> Figure | None:
+    assert content.summary is not None
+    assert content.bench is not None
+    before, after = (subject.macs for subject in content.bench.subjects)
     promised = before / after if before and after else None
-    gains = [_gain(row, promised) for row in story.summary.rows]
+    gains = [_gain(row, promised) for row in content.summary.rows]
     if not any(gain.ratio for gain in gains):
         return None
     return Figure(
-        key="speedup",
-        title="Speed-up beside noise and promise",
-        under="Ratio of medians, 95 % intervals; grey is the machine's own noise.",
-        svg=plots.gains(gains, title="Speed-up by batch", across="dense time / reduced time"),
+        caption="Ratio of medians, 95 % intervals; grey is the machine's own noise.",
+        drawing=plots.gains(gains, title="Speed-up beside noise and promise", across="dense time / reduced time"),
     )
 
 
@@ -98,11 +95,10 @@ def _samples(summary: Summary) -> Figure | None:
     ]
     if not rows:
         return None
+    across = f"time / median of {summary.reference}"
     return Figure(
-        key="samples",
-        title="Distribution of samples",
-        under="Every kept call; the vertical line is the median.",
-        svg=plots.distributions(rows, title="Distribution of samples", across=f"time / median of {summary.reference}"),
+        caption="Every kept call; the vertical line is the median.",
+        drawing=plots.distributions(rows, title="Distribution of samples", across=across),
     )
 
 
@@ -117,10 +113,8 @@ def _chain(parity: Parity) -> Figure:
         for link in parity.links
     ]
     return Figure(
-        key="parity",
-        title="Error of each link",
-        under="The band ends where the link's tolerance ends.",
-        svg=plots.bounded(rows, title="Error of each link", across="relative error of the logits"),
+        caption="The band ends where the link's tolerance ends.",
+        drawing=plots.bounded(rows, title="Error of each link", across="relative error of the logits"),
     )
 
 
@@ -133,10 +127,8 @@ def _sites(sites: tuple[SiteLine, ...]) -> Figure | None:
     if not changes:
         return None
     return Figure(
-        key="sites",
-        title="Error of each site",
-        under="Of the site's output, before and after the compensation.",
-        svg=plots.dumbbells(
+        caption="Of the site's output, before and after the compensation.",
+        drawing=plots.dumbbells(
             changes, title="Error of each site", across="relative error", before="only cut", after="compensated"
         ),
     )

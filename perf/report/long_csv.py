@@ -1,4 +1,4 @@
-"""Every number of a story in long form, as CSV: one a row, unrounded, with its interval where it has one."""
+"""Every number of a report in long form, as CSV: one a row, unrounded, with its interval where it has one."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from .content import Content
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
 SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")
-Fact = tuple[str, str, str, str, str, float | str, float | str, float | str]
+CsvRow = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
-def csv_from_story(story: Content) -> str:
+def csv_from_content(content: Content) -> str:
     """Columns as in HEADER; what is unknown or not finite is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(HEADER)
-    writer.writerows(facts(story))
+    writer.writerows(_rows(content))
     return out.getvalue()
 
 
-def facts(story: Content) -> Iterator[Fact]:
+def _rows(content: Content) -> Iterator[CsvRow]:
     """All sections in reading order."""
-    for model in story.models:
+    for model in content.models:
         for name in ("params", "macs", "size_bytes", "accuracy", "agreement"):
-            yield _fact("models", model.name, name, getattr(model, name))
-    for effect in story.effects:
+            yield _row("models", model.name, name, getattr(model, name))
+    for effect in content.effects:
         for name in ("relative_error", "agreement", "accuracy"):
-            yield _fact("effects", effect.preset, name, getattr(effect, name))
-    if story.summary:
-        for row in (*story.summary.rows, *story.summary.end_to_end_rows):
-            yield from _row_facts(row)
-    if story.parity:
-        for link in story.parity.links:
+            yield _row("effects", effect.preset, name, getattr(effect, name))
+    if content.summary:
+        for row in (*content.summary.rows, *content.summary.end_to_end_rows):
+            yield from _latency_rows(row)
+    if content.parity:
+        for link in content.parity.links:
             for field in dataclasses.fields(link.measures):
-                yield _fact("parity", link.name, field.name, getattr(link.measures, field.name), batch=link.batch)
-    for site in story.sites:
+                yield _row("parity", link.name, field.name, getattr(link.measures, field.name), batch=link.batch)
+    for site in content.sites:
         for name in SITE_ERRORS:
-            yield _fact("sites", site.site, name, getattr(site, name))
-    for way in story.ways:
+            yield _row("sites", site.site, name, getattr(site, name))
+    for way in content.ways:
         for name in ("share", "predicted_error", "measured_error"):
-            yield _fact("ways", way.name, name, getattr(way, name))
+            yield _row("ways", way.name, name, getattr(way, name))
 
 
-def _row_facts(row: SummaryRow) -> Iterator[Fact]:
+def _latency_rows(row: SummaryRow) -> Iterator[CsvRow]:
     for side in row.sides.values():
         values = {"p50_ms": side.p50_ms, "p90_ms": side.p90_ms, "p95_ms": side.p95_ms, "p99_ms": side.p99_ms,
                   "images_per_s": side.throughput, "samples": side.samples, "cv": side.cv,
                   "peak_memory_bytes": side.peak_memory_bytes}  # fmt: skip
         for name, value in values.items():
-            yield _fact("latency", side.name, name, value, batch=row.batch, measure=row.measure)
+            yield _row("latency", side.name, name, value, batch=row.batch, measure=row.measure)
         yield ("latency", side.name, str(row.batch), row.measure, "status", side.status, "", "")
     for name, value in (("speedup", row.speedup), ("noise", row.noise), ("realised_share", row.realised_share)):
-        yield _fact("latency", "both", name, value, batch=row.batch, measure=row.measure)
+        yield _row("latency", "both", name, value, batch=row.batch, measure=row.measure)
 
 
-def _fact(
+def _row(
     section: str,
     subject: str,
     name: str,
@@ -70,7 +70,7 @@ def _fact(
     *,
     batch: int | None = None,
     measure: str = "",
-) -> Fact:
+) -> CsvRow:
     head = section, subject, "" if batch is None else str(batch), measure, name
     if isinstance(value, Interval):
         return (*head, _finite(value.value), _finite(value.low), _finite(value.high))

@@ -77,3 +77,8 @@ def ratio(value: Interval | None) -> str:
     return f"{value.value:.2f}\n" + (
         f"{value.low:.2f} to {value.high:.2f}" if math.isfinite(value.high) else "too few rounds"
     )
+
+
+def is_number(words: str) -> bool:
+    """Whether a cell is one of those above, or says why there is none."""
+    return words in ("", NOTHING) or words.startswith(("oom", "failed", "not finite", *"0123456789+−"))

@@ -1,88 +1,116 @@
-"""Pieces that every plot shares, as SVG text: colours as CSS variables, text, legend, grids, the frame."""
+"""The one way to draw: elements that escape what they hold, and of them text, marks, legend, grids and the frame.
+
+Every figure is WIDTH units wide and needs nothing from outside. Colours are CSS classes (see templates/plot.css), so
+that a page may be light or dark; hovering a mark shows its value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
+from importlib import resources
+
+from markupsafe import Markup
 
 from .scales import Scale, short
 
 WIDTH = 460
-PALETTE = """
-:root { --ink: #16202e; --muted: #5b6675; --line: #dfe4ea; --page: #fff; --dense: #8793a3; --reduced: #0f6fde;
-  --soft: #0f6fde26; --densesoft: #8793a333; --pass: #137a4b; --fail: #c0262d; --note: #9a6200;
-  --passsoft: #137a4b1f }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8edf3; --muted: #9aa7b6; --line: #2b3542; --page: #10161d; --dense: #8a98aa; --reduced: #5aa9ff;
-    --soft: #5aa9ff2b; --densesoft: #8a98aa38; --pass: #4cc38a;
-    --fail: #ff7b7f; --note: #e3a94a; --passsoft: #4cc38a24 }
-}
-"""
-MARKS = """
-svg.plot { display: block; width: 100%; height: auto;
-  font: 12px/1.2 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
-.plot .grid { stroke: var(--line); stroke-width: 1 }
-.plot .dense { stroke: var(--dense); fill: var(--dense) }
-.plot .reduced { stroke: var(--reduced); fill: var(--reduced) }
-.plot .pass { stroke: var(--pass); fill: var(--pass) }
-.plot .fail { stroke: var(--fail); fill: var(--fail) }
-.plot .note { stroke: var(--note); fill: var(--note) }
-.plot text { fill: var(--muted); stroke: var(--page); stroke-width: 3px; paint-order: stroke; stroke-linejoin: round }
-.plot text.name { fill: var(--ink) }
-.plot text.note { fill: var(--note); stroke: var(--page) }
-.plot .path { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round }
-.plot .whisker { fill: none; stroke-width: 1.5 }
-.plot .open { fill: var(--page); stroke-width: 1.75 }
-.plot .bound { stroke: var(--ink); stroke-width: 2 }
-.plot .band { fill: var(--dense); fill-opacity: .38; stroke: none }
-.plot .room { fill: var(--passsoft); stroke: none }
-.plot .track { stroke: var(--line); stroke-width: 1 }
-.plot .area { stroke-width: 1.25 }
-.plot .area.dense { fill: var(--densesoft) }
-.plot .area.reduced { fill: var(--soft) }
-.plot .dash { stroke-dasharray: 3 3 }
-"""
 
 
-def standalone(svg: str) -> str:
-    """The figure as a file of its own: with its colours, light and dark."""
-    head, rest = svg.split(">", 1)
-    background = '<rect width="100%" height="100%" fill="var(--page)"/>'
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}><style>{PALETTE}{MARKS}</style>{background}{rest}\n'
+def element(tag: str, *inside: str, **attributes: str | float) -> Markup:
+    """One element. What stands inside and in attributes is escaped unless it is Markup; numbers get one decimal.
 
-
-def figure(title: str, height: float, body: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(body)}</svg>'
+    An underscore in an attribute's name stands for a hyphen, and one at its end for nothing (`class_`).
+    """
+    written = Markup("").join(
+        Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), f"{value:.1f}" if _is_number(value) else value)
+        for name, value in attributes.items()
     )
+    if not inside:
+        return Markup("<{}{}/>").format(tag, written)
+    return Markup("<{}{}>{}</{}>").format(tag, written, Markup("").join(inside), tag)
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "") -> str:
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+def _is_number(value: str | float) -> bool:
+    return not isinstance(value, str)
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
+def group(tip: str, *marks: Markup) -> Markup:
+    """Marks that say `tip` when a pointer rests on them."""
+    return element("g", element("title", tip), *marks)
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "") -> Markup:
+    return element("text", words, class_=css, x=x, y=y, text_anchor=anchor)
+
+
+def dot(x: float, y: float, css: str, radius: float = 4.0) -> Markup:
+    return element("circle", class_=css, cx=x, cy=y, r=radius)
+
+
+def line(css: str, x: tuple[float, float], y: tuple[float, float]) -> Markup:
+    """A straight line between two points."""
+    return element("line", class_=css, x1=x[0], x2=x[1], y1=y[0], y2=y[1])
+
+
+def bar(css: str, x: tuple[float, float], y: tuple[float, float], radius: float) -> Markup:
+    """A box between two corners, its own corners rounded."""
+    return element("rect", class_=css, x=x[0], y=y[0], width=x[1] - x[0], height=y[1] - y[0], rx=radius)
+
+
+def path(css: str, way: str) -> Markup:
+    return element("path", class_=css, d=way)
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> Markup:
+    """Names beside dots of their class, on the top line from the left."""
     parts, x = [], 2.0
-    for name, tone in entries:
-        parts.append(f'<circle class="{tone}" cx="{x + 5:.1f}" cy="9" r="4"/>{text(x + 14, 13, name, css="name")}')
+    for name, css in entries:
+        parts += [dot(x + 5, 9, css), text(x + 14, 13, name, css="name")]
         x += 30 + 7.2 * len(name)
-    return "".join(parts)
+    return Markup("").join(parts)
 
 
-def grid_y(y: Scale, left: float, right: float, unit: str) -> str:
-    lines = [
-        f'<line class="grid" x1="{left}" x2="{right}" y1="{y.at(t):.1f}" y2="{y.at(t):.1f}"/>'
-        f"{text(left - 8, y.at(t) + 4, short(t), anchor='end')}"
-        for t in y.ticks
-    ]
-    return "".join(lines) + text(right, 13, unit, anchor="end")
+def grid_y(y: Scale, left: float, right: float, unit: str) -> Markup:
+    """A line and a label for each tick, the unit above."""
+    parts = []
+    for tick in y.ticks:
+        level = y.at(tick)
+        parts += [line("grid", (left, right), (level, level)), text(left - 8, level + 4, short(tick), anchor="end")]
+    return Markup("").join([*parts, text(right, 13, unit, anchor="end")])
 
 
-def grid_x(x: Scale, top: float, bottom: float, across: str) -> str:
-    lines = [
-        f'<line class="grid" x1="{x.at(t):.1f}" x2="{x.at(t):.1f}" y1="{top}" y2="{bottom}"/>'
-        f"{text(x.at(t), bottom + 16, short(t), anchor='middle')}"
-        for t in x.ticks
-    ]
-    return "".join(lines) + text((x.start + x.end) / 2, bottom + 35, across, anchor="middle")
+def grid_x(x: Scale, top: float, bottom: float, across: str) -> Markup:
+    """A line and a label for each tick, what the axis shows below."""
+    parts = []
+    for tick in x.ticks:
+        place = x.at(tick)
+        parts += [line("grid", (place, place), (top, bottom)), text(place, bottom + 16, short(tick), anchor="middle")]
+    return Markup("").join([*parts, text((x.start + x.end) / 2, bottom + 35, across, anchor="middle")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A finished figure: what it shows, in words, its height and its marks."""
+
+    title: str
+    height: float
+    marks: tuple[Markup, ...]
+
+    @property
+    def inline(self) -> Markup:
+        """For a page, which brings the colours."""
+        return self._svg()
+
+    @property
+    def standalone(self) -> str:
+        """A file of its own: with its colours, light and dark."""
+        colours = resources.files(__package__).joinpath("templates", "plot.css").read_text(encoding="utf-8")
+        background = element("rect", width="100%", height="100%", fill="var(--page)")
+        # Only CSS of our own stands unescaped.
+        drawn = self._svg(element("style", Markup(colours)), background)
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{drawn}\n'
+
+    def _svg(self, *before: Markup) -> Markup:
+        frame = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {self.height:.0f}"}
+        return element("svg", *before, *self.marks, class_="plot", role="img", aria_label=self.title, **frame)

@@ -9,7 +9,9 @@ from perf.parity.parity import Link
 from perf.stats.summary import Side, SummaryRow
 
 from .content import Content, ModelLine, SiteLine
-from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
+from .numbers import NOTHING, count, error, is_number, middle, percent, points, ratio, signed_percent, size, tail
+
+PAIR = ("Key", "Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,35 +24,46 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Which columns hold numbers alone, and so stand at the right."""
+        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
+        return tuple(place > 0 and all(map(is_number, cells)) for place, cells in enumerate(columns))
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether it is keys and values alone."""
+        return self.columns == PAIR
+
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.key, self.columns, self.rows)
 
 
-def tables(story: Content) -> dict[str, Table]:
-    """Every table that the story has rows for, by key, in reading order."""
-    summary = story.summary
-    made = [
-        models(story),
-        effects(story),
+def tables(content: Content) -> dict[str, Table]:
+    """Every table that there are rows for, by key, in reading order."""
+    summary = content.summary
+    every = [
+        models(content),
+        effects(content),
         latency("latency", "Latency and throughput", summary.rows if summary else ()),
         latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
-        gate(story),
-        links(story),
-        located(story),
-        structure(story),
-        accuracy(story),
-        shift(story),
-        ways(story),
-        sites(story),
-        pairs("environment", "Environment", story.environment),
-        pairs("lineage", "Lineage", story.lineage),
+        gate(content),
+        links(content),
+        located(content),
+        structure(content),
+        accuracy(content),
+        shift(content),
+        ways(content),
+        sites(content),
+        pairs("environment", "Environment", content.environment),
+        pairs("lineage", "Lineage", content.lineage),
     ]
-    return {table.key: table for table in made if table.rows}
+    return {table.key: table for table in every if table.rows}
 
 
-def models(story: Content) -> Table:
+def models(content: Content) -> Table:
     """One column a model, one row a property; a last column compares two models."""
-    lines = story.models
+    lines = content.models
     rows = (
         ("Parameters", lambda m: m.params, count),
         ("Multiply-adds", lambda m: m.macs, count),
@@ -58,12 +71,12 @@ def models(story: Content) -> Table:
         ("Accuracy", lambda m: m.accuracy, percent),
         ("Agreement", lambda m: m.agreement, percent),
     )  # fmt: skip
-    made = [_property(name, get, show, lines) for name, get, show in rows]
+    cells = [_property(name, get, show, lines) for name, get, show in rows]
     return Table(
         key="models",
         title="Dense beside reduced",
         columns=("", *(m.name for m in lines), *(("Change",) if len(lines) == 2 else ())),
-        rows=tuple(row for row in made if any(cell != NOTHING for cell in row[1:])) if lines else (),
+        rows=tuple(row for row in cells if any(cell != NOTHING for cell in row[1:])) if lines else (),
     )
 
 
@@ -83,14 +96,14 @@ def _property(
     return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
 
 
-def effects(story: Content) -> Table:
+def effects(content: Content) -> Table:
     """What the compensation changed, at the same widths."""
     return Table(
         key="effects",
         title="What the compensation changed",
         columns=("Preset", "Logit error", "Agreement", "Accuracy"),
         rows=tuple(
-            (e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in story.effects
+            (e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in content.effects
         ),
         note="Same widths and images; with preset none the channels are only cut.",
     )
@@ -137,18 +150,18 @@ def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
     return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
 
 
-def gate(story: Content) -> Table:
+def gate(content: Content) -> Table:
     """The gate's rules as judged."""
-    rows = tuple((line.rule, line.verdict, line.message) for line in story.gate)
+    rows = tuple((line.rule, line.verdict, line.message) for line in content.gate)
     return Table(key="gate", title="Gate", columns=("Rule", "Verdict", "Why"), rows=rows)
 
 
-def links(story: Content) -> Table:
+def links(content: Content) -> Table:
     """The parity chain, one row a link."""
-    chain = story.parity.links if story.parity else ()
+    chain = content.parity.links if content.parity else ()
     where = ""
-    if story.parity:
-        images = story.parity.images
+    if content.parity:
+        images = content.parity.images
         what = "random inputs, as asked" if images.kind == "random" else "real images"
         where = f"Errors of the logits on {images.count:,} {what}, at the worst batch size. "
     return Table(
@@ -176,32 +189,32 @@ def _link_cells(link: Link) -> tuple[str, ...]:
     )
 
 
-def located(story: Content) -> Table:
+def located(content: Content) -> Table:
     """Where failing links break."""
     rows = tuple(
         (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
-        for line in (story.parity.located if story.parity else ())
+        for line in (content.parity.located if content.parity else ())
     )
     return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
 
 
-def structure(story: Content) -> Table:
+def structure(content: Content) -> Table:
     """Structural tests: what did not pass line by line, what passed in one line a candidate."""
-    found = story.parity.structure if story.parity else ()
-    odd = tuple((f"{f.test}\n{f.candidate}", f.status, f.reason) for f in found if f.status != "PASS")
+    tests = content.parity.structure if content.parity else ()
+    odd = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in tests if t.status != "PASS")
     passed: dict[str, list[str]] = {}
-    for finding in found:
-        if finding.status == "PASS":
-            passed.setdefault(finding.candidate, []).append(finding.test)
-    sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(tests))) for candidate, tests in passed.items())
+    for test in tests:
+        if test.status == "PASS":
+            passed.setdefault(test.candidate, []).append(test.test)
+    sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
     return Table(
         key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=odd + sound
     )
 
 
-def accuracy(story: Content) -> Table:
+def accuracy(content: Content) -> Table:
     """Accuracy on labels, and McNemar's test where two models were compared."""
-    parity = story.parity
+    parity = content.parity
     rows = [
         (
             a.model,
@@ -223,28 +236,28 @@ def accuracy(story: Content) -> Table:
     )
 
 
-def shift(story: Content) -> Table:
+def shift(content: Content) -> Table:
     """Do these images look like the calibration images?"""
-    found = story.parity.shift if story.parity else None
+    shift = content.parity.shift if content.parity else None
     return Table(
         key="shift",
         title="Images against calibration",
         columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
         rows=tuple(
             (s.site, s.status, *map(error, (s.mean_distance, s.mean_noise, s.covariance_distance, s.covariance_noise)))
-            for s in (found.sites if found else ())
+            for s in (shift.sites if shift else ())
         ),
-        note=found.reason if found else "",
+        note=shift.reason if shift else "",
     )
 
 
-def ways(story: Content) -> Table:
+def ways(content: Content) -> Table:
     """One budget spent in several ways."""
     return Table(
         key="ways",
         title="One budget, several ways to spend it",
         columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
-        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in story.ways),
+        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in content.ways),
         note="Found on a few calibration images, before any labels or held-out images are looked at.",
     )
 
@@ -263,16 +276,16 @@ JUDGED_COLUMNS: tuple[tuple[str, Callable[[SiteLine], float | None]], ...] = (
 )
 
 
-def sites(story: Content) -> Table:
+def sites(content: Content) -> Table:
     """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
-    judged = [(name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in story.sites)]
+    judged = [(name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in content.sites)]
     return Table(
         key="sites",
         title="Sites",
         columns=(*(name for name, _ in SITE_COLUMNS), *(name for name, _ in judged)),
         rows=tuple(
             (*(show(line) for _, show in SITE_COLUMNS), *(error(get(line)) for _, get in judged))
-            for line in story.sites
+            for line in content.sites
         ),
         note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
     )
@@ -280,4 +293,4 @@ def sites(story: Content) -> Table:
 
 def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:
     """A flat mapping as a table."""
-    return Table(key=key, title=title, columns=("Key", "Value"), rows=tuple(values.items()))
+    return Table(key=key, title=title, columns=PAIR, rows=tuple(values.items()))

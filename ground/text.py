@@ -1,0 +1,16 @@
+"""Text from outside, made fit to show: a name must neither drive a terminal nor break a document."""
+
+from __future__ import annotations
+
+# What a terminal would obey in place of showing it, and what XML has no way to hold: C0 but for tabulator and new line,
+# DEL, C1, halves of surrogate pairs, the two noncharacters.
+_SHOWN = {
+    code: (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
+    for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF)
+    if chr(code) not in "\t\n"
+}
+
+
+def printable(text: str) -> str:
+    """The text with its control characters written out as \\x1b."""
+    return text.translate(_SHOWN)

@@ -1,0 +1,125 @@
+"""The report as one HTML page: no script, nothing from outside; light and dark, phone to paper.
+
+The templates escape every word that they are given; only drawings (see svg) come as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from .content import Content
+from .figures import Figure, fidelity_figures, speed_figures
+from .headline import lead, tiles, verdicts, where
+from .tables import Table, tables
+
+TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
+    ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"
+)
+# These tables stand side by side under the headline, and these stand under the plots of the same numbers.
+BESIDE, SPEED, FIDELITY = (
+    ("models", "effects", "ways"),
+    ("latency", "end_to_end", "gate"),
+    ("parity", "located", "structure"),
+)
+WARNINGS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A sentence under a heading."""
+
+    words: str
+    warns: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading with remarks, plots two by two, then tables."""
+
+    title: str
+    remarks: tuple[Remark, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def html_from_content(content: Content) -> str:
+    """One self-contained page."""
+    by_key = tables(content)
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            content=content,
+            where=where(content),
+            verdicts=verdicts(content),
+            tone=_tone_of_all(stated.verdict for stated in verdicts(content)),
+            lead=lead(content),
+            tiles=tiles(content),
+            beside=[by_key[key] for key in BESIDE if key in by_key],
+            sections=_sections(content, by_key),
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"tones": TONES, "tone_of": _tone, "zip": zip}
+    environment.filters["unbroken"] = _unbroken
+    return environment
+
+
+def _tone(verdict: str) -> str:
+    return TONES.get(verdict, "note")
+
+
+def _tone_of_all(verdicts: Iterable[str]) -> str:
+    tones = {_tone(verdict) for verdict in verdicts}
+    return next((tone for tone in ("fail", "note", "pass") if tone in tones), "none")
+
+
+def _unbroken(words: str) -> str:
+    return words.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
+def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
+    """Those that have a figure or a table."""
+    rest = [key for key in by_key if key not in (*BESIDE, *SPEED, *FIDELITY)]
+    sections = [
+        Section(
+            title="Speed",
+            remarks=tuple(_speed_remarks(content)),
+            figures=tuple(speed_figures(content)),
+            tables=tuple(by_key[key] for key in SPEED if key in by_key),
+        ),
+        Section(
+            title="Fidelity",
+            figures=tuple(fidelity_figures(content)),
+            tables=tuple(by_key[key] for key in FIDELITY if key in by_key),
+        ),
+        *(Section(title=by_key[key].title, tables=(by_key[key],)) for key in rest),
+    ]
+    return [section for section in sections if section.figures or section.tables]
+
+
+def _speed_remarks(content: Content) -> list[Remark]:
+    if content.summary is None:
+        return []
+    knee, warnings = content.summary.knee, content.summary.warnings
+    remarks = [Remark(words=f"Preferred batch size {knee.batch}: {knee.reason}.")] if knee else []
+    remarks += [Remark(words=f"Mind: {warning}", warns=True) for warning in warnings[:WARNINGS_SHOWN]]
+    if len(warnings) > WARNINGS_SHOWN:
+        more = len(warnings) - WARNINGS_SHOWN
+        remarks.append(Remark(words=f"Mind: {more} more such remarks in the record", warns=True))
+    return remarks

@@ -1,0 +1,198 @@
+"""No word of a record can leave its place in the page, the Markdown or the XML."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from corp_deploy.proof.report_input import record_of_directory
+from ground.text import printable
+from perf.gate.gate import Gate, JudgedRule
+from perf.gate.verdicts import junit_from_gate, markdown_from_gate
+from perf.parity.labels import accuracy, mcnemar
+from perf.parity.shift import Shift, SiteShift
+from perf.report.render import csv, html, junit, markdown
+from tests.test_perf_report import broken_parity, record
+
+HOSTILE = (
+    "'\"><script src=//x>alert(1)</script><img src=x onerror=y> &amp; <!-- ]]> | `` ```` \\| [a](b) \x1b[31m\x00\ud800"
+)
+# Words that records choose from a list and that no reader shows before it has found them there.
+CHOSEN = ("kind", "status", "verdict", "stop", "measure", "test")
+
+
+def planted(value: Any) -> Any:
+    """Every text hostile, keys among them where they are names."""
+    if isinstance(value, str):
+        return HOSTILE + value
+    if isinstance(value, Mapping):
+        return {key: item if key in CHOSEN else planted(item) for key, item in value.items()}
+    return [planted(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def names_planted(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {HOSTILE + key: item for key, item in value.items()}
+
+
+def whole_record() -> dict[str, Any]:
+    """A record in which every part is there."""
+    logits, labels = np.eye(4)[[0, 1, 2, 3, 0]], np.array([0, 1, 2, 3, 1])
+    sites = (SiteShift(site="blocks.0.mlp", mean_distance=1.0, mean_noise=0.1, covariance_distance=2.0,
+                       covariance_noise=0.2, status="NOTED"),)  # fmt: skip
+    parity = replace(
+        broken_parity(),
+        shift=Shift(images=5, status="NOTED", reason="they differ", sites=sites),
+        accuracy=(accuracy("dense", logits, labels),),
+        comparisons=(mcnemar("dense", logits, "reduced", logits[::-1], labels),),
+    )
+    environment = {"cpu": "a cpu", "nested": {"libraries": ["one", "two"]}}
+    return record(parity=parity.to_json(), coverage="8 of 12 sites", environment=environment)
+
+
+def hostile_record() -> dict[str, Any]:
+    """Every text of it, and every key that is a name, is hostile."""
+    hostile: dict[str, Any] = planted(whole_record())
+    hostile |= {part: names_planted(hostile[part]) for part in ("environment", "lineage")}
+    bench = hostile["bench"]
+    bench["environment"] = names_planted(bench["environment"])
+    for row in bench["rows"]:
+        row["trials"] = names_planted(row["trials"])
+    return hostile
+
+
+class Elements(HTMLParser):
+    """Elements in their order with the names of their attributes; every one is closed where it should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, frozenset[str]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, frozenset(name for name, _ in attrs if name != "class")))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, frozenset(name for name, _ in attrs if name != "class")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f"a comment: {data}")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def elements(page: str) -> Elements:
+    parser = Elements()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_no_text_of_a_record_adds_an_element_to_the_page() -> None:
+    page = html(hostile_record())
+    plain, hostile = elements(html(whole_record())), elements(page)
+    assert hostile.seen == plain.seen
+    assert "".join(hostile.text).count(printable(HOSTILE)) > 60, "the words themselves are all shown"
+    assert not set(page) & {"\x1b", "\x00", "\ud800"}
+    page.encode("utf-8")
+
+
+def test_the_same_record_gives_the_same_bytes_whatever_its_words() -> None:
+    assert html(hostile_record()) == html(json.loads(json.dumps(hostile_record())))
+
+
+def test_junit_stays_xml_with_the_words_in_it() -> None:
+    suites = ElementTree.fromstring(junit(hostile_record()))
+    plain = ElementTree.fromstring(junit(whole_record()))
+    assert [each.tag for each in suites.iter()] == [each.tag for each in plain.iter()]
+    assert suites.get("name") == printable(HOSTILE) + "A & B"
+    assert len(suites.findall("testsuite")) == 3
+
+
+def test_a_gate_in_files_of_its_own_stays_xml_and_one_table() -> None:
+    rule = JudgedRule(rule=f"p50 > {HOSTILE}", verdict="FAIL", message=HOSTILE, metric="p50")
+    gate = Gate(rules=(rule,))
+    suite = ElementTree.fromstring(junit_from_gate(gate))
+    assert [each.tag for each in suite.iter()] == ["testsuite", "testcase", "failure"]
+    assert len(markdown_from_gate(gate).splitlines()) == 5
+
+
+def test_markdown_has_no_tag_no_link_and_whole_tables() -> None:
+    text = markdown(hostile_record())
+    head, fence, commands = re.split(r"^(`{3,})$", text, maxsplit=1, flags=re.MULTILINE)
+    assert not re.search(r"(?<!\\)(\\\\)*<[A-Za-z/!?]", head)
+    assert not re.search(r"\](?=[(\[:])", head)
+    plain = markdown(whole_record())
+    assert len(head.splitlines()) == len(re.split(r"^`{3}$", plain, maxsplit=1, flags=re.MULTILINE)[0].splitlines())
+    for line, simple in zip(head.splitlines(), plain.splitlines(), strict=False):
+        if simple.startswith("|"):
+            assert cells(line) == cells(simple), line
+    assert fence not in commands[: commands.rindex(fence)], "nothing in the commands ends their block"
+
+
+def cells(line: str) -> int:
+    return len(re.findall(r"(?:\\.|[^|\\])+", line))
+
+
+def test_csv_holds_the_words_whole() -> None:
+    assert printable(HOSTILE).replace('"', '""') in csv(hostile_record())
+
+
+@pytest.mark.parametrize("words", ["a\nb", "a\r\nb"])
+def test_a_line_break_in_a_name_breaks_no_line_of_markdown(words: str) -> None:
+    models = [{"name": words, "params": 1}, {"name": "other", "params": 2}]
+    plain = [{"name": "a", "params": 1}, {"name": "other", "params": 2}]
+    text = markdown({"title": words, "models": models})
+    assert len(text.splitlines()) == len(markdown({"title": "a", "models": plain}).splitlines())
+
+
+def results(folder: Path, write: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "reduced").mkdir()
+    for name, value in write.items():
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+    return folder
+
+
+def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
+    """The files that a report is made from, every text in them beginning with `word`."""
+    site = {"site": f"{word}blocks.0", "part": "mlp", "width": 4, "width_asked": 4.0, "width_dense": 8,
+            "energy": 1.0, "error": 0.1, "error_uncompensated": 0.2}  # fmt: skip
+    reduction = {"sites": [site], "coverage": {"verdict": f"{word}1 of 2 sites"}}
+    config = {"kind": "corp-deploy/model", "version": 1}
+    config |= {"lineage": {"reduction": reduction, f"{word}weights": f"{word}w.safetensors"}}
+    made = {"sha256": f"{word}ab", "made_by": f"corp-deploy {word}bench"}
+    manifest = {"kind": "corp-deploy/manifest", "version": 1, "versions": {f"{word}torch": f"{word}2"}}
+    manifest |= {"files": {f"{word}bench.json": made}}
+    effects = {"kind": "corp-deploy/effects", "version": 1, "rows": [{"preset": f"{word}none"}]}
+    files = {"reduced/config.json": config, "manifest.json": manifest, "effects.json": effects}
+    gate = {"kind": "gate", "version": 1, **whole["gate"]}
+    return results(folder, files | {"bench.json": whole["bench"], "parity.json": whole["parity"], "gate.json": gate})
+
+
+def test_files_of_a_directory_are_as_harmless(tmp_path: Path) -> None:
+    plain = html(record_of_directory(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
+    folder = directory_of(hostile_record(), HOSTILE, tmp_path / "hostile")
+    hostile = html(record_of_directory(folder, title=HOSTILE))
+    assert elements(hostile).seen == elements(plain).seen
+    for word in ("blocks.0", "1 of 2 sites", "torch", "w.safetensors", "bench.json", "none"):
+        assert printable(HOSTILE) + word in "".join(elements(hostile).text), word
+
+
+def test_printable_writes_controls_out_and_leaves_the_rest() -> None:
+    assert printable("a\x1b\x7f\x9b\r\ud800\ufffe") == "a\\x1b\\x7f\\x9b\\x0d\\ud800\\ufffe"
+    assert printable("a\tb\nç 名 \U0001f600") == "a\tb\nç 名 \U0001f600"
