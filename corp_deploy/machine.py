@@ -27,6 +27,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "safetensors": "0.4.5",
         "click": "8.5",
         "jinja2": "3.1.6",
+        "markupsafe": "2.1",
         "msgspec": "0.20",
         "tomli-w": "1.2",
         "rich": "13.7",
@@ -38,7 +39,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "tensorrt-rtx": "1.2",
     }
 )
-_UNNAMED = ("click", "jinja2", "msgspec", "nvidia-ml-py", "rich", "tokenizers", "tomli-w")
+_UNNAMED = ("click", "jinja2", "markupsafe", "msgspec", "nvidia-ml-py", "rich", "tokenizers", "tomli-w")
 PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
 _REQUIRED = (
     "torch",
@@ -51,6 +52,7 @@ _REQUIRED = (
     "click",
     "rich",
     "jinja2",
+    "markupsafe",
     "msgspec",
     "tomli-w",
 )
