@@ -294,7 +294,7 @@ def test_an_interruption_exits_with_130_and_leaves_no_file(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("corp_deploy.reduction.calibrating.save", interrupted)
+    monkeypatch.setattr("corp_deploy.reduction.moments_files.save", interrupted)
     result = calibrate(home, tmp_path / "m.safetensors")
     assert result.exit_code == 130
     assert list(tmp_path.iterdir()) == []

@@ -129,9 +129,16 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from corp_deploy.reduction.calibrate import Statistics, line_of_moments, ranks_of_this_run, reference_of_summary
-    from corp_deploy.reduction.calibrating import CalibrationRequest, CalibrationRun, Restriction, write_moments
+    from corp_deploy.reduction.calibrate import Statistics, ranks_of_this_run
+    from corp_deploy.reduction.moments_files import (
+        CalibrationRequest,
+        CalibrationRun,
+        Restriction,
+        reference_of_summary,
+        write_moments,
+    )
     from corp_deploy.store.inputs import images_for_model
+    from corp_deploy.views.moments import line_of_moments
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
     from ground.gpu import require_device
@@ -140,7 +147,7 @@ def calibrate(
     require_device(device)
     _refuse_half_asked(attention_system, no_attention, attn, first_pass, align)
     asked = CalibrationRequest(
-        wanted=Statistics(
+        statistics=Statistics(
             patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype
         ),
         restriction=None

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,14 +12,13 @@ from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.images import Images
 from calib.memory import bytes_needed, shapes_of_sites
-from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import ChannelTaps, Site
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
 from ground.errors import BadInput
-from ground.files import sha256_of_file
 
 from .kept_dims import narrower
 
@@ -141,43 +138,3 @@ def calibrate(
 def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
     """The processes of torchrun when it started this one, else this process alone."""
     return joined_ranks(device) if under_torchrun() else nullcontext(passes.ALONE)
-
-
-def _system_width(site: SiteMoments) -> Iterator[int]:
-    """Dims per head that a site's per-image system covers, if it has one."""
-    if isinstance(site, HeadMoments) and site.system_HTT is not None:
-        yield site.energy_HD.shape[1] if site.kept_HK is None else site.kept_HK.shape[1]
-
-
-def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
-    """What a moments file holds, for people and machines."""
-    mlps = sum(isinstance(moments.sites[name], ChannelMoments) for name in moments.sites)
-    return {
-        "moments": str(path),
-        "sha256": sha256_of_file(path),
-        "size_bytes": path.stat().st_size,
-        "images": moments.images,
-        "mlp_sites": mlps,
-        "attention_sites": len(moments.sites) - mlps,
-        "system_widths": sorted({width for site in moments.sites.values() for width in _system_width(site)}),
-        "lineage": dict(moments.lineage),
-    }
-
-
-def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The record that tells which moments a result rests on, under the name that they go by."""
-    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}
-
-
-def held_out_path(moments: Path) -> Path:
-    """Where the moments of held-out images stand: beside those of the rest."""
-    return moments.with_name(f"{moments.stem}.held-out{moments.suffix}")
-
-
-def line_of_moments(summary: Mapping[str, Any]) -> str:
-    """A summary in one line."""
-    sites = summary["mlp_sites"] + summary["attention_sites"]
-    size = f"{sites} sites, {summary['images']} images, {summary['size_bytes'] / 1e6:.1f} MB"
-    widths = ", ".join(map(str, summary["system_widths"]))
-    covered = f"; per-image systems for head widths up to {widths}" if widths else ""
-    return f"{summary['moments']}: {size}{covered}"

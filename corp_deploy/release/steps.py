@@ -14,8 +14,8 @@ from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import RunOptions, measure
-from corp_deploy.reduction import calibrating
-from corp_deploy.reduction.calibrate import Statistics, reference_of_summary
+from corp_deploy.reduction import moments_files
+from corp_deploy.reduction.calibrate import Statistics
 from corp_deploy.reduction.method import loop_from, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
@@ -49,19 +49,19 @@ def write_moments(place: StageDirs, run: Invocation) -> None:
     dense = load_checkpoint(place.root / run["model"])
     restriction = None
     if run["attn"] is not None:
-        restriction = calibrating.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
-    asked = calibrating.CalibrationRequest(
-        wanted=Statistics(attention_system=run["attention_system"]),
+        restriction = moments_files.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
+    asked = moments_files.CalibrationRequest(
+        statistics=Statistics(attention_system=run["attention_system"]),
         restriction=restriction,
         **run.some("batch_size", "device", "seed", "hold_out"),
     )
-    running = calibrating.CalibrationRun(
+    running = moments_files.CalibrationRun(
         unfinished=place.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe
     )
     source = _images(dense, place, run, *DRAWN, "workers", "max_bad")
-    fitted, *_ = calibrating.write_moments(dense, source, asked, running, place.into / run["output"])
+    fitted, *_ = moments_files.write_moments(dense, source, asked, running, place.into / run["output"])
     if run["summary"] is not None:
-        write_json(place.into / run["summary"], reference_of_summary(fitted, run["output"]))
+        write_json(place.into / run["summary"], moments_files.reference_of_summary(fitted, run["output"]))
 
 
 def _asked(run: Invocation) -> ReductionRequest:

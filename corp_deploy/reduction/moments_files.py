@@ -1,0 +1,211 @@
+"""Files of moments: calibrate as a command or a release asks for it, pass by pass, and write what each part of the
+images gives, held-out ones in a file of their own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from calib import memory
+from calib.calibrate import ALONE
+from calib.distributed import Ranks
+from calib.images import Images, parted
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from calib.resume import ResumeFile
+from calib.store import load, save
+from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import BadInput
+from ground.files import sha256_of_file
+
+from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
+from .kept_dims import kept_dims, kept_widths
+from .method import PRESETS
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+def _system_width(site: SiteMoments) -> Iterator[int]:
+    """Dims per head that a site's per-image system covers, if it has one."""
+    if isinstance(site, HeadMoments) and site.system_HTT is not None:
+        yield site.energy_HD.shape[1] if site.kept_HK is None else site.kept_HK.shape[1]
+
+
+def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
+    """What a moments file holds, for people and machines."""
+    mlps = sum(isinstance(moments.sites[name], ChannelMoments) for name in moments.sites)
+    return {
+        "moments": str(path),
+        "sha256": sha256_of_file(path),
+        "size_bytes": path.stat().st_size,
+        "images": moments.images,
+        "mlp_sites": mlps,
+        "attention_sites": len(moments.sites) - mlps,
+        "system_widths": sorted({width for site in moments.sites.values() for width in _system_width(site)}),
+        "lineage": dict(moments.lineage),
+    }
+
+
+def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The record that tells which moments a result rests on, under the name that they go by."""
+    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}
+
+
+def held_out_path(moments: Path) -> Path:
+    """Where the moments of held-out images stand: beside those of the rest."""
+    return moments.with_name(f"{moments.stem}.held-out{moments.suffix}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restriction:
+    """CORP's per-image system for what `reduce` keeps at these sparsities alone. The moments in `first` rank; without
+    them a pass before does.
+    """
+
+    sparsities: tuple[float, ...]
+    align_head: int | None = None
+    first: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRequest:
+    """What to take and how. Of the images `hold_out`, drawn by `seed`, have their moments apart."""
+
+    statistics: Statistics
+    restriction: Restriction | None = None
+    batch_size: int
+    device: str
+    seed: int
+    hold_out: int | None = None
+
+
+@contextmanager
+def _no_progress(title: str, images: int) -> Iterator[Callable[[int], None]]:
+    yield lambda done: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRun:
+    """By which processes, and who hears what.
+
+    States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
+    `needed` hears the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not.
+    """
+
+    ranks: Ranks = ALONE
+    unfinished: Path
+    save_every: int | None = None
+    needed: Callable[[int], None] = lambda size: None
+    progress: Progress = _no_progress
+    fitting: Callable[[float], str]
+
+    def state(self, *, first: bool = False) -> ResumeFile | None:
+        """Of the pass that ranks, or of the one after it."""
+        if self.save_every is None:
+            return None
+        name = f"{self.unfinished.stem}{'.first' if first else ''}.partial.safetensors"
+        return ResumeFile(path=self.unfinished.with_name(name), every=self.save_every)
+
+    def clear(self) -> None:
+        """Remove the states, once what was made from them is safe."""
+        for state in (self.state(first=True), self.state()):
+            if state is not None:
+                state.of_rank(self.ranks).clear()
+
+
+def _refuse_too_large(
+    checkpoint: Checkpoint, request: CalibrationRequest, widths: Mapping[str, int], run: CalibrationRun
+) -> None:
+    """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
+    sites, available = chosen_sites(checkpoint, request.statistics), memory.bytes_available(request.device)
+    needed = memory_needed(checkpoint, sites, request.statistics, widths)
+    run.needed(sum(needed.values()))
+    try:
+        memory.refuse_too_large(needed, available)
+    except BadInput as error:
+        fits = None
+        if request.statistics.attention_system and request.restriction is None:
+            fits = sparsity_that_fits(checkpoint, sites, request.statistics, PRESETS["corp"].align_head, available)
+        if fits is None:
+            raise
+        what = f"what fits, for reductions of at least {fits:.0%} of each head: {run.fitting(fits)}"
+        raise BadInput(f"{error}; {what}") from None
+
+
+def _take(
+    checkpoint: Checkpoint,
+    images: Images,
+    request: CalibrationRequest,
+    run: CalibrationRun,
+    *,
+    wanted: Statistics,
+    title: str,
+    saved: ResumeFile | None = None,
+) -> Moments:
+    """One pass."""
+    with run.progress(title, len(run.ranks.share(images.count))) as done:
+        return calibrate(
+            checkpoint,
+            images,
+            batch_size=request.batch_size,
+            device=request.device,
+            wanted=wanted,
+            saved=saved,
+            ranks=run.ranks,
+            done=done,
+        )
+
+
+def _restricted(
+    checkpoint: Checkpoint,
+    images: Images,
+    request: CalibrationRequest,
+    run: CalibrationRun,
+    widths: Mapping[str, int],
+    title: str,
+) -> Statistics:
+    """What is wanted, with the dimensions that a first pass ranks highest."""
+    assert request.restriction is not None
+    if request.restriction.first is not None:
+        first = load(request.restriction.first)
+    else:
+        ranking, saved = (
+            Statistics(patterns=tuple(widths), precision=request.statistics.precision),
+            run.state(first=True),
+        )
+        first = _take(checkpoint, images, request, run, wanted=ranking, title=f"{title}.first", saved=saved)
+    return replace(request.statistics, kept=kept_dims(checkpoint.model, first, widths))
+
+
+def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]:
+    """What the file holds, by the rank that writes it."""
+    if ranks.rank != 0:
+        return []
+    save(moments, path)
+    return [summary_of_moments(moments, path)]
+
+
+def write_moments(
+    checkpoint: Checkpoint, images: Images, request: CalibrationRequest, run: CalibrationRun, output: Path
+) -> list[dict[str, Any]]:
+    """Write the moments to `output`, and those of held-out images beside it.
+
+    Returns what each file holds, to the first rank alone. The states stay until `run.clear()`. Raises BadInput
+    where there is no site or too little memory.
+    """
+    fitted, *held_out = [images] if request.hold_out is None else parted(images, request.hold_out, seed=request.seed)
+    wanted, widths, restriction = request.statistics, dict[str, int](), request.restriction
+    if restriction is not None:
+        sites = chosen_sites(checkpoint, wanted)
+        widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
+    _refuse_too_large(checkpoint, request, widths, run)
+    if restriction is not None:
+        wanted = _restricted(checkpoint, fitted, request, run, widths, output.stem)
+    # Held-out images are few: the passes over all the others are the ones worth going on with.
+    parts = [(output, fitted, run.state()), *((held_out_path(output), part, None) for part in held_out)]
+    summaries = []
+    for path, part, saved in parts:
+        moments = _take(checkpoint, part, request, run, wanted=wanted, title=path.stem, saved=saved)
+        summaries += _written(moments, path, run.ranks)
+    return summaries
