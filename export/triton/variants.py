@@ -134,7 +134,7 @@ def _build_files(
     script = build_script(
         name=package.name,
         version=package.version,
-        tensor=signature.inputs[0],
+        inputs=signature.inputs,
         profiles=profiles,
         onnx_sha256=sha256_of(package.onnx.read_bytes()),
         cc_filenames=names,

@@ -1,0 +1,123 @@
+"""The build script is shell whatever stands in it: it parses, and every word reaches its program as it was."""
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import UndefinedError
+
+from export.engine.options import BatchProfile
+from export.triton.build_script import PENDING_NAME, SCRIPT_NAME, _environment, build_script
+from export.triton.signature import Tensor
+
+HOSTILE = (
+    "plain",
+    "it's",
+    'a "b" c',
+    "; touch stolen;",
+    "$(touch stolen)",
+    "`touch stolen`",
+    "${HOME}",
+    "a\ntouch stolen\n#",
+    "a\r\x1b[31m",
+    "* ? [a] ~ & | > stolen <",
+    ") touch stolen ;;",
+    "\\",
+    "--option",
+    "名前",
+    "{{ name }} {% raw %}",
+)
+GRAPH = b"a graph"
+
+
+def script_of(word: str, **changes: Any) -> str:
+    arguments: dict[str, Any] = {
+        "name": f"m{word}",
+        "version": 3,
+        "inputs": (
+            Tensor(name=f"i{word}", data_type="TYPE_FP32", shape=("batch", 3, 4, 4)),
+            Tensor(name="attention_mask", data_type="TYPE_INT64", shape=("batch", 7)),
+        ),
+        "profiles": (BatchProfile(smallest=1, tuned=4, largest=8), BatchProfile(smallest=8, tuned=16, largest=32)),
+        "onnx_sha256": hashlib.sha256(GRAPH).hexdigest(),
+        "cc_filenames": {f"8.6{word}": "other.plan", "12.0": f"p{word}.plan"},
+        "image_tag": f"26.07{word}",
+        "pending": True,
+    }
+    return build_script(**arguments | changes)
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+@pytest.mark.parametrize("word", HOSTILE)
+def test_a_shell_parses_it(word: str, shell: str, tmp_path: Path) -> None:
+    for changes in ({}, {"cc_filenames": {}, "pending": False}, {"profiles": ()}):
+        (tmp_path / "script").write_text(script_of(word, **changes), encoding="utf-8")
+        done = subprocess.run([shell, "-n", str(tmp_path / "script")], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def tool(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_every_word_arrives_as_it_was(word: str, tmp_path: Path) -> None:
+    """Arguments are written down apart by a byte that no argument holds."""
+    tools, folder = tmp_path / "tools", tmp_path / "models" / "graph" / "3"
+    tools.mkdir()
+    folder.mkdir(parents=True)
+    written_down = 'printf \'%s\\0\' "$@" > "$ARGUMENTS"'
+    save = 'for each in "$@"; do case "$each" in --saveEngine=*) echo built > "${each#--saveEngine=}" ;; esac; done'
+    tool(tools / "trtexec", f"{written_down}\n{save}")
+    tool(tools / "nvidia-smi", "echo 12.0")
+    tool(tools / "docker", written_down)
+    (folder / "model.onnx").write_bytes(GRAPH)
+    (folder / PENDING_NAME).write_text("a config\n")
+    (folder / SCRIPT_NAME).write_text(script_of(word), encoding="utf-8")
+    environment = {"PATH": f"{tools}:{os.defpath}", "ARGUMENTS": str(tmp_path / "arguments"), "LC_ALL": "C.UTF-8"}
+
+    def run(*words: str) -> list[str]:
+        command = ["sh", str(folder / SCRIPT_NAME), *words]
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30, cwd=tmp_path)
+        return (tmp_path / "arguments").read_bytes().decode().split("\0")[:-1]
+
+    target = tmp_path / "models" / f"m{word}" / "3"
+    assert run("inside") == [
+        f"--onnx={folder}/model.onnx",
+        f"--saveEngine={target}/p{word}.plan.part",
+        "--stronglyTyped",
+        "--skipInference",
+        "--profile=0",
+        f"--minShapes=i{word}:1x3x4x4,attention_mask:1x7",
+        f"--optShapes=i{word}:4x3x4x4,attention_mask:4x7",
+        f"--maxShapes=i{word}:8x3x4x4,attention_mask:8x7",
+        "--profile=1",
+        f"--minShapes=i{word}:8x3x4x4,attention_mask:8x7",
+        f"--optShapes=i{word}:16x3x4x4,attention_mask:16x7",
+        f"--maxShapes=i{word}:32x3x4x4,attention_mask:32x7",
+    ]
+    assert (target / f"p{word}.plan").read_text() == "built\n"
+    assert (target.parent / "config.pbtxt").read_text() == "a config\n"
+    image, *inside = run()[-4:]
+    assert image == f"tritonserver:26.07{word}"
+    assert inside == ["sh", f"/models/m{word}_onnx/3/{SCRIPT_NAME}", "inside"]
+    assert not list(tmp_path.rglob("stolen"))
+
+
+def test_a_plain_name_needs_no_quotes() -> None:
+    """Whoever reads the script sees the commands as they would write them."""
+    text = script_of("", profiles=(BatchProfile(smallest=1, tuned=4, largest=8),))
+    assert "'" not in text.replace("server's", "").replace("'%s  %s\\n'", "")
+    assert "# Inside such a container:      sh m_onnx/3/build_plan.sh inside\n" in text
+    assert "\n    --profile=0 --minShapes=i:1x3x4x4,attention_mask:1x7 " in text
+    assert "\n    12.0) plan=p.plan ;;\n" in text
+
+
+def test_a_word_that_the_template_is_not_given_is_an_error() -> None:
+    template = _environment().from_string("{{ absent | sh }}")
+    with pytest.raises(UndefinedError, match="absent"):
+        template.render()
