@@ -124,7 +124,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, list[Site], Tens
 
 
 def shapes(model: nn.Module, sites: list[Site], arguments: argparse.Namespace) -> dict[str, Shape]:
-    return shapes_of_sites(model, sites, image_shape=vit.input_spec(model).shape, device=arguments.device)
+    example = torch.zeros(1, *vit.input_spec(model).shape)
+    return shapes_of_sites(model, sites, example=example, device=arguments.device)
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Calibration: one pass over unlabelled images, second-order statistics at named sites."""
+"""Calibration: one pass over unlabelled inputs, second-order statistics at named sites."""

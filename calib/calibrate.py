@@ -1,4 +1,4 @@
-"""A whole calibration: images to moments, by one process or several, able to go on after an interruption."""
+"""A whole calibration: inputs to moments, by one process or several, able to go on after an interruption."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,8 @@ from ground.errors import BadInput
 
 from .collect import ACTIVE_EPS, Collector, Precision
 from .distributed import Ranks
-from .images import Batch, Images
+from .input_set import Batch, InputSet
+from .inputs import Inputs
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
 from .resume import Progress, ResumeFile
@@ -49,10 +50,10 @@ def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device
 
 
 class _Share:
-    """One rank's part of a calibration: its position, its ids and bad images, its checkpoints."""
+    """One rank's part of a calibration: its position, its ids and bad inputs, its checkpoints."""
 
-    def __init__(self, collector: Collector, images: Images, span: range, checkpoint: ResumeFile | None) -> None:
-        self.collector, self.images, self.span, self.checkpoint = collector, images, span, checkpoint
+    def __init__(self, collector: Collector, inputs: InputSet, span: range, checkpoint: ResumeFile | None) -> None:
+        self.collector, self.inputs, self.span, self.checkpoint = collector, inputs, span, checkpoint
         self.position, self.bad = span.start, list[str]()
         self.ids = torch.empty(0, dtype=torch.int64)
 
@@ -63,10 +64,10 @@ class _Share:
             self.collector.go_on_from(moments, reached.kernel)
             self.position, self.bad, self.ids = reached.position, list(reached.bad), moments.image_ids
 
-    def take(self, batch: Batch, run: Mapping[str, str]) -> None:
+    def take(self, batch: Batch[Inputs], run: Mapping[str, str]) -> None:
         before = self.collector.images
-        if len(batch.images):
-            self.collector.add(batch.images)
+        if len(batch.ids):
+            self.collector.add(batch.inputs)
         self.position = batch.end
         self.bad.extend(batch.bad)
         self.ids = torch.cat([self.ids, batch.ids])
@@ -79,7 +80,7 @@ class _Share:
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
         self.go_on(run)
         pin = self.collector.device.type == "cuda"
-        rest = self.images.read(batch_size, first=self.position, stop=self.span.stop, bad=self.bad, pin=pin)
+        rest = self.inputs.read(batch_size, first=self.position, stop=self.span.stop, bad=self.bad, pin=pin)
         with self.collector:
             for batch in rest if self.position < self.span.stop else ():
                 self.take(batch, run)
@@ -88,8 +89,8 @@ class _Share:
         self.collector.refuse_nonfinite()
 
 
-def _refuse_memory(model: nn.Module, sites: Sequence[Site], images: Images, options: Options, device: str) -> None:
-    shapes = shapes_of_sites(model, sites, image_shape=images.shape, device=device)
+def _refuse_memory(model: nn.Module, sites: Sequence[Site], inputs: InputSet, options: Options, device: str) -> None:
+    shapes = shapes_of_sites(model, sites, example=inputs.example(), device=device)
     kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
     needed = bytes_needed(shapes, attention_system=options.attention_system, kept=kept)
     refuse_too_large(needed, bytes_available(device))
@@ -108,15 +109,15 @@ def _add_up(collector: Collector, ranks: Ranks) -> None:
 def _agree(share: _Share, ranks: Ranks, problem: str) -> None:
     """Raises BadInput on every rank alike, so that none waits for one that has given up."""
     if not problem and not share.collector.images and ranks.size > 1:
-        problem = f"none of its {len(share.span)} images is readable; use fewer processes"
+        problem = f"none of its {len(share.span)} {share.inputs.noun} is readable; use fewer processes"
     ranks.agree(problem)
-    share.images.refuse_bad([reason for bad in ranks.gathered(tuple(share.bad)) for reason in bad])
+    share.inputs.refuse_bad([reason for bad in ranks.gathered(tuple(share.bad)) for reason in bad])
 
 
 def calibrate(
     model: nn.Module,
     sites: Sequence[Site],
-    images: Images,
+    inputs: InputSet,
     *,
     batch_size: int,
     device: str,
@@ -126,22 +127,22 @@ def calibrate(
     ranks: Ranks = ALONE,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of `sites` over `images`; every rank gets those of all images and one of them should write.
+    """The moments of `sites` over `inputs`; every rank gets those of all of them and one should write.
 
     With `checkpoint`, a run that was interrupted goes on from its last checkpoint and gives the same bits as one that
-    was not; the file stays until `checkpoint.of_rank(ranks).clear()`. `progress` hears how many of this rank's images
-    are done. Raises BadInput, on every rank alike, for bad images and activations and for sums that don't fit into
+    was not; the file stays until `checkpoint.of_rank(ranks).clear()`. `progress` hears how many of this rank's inputs
+    are done. Raises BadInput, on every rank alike, for bad inputs and activations and for sums that don't fit into
     memory; RankLost when another rank has gone.
     """
     options = options or Options()
     lineage = {**lineage, "dtype": options.precision}
-    run = {**lineage, "data": images.digest, "batch_size": str(batch_size), "options": options.as_text(),
+    run = {**lineage, "data": inputs.digest, "batch_size": str(batch_size), "options": options.as_text(),
            "ranks": f"{ranks.rank} of {ranks.size}"}  # fmt: skip
     own = checkpoint.of_rank(ranks) if checkpoint else None
-    share = _Share(_collector(model, sites, options, device), images, ranks.share(images.count), own)
+    share = _Share(_collector(model, sites, options, device), inputs, ranks.share(inputs.count), own)
     problem = ""
     try:
-        _refuse_memory(model, sites, images, options, device)
+        _refuse_memory(model, sites, inputs, options, device)
         share.run(batch_size, run, progress)
     except BadInput as error:
         if ranks.size == 1:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .hooks import Role, evaluating, listening, roles
+from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
 from .moments import Moments
 from .products import Kernel, kernel_for
 from .sites import ChannelTaps, Site
 from .sums import ChannelSums, HeadSums, SiteSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
-CPU_FORWARD_IMAGES = 8
+CPU_FORWARD_SIZE = 8
 ACTIVE_EPS = 1e-3
 
 
@@ -39,10 +40,10 @@ class _AllHeard(Exception):
 class Collector:
     """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
 
-    On a CPU every batch is cut into pieces of 8 images and the last one is filled up with repeats that are not
+    On a CPU every batch is cut into pieces of 8 inputs and the last one is filled up with repeats that are not
     counted, so that no kernel sees a shape that depends on the batch size; that is also faster than large batches.
-    Elsewhere a forward pass takes a whole batch. The images of a piece share their float32 products: the same pieces
-    in any order, or added up from several collectors, give the same sums to float64 rounding; images that are grouped
+    Elsewhere a forward pass takes a whole batch. The inputs of a piece share their float32 products: the same pieces
+    in any order, or added up from several collectors, give the same sums to float64 rounding; inputs that are grouped
     otherwise move the Grams of MLPs and of z by float32 rounding, about 1e-7 of their scale. `kernel` makes those
     products on a CPU; the faster one is found on entering.
     The first pass runs to its end, which shows that every site runs once; later ones stop when all sites were heard.
@@ -63,9 +64,9 @@ class Collector:
         self.sums = _new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
         self.images = 0
         self._model, self._sites, self._precision = model, sites, precision
-        self._forward_images = CPU_FORWARD_IMAGES if self.device.type == "cpu" else None
+        self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
-        self._counted = 0
+        self._counted = self._ran = 0
         self._heard: list[tuple[str, Role]] = []
         self._stop_after: int | None = None
         self._stack = ExitStack()
@@ -85,17 +86,17 @@ class Collector:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
-    def add(self, images: Tensor) -> None:
-        """Runs images [B,3,H,W] float32 through the model."""
-        _refuse_images(images)
-        size = self._forward_images or len(images)
-        for piece in torch.split(images, size):
-            self._counted = len(piece)
-            missing = size - len(piece)
-            self._forward(torch.cat([piece, piece[-1:].expand(missing, -1, -1, -1)]) if missing else piece)
+    def add(self, inputs: Inputs) -> None:
+        """Runs inputs, the batch in front, through the model."""
+        refuse_dtypes(inputs)
+        count = batch_size(inputs)
+        size = self._forward_size or count
+        for piece in pieces(inputs, size):
+            self._counted = batch_size(piece)
+            self._forward(filled(piece, size))
         for sums in self.sums.values():
             sums.flush()
-        self.images += len(images)
+        self.images += count
         if self.device.type == "cpu":
             self.refuse_nonfinite()
 
@@ -109,14 +110,14 @@ class Collector:
         for name, finite in zip(ran, flags, strict=True):
             if not finite:
                 raise BadInput(
-                    f"{name}: NaN or Inf in the activations within the first {self.images} images; (a) the weights "
-                    "or an image hold NaN or Inf, or (b) the forward precision overflows: try float32"
+                    f"{name}: NaN or Inf in the activations within the first {self.images} inputs; (a) the weights "
+                    "or an input hold NaN or Inf, or (b) the forward precision overflows: try float32"
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
         """The moments so far, on the CPU; there they share memory with the sums, so `add` goes on changing them."""
         if not self.images:
-            raise BadInput("images to calibrate on: got none, expected at least one")
+            raise BadInput("inputs to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
         sites = {name: sums.moments() for name, sums in self.sums.items()}
         return Moments(sites=sites, lineage=dict(lineage), images=self.images)
@@ -128,12 +129,12 @@ class Collector:
             sums.set_to(moments.sites[name], self.device)
         self.images = moments.images
 
-    def _forward(self, images: Tensor) -> None:
-        self._heard = []
+    def _forward(self, inputs: Inputs) -> None:
+        self._heard, self._ran = [], batch_size(inputs)
         forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
         with suppress(_AllHeard), torch.no_grad(), forward, cast:
-            self._model(images.to(self.device, non_blocking=True))
+            run_model(self._model, moved(inputs, self.device))
         for site in self._sites:
             for role in roles(site):
                 if (runs := self._heard.count((site.name, role))) != 1:
@@ -141,10 +142,10 @@ class Collector:
         self._stop_after = len(self._heard)
 
     def _hear(self, name: str, role: Role, activation: Tensor) -> None:
-        if not activation.is_floating_point() or len(activation) < self._counted or not activation.shape[-2]:
+        if not activation.is_floating_point() or len(activation) != self._ran or not activation.shape[-2]:
             raise BadInput(
-                f"{name}: {role} is {activation.dtype} {list(activation.shape)} for {self._counted} images, "
-                "expected floating point with images first and at least one token"
+                f"{name}: {role} is {activation.dtype} {list(activation.shape)} for a batch of {self._ran}, "
+                "expected floating point with the batch in front and at least one token"
             )
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
@@ -180,17 +181,10 @@ def _refuse_other_device(model: nn.Module, device: torch.device) -> None:
             raise BadInput(f"{name}: the model is on {parameter.device}, expected {device}; move it there first")
 
 
-def _refuse_images(images: Tensor) -> None:
-    if images.ndim != 4 or images.dtype != torch.float32 or not len(images):
-        raise BadInput(
-            f"images: got {images.dtype} {list(images.shape)}, expected float32 [B,3,H,W] with B of 1 or more"
-        )
-
-
 def collect(
     model: nn.Module,
     sites: Sequence[Site],
-    batches: Iterable[Tensor],
+    batches: Iterable[Inputs],
     *,
     device: torch.device | str,
     attention_system: bool = False,
@@ -200,13 +194,14 @@ def collect(
     lineage: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of `sites` over `batches` of images [B,3,H,W] float32, from one forward pass each.
+    """The moments of `sites` over `batches` of inputs, the batch in front, from one forward pass each.
 
     `model` must be on `device`; its weights and modes are left as they were. `precision` is the forward pass's; the
     statistics are always float32 products of a few images, float64 sums. `attention_system` also keeps system_HTT;
     `kept` (site name -> kept_HK, sorted dims per head) restricts it to those dims. An MLP channel is active where
-    |x| > `eps`. `progress` hears the number of images done so far. Raises BadInput for images that are no float32
-    [B,3,H,W], for no images, and for the first site with NaN or Inf activations.
+    |x| > `eps`. `progress` hears the number of inputs done so far. Raises BadInput for inputs that are empty, disagree
+    in their batch or are of another precision than float32, for none at all, and for the first site with NaN or Inf
+    activations.
     """
     collector = Collector(
         model,
@@ -218,8 +213,8 @@ def collect(
         precision=precision,
     )
     with collector:
-        for images in batches:
-            collector.add(images)
+        for inputs in batches:
+            collector.add(inputs)
             if progress:
                 progress(collector.images)
         return collector.moments(lineage or {})

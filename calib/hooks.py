@@ -12,18 +12,26 @@ from .sites import ChannelTaps, Site, Tap
 
 Role = Literal["x", "q", "k", "z"]
 Hear = Callable[[str, Role, Tensor], None]
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _tokens_from(name: str, x: Tensor) -> Tensor:
-    """[B,...,F] -> [B,N,F]: whatever lies between images and channels is tokens."""
+def _tokens_from(name: str, x: Tensor, module: nn.Module) -> Tensor:
+    """[B,F], [B,N,F], or [B,...,F] into a linear layer -> [B,N,F]: what lies between batch and channels is tokens."""
+    if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
+        raise BadInput(
+            f"{name}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; there are "
+            "statistics of tokens [batch, tokens, channels] and of vectors [batch, channels] alone: leave this site out"
+        )
     if x.ndim < 2:
-        raise BadInput(f"{name}: got an input of shape {list(x.shape)}, expected [images, ..., channels]")
+        raise BadInput(
+            f"{name}: got an input of shape {list(x.shape)}, expected [batch, tokens, channels] or [batch, channels]"
+        )
     return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 def _on_input(stack: ExitStack, name: str, role: Role, module: nn.Module, hear: Hear) -> None:
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        hear(name, role, _tokens_from(name, inputs[0]))
+        hear(name, role, _tokens_from(name, inputs[0], module))
 
     stack.callback(module.register_forward_pre_hook(hook).remove)
 

@@ -5,30 +5,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ground.errors import BadInput
 
+from .input_set import Batch, ids_and_digest, positions_drawn
 from .shards import shards_from_pattern
 from .sources import ImageShape, Source, Transform, array_from_path, folder_from_path
 
 ARRAYS = (".npy", ".npz", ".safetensors")
 NAMED = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
-    """images [B,3,H,W], their content hashes [B]; `end` is the position after the last one, bad ones included."""
-
-    images: Tensor
-    ids: Tensor
-    bad: tuple[str, ...]
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +61,8 @@ def _loaded_from_rows(rows: list[tuple[int, Tensor | str]]) -> _Loaded:
 class Images:
     """Opened images: `ids` [count] int64 are hashes of each one's content, `digest` covers names and contents."""
 
+    noun: ClassVar[str] = "images"
+
     rows: _Rows
     shape: ImageShape
     ids: Tensor
@@ -85,13 +77,17 @@ class Images:
     def name(self, position: int) -> str:
         return self.rows.source.name(self.rows.chosen[position])
 
+    def example(self) -> Tensor:
+        """One black image."""
+        return torch.zeros(1, *self.shape)
+
     def batches(self, batch_size: int) -> Iterator[Tensor]:
         """All images in order; the last batch may be smaller. Raises BadInput beyond `max_bad` unreadable images."""
-        return (batch.images for batch in self.read(batch_size) if len(batch.images))
+        return (batch.inputs for batch in self.read(batch_size) if len(batch.ids))
 
     def read(
         self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch]:
+    ) -> Iterator[Batch[Tensor]]:
         """Positions `first` to `stop` with what identifies them; `bad` are the ones met before `first`.
 
         `pin` puts images into page-locked memory, from which a copy to a GPU doesn't wait.
@@ -104,7 +100,7 @@ class Images:
             met.extend(loaded.bad)
             self.refuse_bad(met)
             ids = self.ids[loaded.positions]
-            yield Batch(images=loaded.images, ids=ids, bad=tuple(loaded.bad), end=loaded.end)
+            yield Batch(inputs=loaded.images, ids=ids, bad=tuple(loaded.bad), end=loaded.end)
 
     def _loader(self, span: range, batch_size: int, *, pin: bool) -> Iterable[_Loaded]:
         return DataLoader(
@@ -123,30 +119,11 @@ class Images:
             allowed = f"; at most {self.max_bad} bad images are allowed (--max-bad)" if len(bad) > 1 else ""
             raise BadInput(f"{listed}{allowed}")
 
-
-def parted(images: Images, count: int, *, seed: int) -> tuple[Images, Images]:
-    """`count` of the images drawn by `seed` to be held out, and first the rest; each in the order they had.
-
-    Copies of an image go where it goes, beyond the count, so that no content is in both. Raises BadInput unless both
-    have an image.
-    """
-    distinct = images.ids.unique()
-    if not 1 <= count < len(distinct):
-        copies = f" ({len(distinct)} different ones)" if len(distinct) < images.count else ""
-        raise BadInput(
-            f"hold out: got {count} of {images.count} images{copies}, expected at least 1 and fewer than all"
-        )
-    drawn = np.random.default_rng(seed).choice(len(distinct), count, replace=False)
-    is_held = torch.isin(images.ids, distinct[torch.from_numpy(drawn)]).tolist()
-    source, chosen = images.rows.source, images.rows.chosen
-    parts = []
-    for held in (False, True):
-        positions = tuple(index for index, own in zip(chosen, is_held, strict=True) if own == held)
-        ids, digest = _identified(source, positions)
-        rows = _Rows(source=source, chosen=positions)
-        parts.append(replace(images, rows=rows, ids=ids, digest=digest))
-    rest, held_out = parts
-    return rest, held_out
+    def subset(self, positions: Sequence[int]) -> "Images":
+        """The images at these positions alone."""
+        chosen = tuple(self.rows.chosen[position] for position in positions)
+        ids, digest = _identified(self.rows.source, chosen)
+        return replace(self, rows=replace(self.rows, chosen=chosen), ids=ids, digest=digest)
 
 
 def _content_sha256(source: Source, position: int) -> bytes:
@@ -160,19 +137,7 @@ def _content_sha256(source: Source, position: int) -> bytes:
 def _identified(source: Source, chosen: Sequence[int]) -> tuple[Tensor, str]:
     with ThreadPoolExecutor() as pool:
         hashes = list(pool.map(lambda position: _content_sha256(source, position), chosen))
-    whole = hashlib.sha256()
-    for position, content in zip(chosen, hashes, strict=True):
-        whole.update(source.name(position).encode() + b"\0" + content)
-    ids = np.frombuffer(b"".join(content[:8] for content in hashes), dtype="<i8")
-    return torch.from_numpy(ids.astype(np.int64)), whole.hexdigest()
-
-
-def _chosen(count: int, samples: int | None, seed: int, path: str) -> tuple[int, ...]:
-    if samples is None:
-        return tuple(range(count))
-    if not 1 <= samples <= count:
-        raise BadInput(f"{path}: got {count} images, but {samples} samples were asked for; ask for 1 to {count} or all")
-    return tuple(sorted(np.random.default_rng(seed).choice(count, samples, replace=False).tolist()))
+    return ids_and_digest(map(source.name, chosen), hashes)
 
 
 def _source(text: str, shape: ImageShape, transform: Transform) -> Source:
@@ -209,7 +174,7 @@ def open_images(
     source = _source(str(path), image_shape, transform)
     if not len(source):
         raise BadInput(f"{path}: holds no images, expected at least one")
-    chosen = _chosen(len(source), samples, seed, str(path))
+    chosen = positions_drawn(len(source), samples, seed, where=str(path), noun=Images.noun)
     ids, digest = _identified(source, chosen)
     rows = _Rows(source=source, chosen=chosen)
     return Images(rows=rows, shape=image_shape, ids=ids, digest=digest, workers=workers, max_bad=max_bad)

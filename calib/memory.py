@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .hooks import Role, evaluating, listening
+from .inputs import Inputs, moved, run_model
 from .sites import ChannelTaps, Site
 
 FLOAT64_BYTES = 8
@@ -37,16 +38,16 @@ Shape = ChannelShape | HeadShape
 
 
 def shapes_of_sites(
-    model: nn.Module, sites: Sequence[Site], *, image_shape: tuple[int, int, int], device: torch.device | str
+    model: nn.Module, sites: Sequence[Site], *, example: Inputs, device: torch.device | str
 ) -> dict[str, Shape]:
-    """Runs one black image through `model` to learn what each site is fed."""
+    """Runs example inputs through `model`, which is on `device` (`meta` costs nothing), to learn what sites are fed."""
     seen: dict[tuple[str, Role], torch.Size] = {}
 
     def hear(name: str, role: Role, activation: Tensor) -> None:
         seen[name, role] = activation.shape
 
     with torch.no_grad(), evaluating(model), listening(sites, hear):
-        model(torch.zeros(1, *image_shape, device=device))
+        run_model(model, moved(example, device))
     return {site.name: _shape_of(site, seen) for site in sites}
 
 

@@ -239,7 +239,7 @@ def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch
 
 def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
     model = tiny()
-    shapes = memory.shapes_of_sites(model, sites_of(model), image_shape=SHAPE, device="cpu")
+    shapes = memory.shapes_of_sites(model, sites_of(model), example=torch.zeros(1, *SHAPE), device="cpu")
     assert shapes == {
         "attn": HeadShape(tokens=4, heads=HEADS, dim=DIM, channels=HEADS * DIM),
         "mlp": ChannelShape(tokens=4, hidden=HIDDEN),

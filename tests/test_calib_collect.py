@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from calib import products
 from calib.collect import collect
+from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments, merge
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from ground.errors import BadInput
@@ -314,12 +315,14 @@ def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
     [
         ([], "got none, expected at least one"),
         ([torch.zeros(2, 3, 2, 10, dtype=torch.float64)], "float64"),
-        ([torch.zeros(2, 3, 2, 10, dtype=torch.uint8)], "uint8"),
-        ([torch.zeros(3, 2, 10)], r"\[3, 2, 10\]"),
+        ([torch.zeros(2, 3, 2, 10, dtype=torch.complex64)], r"input torch\.complex64.*expected float32, whole numbers"),
+        ([torch.tensor(1.0)], r"input torch\.float32 \[\]; expected the same batch"),
         ([torch.zeros(0, 3, 2, 10)], r"\[0, 3, 2, 10\]"),
+        ([{}], "no tensor; expected the same batch"),
+        ([{"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}], r"a torch\.float32 \[2, 3\], b torch\.float32 \[3, 3\]"),
     ],
 )
-def test_batches_that_are_refused(batches: list[Tensor], message: str) -> None:
+def test_batches_that_are_refused(batches: list[Inputs], message: str) -> None:
     model = tiny()
     with pytest.raises(BadInput, match=message):
         collect(model, sites_of(model), batches, device="cpu")
@@ -364,3 +367,48 @@ def test_passes_after_the_first_stop_at_the_last_site() -> None:
     model.fc1.register_forward_hook(lambda *_: ran.append(1))
     collect(model, sites_of(model)[:1], [images_of(12)], device="cpu")
     assert len(ran) == 1
+
+
+class Grid(nn.Module):
+    """[B,3,2,10] to a grid of tokens with the channels last, through a linear layer and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.same, self.conv = nn.Linear(3, 4), nn.Identity(), nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        grid: Tensor = self.linear(images.permute(0, 2, 3, 1))
+        out: Tensor = self.conv(self.same(grid.permute(0, 3, 1, 2)))
+        return out
+
+
+def test_a_grid_into_a_linear_layer_is_its_tokens() -> None:
+    model, images = Grid(), images_of(9)
+    site = collect(model, [ChannelTaps(name="grid", output=model.linear)], [images], device="cpu").sites["grid"]
+    assert isinstance(site, ChannelMoments)
+    pixels = images.double().permute(0, 2, 3, 1).reshape(-1, 3)
+    assert site.tokens == len(pixels) == 9 * 20
+    assert relative(site.gram_FF, pixels.T @ pixels) < 1e-6
+
+
+@pytest.mark.parametrize(("module", "kind"), [("conv", "Conv2d"), ("same", "Identity")])
+def test_feature_maps_are_refused_by_name(module: str, kind: str) -> None:
+    model = Grid()
+    taps = {name: Tap(module=model.linear, take=lambda out: out) for name in ("queries", "keys")}
+    site = HeadTaps(name="map", output=model.get_submodule(module), **taps)
+    with pytest.raises(
+        BadInput, match=rf"^map: {kind} takes \[8, 4, 2, 10\], a feature map \[batch, channels, \.\.\.\]"
+    ):
+        collect(model, [site], [images_of(2)], device="cpu")
+
+
+def test_tokens_packed_into_the_batch_are_refused() -> None:
+    class Packed(TinyViT):
+        def forward(self, images: Tensor) -> Tensor:
+            tokens = self.patches(images).flatten(2).mT
+            out: Tensor = super().forward(images) + self.fc2(self.fc1(tokens.flatten(0, 1))).mean()
+            return out
+
+    model = Packed()
+    with pytest.raises(BadInput, match=r"^mlp: x is torch.float32 \[40, 1, 208\] for a batch of 8, expected"):
+        collect(model, [ChannelTaps(name="mlp", output=model.fc2)], [images_of(2)], device="cpu")

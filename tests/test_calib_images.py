@@ -164,7 +164,7 @@ def test_bad_images_are_refused_or_skipped_and_named(folder: Path) -> None:
     with pytest.raises(BadInput, match=r"x\.jpg.*\n.*c\.bmp.*at most 1 bad"):
         read(opened(folder, max_bad=1))
     batches = list(opened(folder, max_bad=2).read(2))
-    assert [len(batch.images) for batch in batches] == [1, 2, 0]
+    assert [len(batch.inputs) for batch in batches] == [1, 2, 0]
     assert sum(len(batch.bad) for batch in batches) == 2
     assert torch.equal(torch.cat([batch.ids for batch in batches]), opened(folder).ids[[0, 2, 3]])
 
@@ -172,7 +172,7 @@ def test_bad_images_are_refused_or_skipped_and_named(folder: Path) -> None:
 def test_reading_can_start_in_the_middle(folder: Path) -> None:
     images = opened(folder)
     rest = list(images.read(2, first=2))
-    assert torch.equal(torch.cat([batch.images for batch in rest]), read(images)[2:])
+    assert torch.equal(torch.cat([batch.inputs for batch in rest]), read(images)[2:])
     assert [batch.end for batch in rest] == [4, 5]
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.images import Batch, Images, open_images
+from calib.images import Images, open_images
+from calib.input_set import Batch
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
@@ -70,7 +71,7 @@ def test_reduction_makes_nothing_on_the_default_device(
 
         ids, count = images.ids, images.count
 
-        def read(self, _: int) -> list[Batch]:
+        def read(self, _: int) -> list[Batch[Tensor]]:
             return held
 
     plain = reduce(model, moments, wanted, images=images)

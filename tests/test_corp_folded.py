@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.images import Images, open_images, parted
+from calib.images import Images, open_images
+from calib.input_set import parted
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows

@@ -12,7 +12,8 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
-from calib.images import Images, open_images, parted
+from calib.images import Images, open_images
+from calib.input_set import parted
 from calib.moments import Moments
 from calib.store import load
 from corp_deploy.cli import main

@@ -65,8 +65,8 @@ def work_flops(model: nn.Module, device: str) -> tuple[int, int]:
     from benchmarks.calibration import multiply_adds_per_image
     from calib.memory import shapes_of_sites
 
-    image_shape = vit.input_spec(model).shape
-    seen = shapes_of_sites(model, vit.calibration_sites(model), image_shape=image_shape, device=device)
+    example = torch.zeros(1, *vit.input_spec(model).shape)
+    seen = shapes_of_sites(model, vit.calibration_sites(model), example=example, device=device)
     return 2 * models.facts(model)["macs"], 2 * sum(map(multiply_adds_per_image, seen.values()))
 
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 
 from calib import calibrate as passes
@@ -72,9 +73,8 @@ def memory_needed(
     checkpoint: Checkpoint, sites: Sequence[Site], wanted: Statistics, widths: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
-    shapes = shapes_of_sites(
-        checkpoint.model, sites, image_shape=vit.input_spec(checkpoint.model).shape, device=vit.device(checkpoint.model)
-    )
+    example = torch.zeros(1, *vit.input_spec(checkpoint.model).shape)
+    shapes = shapes_of_sites(checkpoint.model, sites, example=example, device=vit.device(checkpoint.model))
     return bytes_needed(shapes, attention_system=wanted.attention_system and not widths, kept=widths)
 
 

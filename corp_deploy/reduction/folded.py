@@ -61,7 +61,7 @@ class ShownImages:
             for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
                 chosen_B = torch.isin(batch.ids, ids)
                 if chosen_B.any():
-                    yield batch.images[chosen_B], is_held
+                    yield batch.inputs[chosen_B], is_held
 
 
 class _Showing:

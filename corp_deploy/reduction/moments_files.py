@@ -11,7 +11,8 @@ from typing import Any
 from calib import memory
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from calib.images import Images, parted
+from calib.images import Images
+from calib.input_set import parted
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from calib.resume import ResumeFile
 from calib.store import load, save

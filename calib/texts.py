@@ -1,0 +1,182 @@
+"""Documents of a UTF-8 text file, a line a document: opened once, identified by content, read as named tensors."""
+
+import codecs
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+from ground.files import regular
+
+from .input_set import Batch, ids_and_digest, positions_drawn
+from .inputs import batch_size as batch_size_of
+from .inputs import refuse_dtypes
+
+MOST_LINE_BYTES = 2**20
+Encode = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Turns documents [B] into tensors by name [B,...], padded to one length that is the same for every batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One document: its place among all of the file, and where its bytes lie."""
+
+    place: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Texts:
+    """Opened documents; `first` is the first one encoded, `blank` the number of lines that hold none."""
+
+    noun: ClassVar[str] = "documents"
+
+    path: Path
+    lines: tuple[Line, ...]
+    encode: Encode
+    first: Mapping[str, Tensor]
+    blank: int
+    ids: Tensor
+    digest: str
+
+    @property
+    def count(self) -> int:
+        return len(self.lines)
+
+    def example(self) -> Mapping[str, Tensor]:
+        return self.first
+
+    def batches(self, batch_size: int) -> Iterator[Mapping[str, Tensor]]:
+        """All documents in order; the last batch may be smaller."""
+        return (batch.inputs for batch in self.read(batch_size))
+
+    def read(
+        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
+    ) -> Iterator[Batch[Mapping[str, Tensor]]]:
+        """Positions `first` to `stop`. Raises BadInput where the file has changed, or tensors differ in shape."""
+        if batch_size < 1:
+            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
+        self.refuse_bad(bad)
+        last = self.count if stop is None else stop
+        for begin in range(first, last, batch_size):
+            end = min(begin + batch_size, last)
+            inputs = self._encoded(range(begin, end))
+            if pin:
+                inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
+
+    def refuse_bad(self, bad: Sequence[str]) -> None:
+        """Raises BadInput for any: a document that can't be read is met on opening."""
+        if bad:
+            raise BadInput("\n".join(bad))
+
+    def subset(self, positions: Sequence[int]) -> "Texts":
+        """The documents at these positions alone."""
+        lines = tuple(self.lines[position] for position in positions)
+        ids, digest = _identified(lines, _contents(self.path, lines))
+        return replace(self, lines=lines, ids=ids, digest=digest)
+
+    def _encoded(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
+        lines = [self.lines[position] for position in positions]
+        contents = list(_contents(self.path, lines))
+        ids, _ = _identified(lines, contents)
+        if not torch.equal(ids, self.ids[list(positions)]):
+            raise BadInput(f"{self.path}: changed since it was opened; leave it as it is while it is read")
+        inputs = self.encode([content.decode() for content in contents])
+        got, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, len(lines))))
+        if got != expected:
+            raise BadInput(
+                f"{self.path}: {len(lines)} documents encoded are {got}, expected {expected} as for the first one; "
+                "pad every batch to one length"
+            )
+        return inputs
+
+
+def _forms(inputs: Mapping[str, Tensor], size: int | None) -> str:
+    """Name, dtype and shape of every tensor in order, or as they would be for a batch of another size."""
+    shapes = ((name, tensor.dtype, list(tensor.shape)) for name, tensor in inputs.items())
+    return ", ".join(f"{name} {dtype} {shape if size is None else [size, *shape[1:]]}" for name, dtype, shape in shapes)
+
+
+def _contents(path: Path, lines: Sequence[Line]) -> Iterator[bytes]:
+    try:
+        with regular(path).open("rb") as file:
+            for line in lines:
+                yield os.pread(file.fileno(), line.size, line.offset)
+    except OSError as error:
+        raise BadInput(f"{path}: can't be read ({error.strerror})") from error
+
+
+def _identified(lines: Sequence[Line], contents: Iterable[bytes]) -> tuple[Tensor, str]:
+    return ids_and_digest((str(line.place) for line in lines), [sha256(content).digest() for content in contents])
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Of every line: its number, where it begins, and its bytes without the line's end and a byte-order mark."""
+    with regular(path).open("rb") as file:
+        offset = number = 0
+        while whole := file.readline(MOST_LINE_BYTES + 2):
+            number += 1
+            content = whole.removesuffix(b"\n").removesuffix(b"\r")
+            if len(content) > MOST_LINE_BYTES:
+                raise BadInput(
+                    f"{path}: line {number} is longer than {MOST_LINE_BYTES} bytes; expected text, a line a document"
+                )
+            mark = codecs.BOM_UTF8 if number == 1 and content.startswith(codecs.BOM_UTF8) else b""
+            yield number, offset + len(mark), content.removeprefix(mark)
+            offset += len(whole)
+
+
+def _lines(path: Path) -> tuple[list[Line], int]:
+    """The lines that hold a document, and how many are blank."""
+    lines, blank = list[Line](), 0
+    for number, offset, content in _numbered(path):
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            raise BadInput(
+                f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start + 1} of the line); save the "
+                "file as UTF-8"
+            ) from None
+        if text.strip():
+            lines.append(Line(place=len(lines), offset=offset, size=len(content)))
+        else:
+            blank += 1
+    return lines, blank
+
+
+def _opened(path: Path) -> tuple[list[Line], int]:
+    try:
+        lines, blank = _lines(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected UTF-8 text, a line a document") from None
+    except OSError as error:
+        raise BadInput(f"{path}: can't be read ({error.strerror})") from error
+    if not lines:
+        holds = f"{blank} blank lines" if blank else "nothing"
+        raise BadInput(f"{path}: holds {holds}, expected UTF-8 text, a line a document")
+    return lines, blank
+
+
+def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: int = 0) -> Texts:
+    """The documents in `path`, a line each; blank lines are skipped. `samples` are drawn by `seed` and read in order.
+
+    Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with a line beyond MOST_LINE_BYTES,
+    for fewer documents than samples, and where `encode` gives no tensors with the batch in front.
+    """
+    every, blank = _opened(path)
+    chosen = positions_drawn(len(every), samples, seed, where=str(path), noun=Texts.noun)
+    lines = tuple(every[position] for position in chosen)
+    first = encode([content.decode() for content in _contents(path, lines[:1])])
+    if batch_size_of(first) != 1:
+        raise BadInput(f"{path}: one document encoded is {batch_size_of(first)} inputs, expected 1")
+    refuse_dtypes(first)
+    ids, digest = _identified(lines, _contents(path, lines))
+    return Texts(path=path, lines=lines, encode=encode, first=first, blank=blank, ids=ids, digest=digest)

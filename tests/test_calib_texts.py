@@ -1,0 +1,220 @@
+"""calib.texts: documents in order, their identity, and every kind of bad file; calibrated on like images."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from calib import texts as texts_module
+from calib.calibrate import calibrate
+from calib.input_set import InputSet, parted
+from calib.memory import ChannelShape, HeadShape, bytes_needed, shapes_of_sites
+from calib.moments import Moments, merge
+from calib.resume import ResumeFile
+from calib.texts import Texts, open_texts
+from ground.errors import BadInput
+from tests import tiny_text
+
+DOCUMENTS = ("one sheep", "two sheep, three", "four", "a fifth: äöü", "one sheep", "the last of them")
+LENGTH = 16
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path / "documents.txt", DOCUMENTS)
+
+
+def written(path: Path, documents: Sequence[str]) -> Path:
+    path.write_text("".join(f"{document}\n" for document in documents), encoding="utf-8")
+    return path
+
+
+def opened(path: Path, *, length: int = LENGTH, samples: int | None = None, seed: int = 0) -> Texts:
+    return open_texts(path, encode=tiny_text.encode_to(length), samples=samples, seed=seed)
+
+
+def documents_of(texts: Texts) -> list[str]:
+    """What the encoder is given, by batches of two."""
+    given: list[str] = []
+
+    def encode(documents: Sequence[str]) -> Mapping[str, Tensor]:
+        given.extend(documents)
+        return tiny_text.encode_to(LENGTH)(documents)
+
+    list(replace(texts, encode=encode).batches(2))
+    return given
+
+
+def test_documents_come_in_the_order_of_their_lines(path: Path) -> None:
+    texts = opened(path)
+    assert documents_of(texts) == list(DOCUMENTS)
+    batches = list(texts.read(4))
+    assert [batch.end for batch in batches] == [4, 6]
+    assert [list(batch.inputs) for batch in batches] == [["input_ids", "attention_mask"]] * 2
+    assert [batch.inputs["input_ids"].shape for batch in batches] == [(4, LENGTH), (2, LENGTH)]
+    assert torch.equal(torch.cat([batch.ids for batch in batches]), texts.ids)
+    middle = list(texts.read(2, first=1, stop=4))
+    assert torch.equal(torch.cat([batch.ids for batch in middle]), texts.ids[1:4])
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_blank_lines_ends_and_byte_order_marks_are_no_text(tmp_path: Path, path: Path, line_end: str) -> None:
+    other = tmp_path / "other.txt"
+    lines = [DOCUMENTS[0], "", *DOCUMENTS[1:3], " \t", "\u00a0", *DOCUMENTS[3:]]
+    other.write_bytes(b"\xef\xbb\xbf" + line_end.join(lines).encode())
+    texts = opened(other)
+    assert documents_of(texts) == list(DOCUMENTS)
+    assert (texts.count, texts.blank, opened(path).blank) == (6, 3, 0)
+    assert torch.equal(texts.ids, opened(path).ids)
+    assert texts.digest == opened(path).digest
+
+
+def test_documents_are_identified_by_content_and_the_set_by_order_too(tmp_path: Path, path: Path) -> None:
+    texts = opened(path)
+    assert texts.ids[0] == texts.ids[4]
+    assert len(texts.ids.unique()) == 5
+    turned = opened(written(tmp_path / "turned.txt", DOCUMENTS[::-1]))
+    assert torch.equal(turned.ids, texts.ids.flip(0))
+    assert turned.digest != texts.digest
+    assert opened(written(tmp_path / "more.txt", [*DOCUMENTS, "x"])).digest != texts.digest
+
+
+def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
+    path = written(tmp_path / "many.txt", [f"document {number:02}" for number in range(50)])
+    first, again, other = (opened(path, samples=10, seed=seed) for seed in (1, 1, 2))
+    assert documents_of(first) == documents_of(again) != documents_of(other)
+    assert documents_of(first) == sorted(set(documents_of(first)))
+    assert (first.count, first.digest) == (10, again.digest)
+    assert first.digest != other.digest
+    for samples in (0, 51):
+        with pytest.raises(BadInput, match=f"got 50 documents, but {samples} samples were asked for"):
+            opened(path, samples=samples)
+
+
+def test_held_out_documents_share_nothing_with_the_rest(path: Path) -> None:
+    texts = opened(path)
+    for seed in range(5):
+        rest, held_out = parted(texts, 2, seed=seed)
+        assert not set(documents_of(rest)) & set(documents_of(held_out))
+        assert sorted(documents_of(rest) + documents_of(held_out)) == sorted(DOCUMENTS)
+        assert len(held_out.ids.unique()) == 2
+        assert len({rest.digest, held_out.digest, texts.digest}) == 3
+    with pytest.raises(BadInput, match=r"got 5 of 6 documents \(5 different ones\), expected at least 1"):
+        parted(texts, 5, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds nothing, expected UTF-8 text, a line a document"),
+        (b"\n \n\t\r\n", "holds 3 blank lines, expected UTF-8 text"),
+        (b"good\nand \xe4 not\n", r"line 2 is not UTF-8 \(invalid continuation byte at byte 5 of the line\); save"),
+        ("text".encode("utf-16"), "line 1 is not UTF-8"),
+        (b"good\n" + b"x" * 33, "line 2 is longer than 32 bytes"),
+        (b"x" * 33 + b"\r\n", "line 1 is longer than 32 bytes"),
+    ],
+)
+def test_files_that_are_no_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
+    monkeypatch.setattr(texts_module, "MOST_LINE_BYTES", 32)
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(BadInput, match=message) as error:
+        opened(tmp_path / "bad.txt")
+    assert str(tmp_path / "bad.txt") in str(error.value)
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b""])
+def test_the_longest_line_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line_end: bytes) -> None:
+    monkeypatch.setattr(texts_module, "MOST_LINE_BYTES", 32)
+    (tmp_path / "long.txt").write_bytes(b"x" * 32 + line_end)
+    assert documents_of(opened(tmp_path / "long.txt")) == ["x" * 32]
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"documents\.txt: no such file, expected UTF-8 text"):
+        opened(tmp_path / "documents.txt")
+    with pytest.raises(BadInput, match="a directory, expected a regular file"):
+        opened(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="a pipe, socket or device, expected a regular file"):
+        opened(tmp_path / "pipe")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
+    texts = opened(path)
+    written(path, ["One sheep", *DOCUMENTS[1:]])
+    with pytest.raises(BadInput, match="changed since it was opened"):
+        list(texts.batches(4))
+    path.unlink()
+    with pytest.raises(BadInput, match=r"can't be read \(No such file or directory\)"):
+        list(texts.batches(4))
+
+
+def to_the_longest(documents: Sequence[str]) -> Mapping[str, Tensor]:
+    return tiny_text.encode_to(max(map(len, documents)))(documents)
+
+
+@pytest.mark.parametrize(
+    ("encode", "message"),
+    [
+        (lambda documents: {}, "no tensor; expected the same batch"),
+        (lambda documents: {"ids": torch.zeros(2, 4)}, "one document encoded is 2 inputs, expected 1"),
+        (lambda documents: {"ids": torch.zeros(1, 4).double()}, "ids torch.float64"),
+        (to_the_longest, r"input_ids torch.int64 \[2, 16\].*expected input_ids torch.int64 \[2, 9\].*to one length"),
+        (lambda documents: {"ids": torch.zeros(1, 4)}, r"ids torch.float32 \[1, 4\], expected ids .*\[2, 4\]"),
+    ],
+)
+def test_encoders_that_are_refused(
+    path: Path, encode: Callable[[Sequence[str]], Mapping[str, Tensor]], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        list(open_texts(path, encode=encode).batches(2))
+
+
+def test_batches_of_no_document_are_refused(path: Path) -> None:
+    with pytest.raises(BadInput, match="batch size: got 0"):
+        list(opened(path).batches(0))
+
+
+def calibrated(texts: InputSet, checkpoint: ResumeFile | None = None, stop_at: int | None = None) -> Moments:
+    def progress(done: int) -> None:
+        if stop_at is not None and done >= stop_at:
+            raise KeyboardInterrupt
+
+    encoder = tiny_text.model()
+    return calibrate(
+        encoder, tiny_text.sites_of(encoder), texts, batch_size=2, device="cpu", lineage={"model": "m"},
+        checkpoint=checkpoint, progress=progress,
+    )  # fmt: skip
+
+
+def test_a_calibration_on_documents_knows_them_and_goes_on(path: Path, tmp_path: Path) -> None:
+    texts, checkpoint = opened(path), ResumeFile(path=tmp_path / "state.safetensors", every=2)
+    moments = calibrated(texts)
+    assert (moments.images, moments.image_ids.tolist()) == (6, texts.ids.sort().values.tolist())
+    with pytest.raises(KeyboardInterrupt):
+        calibrated(texts, checkpoint, stop_at=4)
+    resumed = calibrated(texts, checkpoint)
+    for name, site in moments.sites.items():
+        for field in type(site).__slots__:
+            value, again = getattr(site, field), getattr(resumed.sites[name], field)
+            assert torch.equal(value, again) if isinstance(value, Tensor) else value == again, field
+    with pytest.raises(BadInput, match="2 of 6 images are in both"):
+        merge(moments, calibrated(texts.subset([2, 3])))
+
+
+def test_memory_is_known_from_a_model_that_holds_no_weights(path: Path) -> None:
+    texts, encoder = opened(path), tiny_text.model()
+    sites = tiny_text.sites_of(encoder)
+    shapes = shapes_of_sites(encoder.to("meta"), sites, example=texts.example(), device="meta")
+    assert shapes == {
+        "attn": HeadShape(tokens=LENGTH, heads=2, dim=6, channels=12),
+        "mlp": ChannelShape(tokens=LENGTH, hidden=40),
+        "head": ChannelShape(tokens=1, hidden=10),
+    }
+    assert bytes_needed(shapes)["mlp"] == 8 * (40 * 40 + 2 * 40)
