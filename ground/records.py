@@ -40,7 +40,9 @@ else:
         """A float that need not be finite: null in a record, read as inf."""
 
 
-class _Head(msgspec.Struct):
+class Head(msgspec.Struct, frozen=True):
+    """What any record says of itself."""
+
     kind: Any = None
     version: Any = None
 
@@ -97,7 +99,7 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     return value
 
 
-def _refuse_kind(head: _Head, *, kind: str, version: int, where: str) -> None:
+def _refuse_kind(head: Head, *, kind: str, version: int, where: str) -> None:
     if head.kind != kind:
         raise BadInput(f"{where}: expected a {kind} record, got {str(head.kind)[:100]!r}")
     if head.version != version:
@@ -118,7 +120,7 @@ def record_from_bytes(
         raise BadInput(f"{where}: {len(data)} bytes, a record has {MOST_BYTES} at most")
     _refuse_depth(data, where)
     if kind is not None:
-        _refuse_kind(_read(data, _Head, where=where, remedy=remedy), kind=kind, version=version, where=where)
+        _refuse_kind(_read(data, Head, where=where, remedy=remedy), kind=kind, version=version, where=where)
     return _read(data, record, where=where, remedy=remedy)
 
 
@@ -146,8 +148,12 @@ def record_from_file(
     return record_from_bytes(data, record, where=str(path), kind=kind, version=version, remedy=remedy)
 
 
-def record_from_value(value: Any, record: type[T], *, where: str, remedy: str = MAKE_AGAIN) -> T:
-    """A typed value from JSON values that are read already. Raises BadInput for the first of another type."""
+def record_from_value(
+    value: Any, record: type[T], *, where: str, kind: str | None = None, version: int = 1, remedy: str = MAKE_AGAIN
+) -> T:
+    """As record_from_bytes, of JSON values that are read already."""
+    if kind is not None:
+        _refuse_kind(record_from_value(value, Head, where=where), kind=kind, version=version, where=where)
     try:
         return msgspec.convert(value, record, dec_hook=_figure)
     except msgspec.ValidationError as error:

@@ -244,12 +244,12 @@ def test_the_record_survives_the_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "expected a JSON object, got list"),
+        ("[]", "got a list of 0, expected a JSON object"),
         ("[" * 10_000, "nested too deep"),
         ('{"a": ' * 60 + "1" + "}" * 60, "nested too deep"),
         ('{"kind": "parity", "version": 1}', "got 'parity'"),
         ('{"kind": "bench", "version": 2}', "version 2"),
-        ('{"kind": "bench", "version": 1}', "not a whole bench record"),
+        ('{"kind": "bench", "version": 1}', "bench.json: the key 'created' is missing"),
     ],
 )
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str, message: str) -> None:

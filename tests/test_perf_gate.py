@@ -1,6 +1,7 @@
 """Rules and verdicts on records built by hand, so that every interval is known."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,9 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import EXIT_CODES, Gate, JudgedRule, judge
 from perf.gate.gate import PARITY as PROOF
 from perf.gate.rule import rule_from_text
-from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link
+from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, Described, Row
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
@@ -76,25 +79,32 @@ def plain(
     return bench_of(row_of(8, times), **more)
 
 
-PARITY = {
-    "kind": "parity",
-    "version": 1,
-    "links": [
-        {"name": "half", "kind": "half", "measures": {"relative_error": 1e-3, "top1_agreement": 1.0, "images": 100}},
-        {
-            "name": "shipped",
-            "kind": "whole",
-            "measures": {
-                "relative_error": 0.03,
-                "top1_agreement": 0.992,
-                "top1_agreement_low": 0.986,
-                "top1_agreement_high": 0.996,
-                "images": 1000,
-                "kl_mean": None,
-            },
-        },
-    ],
-}
+def parity_link(name: str, kind: LinkKind, **errors: Any) -> Link:
+    """A link with these errors."""
+    same = np.eye(3)
+    plain = link(
+        name=name, kind=kind, reference="a", candidate="b", reference_NC=same, candidate_by_batch={1: same},
+        tolerance=limits(),
+    )  # fmt: skip
+    return replace(plain, measures=replace(plain.measures, **errors))
+
+
+PARITY = Parity(
+    images=ImageSet(count=1000, digest="sha256:00"),
+    links=(
+        parity_link("half", "half", relative_error=1e-3, top1_agreement_low=1.0, images=100),
+        parity_link(
+            "shipped",
+            "whole",
+            relative_error=0.03,
+            top1_agreement=0.992,
+            top1_agreement_low=0.986,
+            top1_agreement_high=0.996,
+            images=1000,
+            kl_mean=math.inf,
+        ),
+    ),
+)
 
 
 def one(text: str, now: Bench | None = None, baseline: Bench | None = None, parity: Any = PARITY) -> JudgedRule:
@@ -345,6 +355,7 @@ def test_markdown_and_json(tmp_path: Path) -> None:
     assert text.startswith("**Gate: FAIL**\n")
     assert "| FAIL | `size_bytes > 500` | 600 | 600, bound 500 |" in text
     save_gate(gate(), tmp_path / "gate.json")
+    assert load_gate(tmp_path / "gate.json") == gate()
     document = json.loads((tmp_path / "gate.json").read_text())
     assert (document["kind"], document["verdict"], document["exit_code"]) == ("gate", "FAIL", 1)
     assert document["rules"][1]["value"] == 600

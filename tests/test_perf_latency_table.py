@@ -149,7 +149,7 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
     save_table(table(), path)
     assert load_table(path) == table()
     path.write_text('{"kind": "latency-table", "version": 1, "cells": [{}]}')
-    with pytest.raises(BadInput, match="not a whole latency table"):
+    with pytest.raises(BadInput, match=r"t.json: cells\[0\]: the key 'width' is missing|the key 'name' is missing"):
         load_table(path)
     with pytest.raises(BadInput, match="no grid"):
         replace(table(), cells=table().cells[:-1])

@@ -8,9 +8,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import record_from_value
 from perf.parity.labels import accuracy
 from perf.parity.locate import Located
-from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link, parity_from_json
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link
 from perf.parity.shift import Stats, shift
 from perf.parity.structure import outputs
 from perf.parity.tolerance import Tolerance, exact, limits
@@ -121,19 +122,22 @@ def test_the_record_survives_json() -> None:
     raw = json.loads(json.dumps(full().to_json(), allow_nan=False))
     assert (raw["kind"], raw["version"], raw["verdict"], raw["batches"]) == ("parity", 1, "FAIL", [1, 7])
     assert raw["links"][1]["measures"]["relative_error"] is None
-    assert parity_from_json(raw) == full()
+    assert record_from_value(raw, Parity, where="parity.json") == full()
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("kind",), "bench", "no parity record"),
-        (("version",), 2, "got version 2, expected 1"),
-        (("links",), None, "the list 'links' is missing"),
-        (("links", 0, "measures"), None, r"links\[0\].measures: expected a JSON object, got NoneType"),
-        (("links", 0, "measures", "flips"), "0", r"measures.flips: got '0', expected int"),
-        (("links", 0, "measures", "flips"), True, r"measures.flips: got True, expected int"),
-        (("shift", "sites"), 3, "the list 'sites' is missing"),
+        (("kind",), "bench", "expected a parity record, got 'bench'"),
+        (("version",), 2, "parity record of version 2; this tool reads version 1"),
+        (("links",), None, "links: got null, expected a list"),
+        (("links", 0, "measures"), None, r"links\[0\].measures: got null, expected a JSON object"),
+        (("links", 0, "measures", "flips"), "0", r"measures.flips: got '0', expected a whole number"),
+        (("links", 0, "measures", "flips"), True, r"measures.flips: got true, expected a whole number"),
+        (("shift", "sites"), 3, "shift.sites: got 3, expected a list"),
+        (("links", 0, "kind"), "half-way", r"links\[0\].kind: got 'half-way', expected exact or half or"),
+        (("links",), [], "one link or more of different names"),
+        (("links", 0, "tolerance", "margin_noise"), -1, r"links\[0\].tolerance: margin noise: got -1.0, expected"),
     ],
 )
 def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object, words: str) -> None:
@@ -143,14 +147,14 @@ def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object,
         at = at[key]
     at[path[-1]] = value
     with pytest.raises(BadInput, match=words):
-        parity_from_json(raw)
+        record_from_value(raw, Parity, where="parity.json", kind="parity")
 
 
 def test_a_missing_field_is_named() -> None:
     raw = full().to_json()
     del raw["links"][0]["measures"]["kl_max"]
     with pytest.raises(BadInput, match="'kl_max' is missing"):
-        parity_from_json(raw)
+        record_from_value(raw, Parity, where="parity.json", kind="parity")
 
 
 def test_the_side_file_has_one_figure_per_image() -> None:
@@ -180,6 +184,6 @@ def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -
     assert (of_rounding.status, of_rounding.batch, of_rounding.measures.images) == ("FAIL", 1, 8)
     assert [(each.batch, each.images) for each in of_user.batches] == [(1, 8), (32, None)]
     record = parity(of_user)
-    assert parity_from_json(json.loads(json.dumps(record.to_json()))).links == record.links
+    assert record_from_value(record.to_json(), Parity, where="r").links == record.links
     some[3, 2] = np.nan
     assert found("reduced", ONE_PERCENT).status == "FAIL"

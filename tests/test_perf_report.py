@@ -94,8 +94,8 @@ def record(**changes: Any) -> dict[str, Any]:
         "parity": parity().to_json(),
         "gate": {"verdict": "INCONCLUSIVE", "rules": [rule]},
         "sites": [
-            {"site": "blocks.0.mlp", "width_dense": 64, "width_reduced": 32, "error_uncompensated": 0.5, "error": 0.02,
-             "error_held_out": 0.031},
+            {"site": "blocks.0.mlp", "width_dense": "64", "width_reduced": "32", "error_uncompensated": 0.5,
+             "error": 0.02, "error_held_out": 0.031},
             {"site": "blocks.0.attn", "width_dense": "qk 16", "width_reduced": "qk 8", "error_uncompensated": None,
              "error": None},
         ],
@@ -304,13 +304,13 @@ def test_the_same_record_gives_the_same_bytes() -> None:
     ("changes", "words"),
     [
         ({"title": None}, "title is missing"),
-        ({"parity": {"kind": "bench"}}, "no parity record"),
+        ({"parity": {"kind": "bench"}}, "expected a parity record"),
         ({"bench": {"kind": "parity"}}, "expected a bench record"),
-        ({"bench": {"kind": "bench", "version": 1}}, "not a whole bench record"),
-        ({"models": [{"params": 1}]}, r"models\[0\]: the key 'name' is missing"),
+        ({"bench": {"kind": "bench", "version": 1}}, "bench.json: the key 'created' is missing"),
+        ({"models": [{"params": 1}]}, r"models: \[0\]: the key 'name' is missing"),
         ({"sites": [{"site": "a"}]}, "'width_dense' is missing"),
-        ({"effects": {"preset": "none"}}, "expected a list"),
-        ({"gate": {"verdict": "PASS", "rules": ["x"]}}, r"rules\[0\]: expected a JSON object"),
+        ({"effects": {"preset": "none"}}, "effects: got an object, expected a list"),
+        ({"gate": {"verdict": "PASS", "rules": ["x"]}}, r"gate: rules\[0\]: got 'x', expected a JSON object"),
     ],
 )
 def test_foreign_parts_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -323,7 +323,7 @@ def test_sites_show_what_was_judged_and_no_empty_columns() -> None:
     assert "| Error, compensated | Held out |" in text
     assert "Stream lacks" not in text
     assert "| by site | 60.00 % |" in text
-    plain = [{"site": "a", "width_dense": 4, "width_reduced": 2, "error_uncompensated": 0.5, "error": 0.1}]
+    plain = [{"site": "a", "width_dense": "4", "width_reduced": "2", "error_uncompensated": 0.5, "error": 0.1}]
     assert "Held out" not in markdown(record(sites=plain))
     looped = [plain[0] | {"stream_error": 0.01, "stream_error_held_out": 0.02}]
     assert "| Stream lacks | Held out, stream |" in markdown(record(sites=looped))

@@ -5,6 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import json_from_record, record_from_value
 from perf.parity.shift import Shift, Stats, scattered, shift, site_shift
 
 F = 6
@@ -68,10 +69,8 @@ def test_equal_statistics_have_no_distance() -> None:
 
 
 def test_the_record_survives() -> None:
-    from perf.record.rows import json_from_row
-
     found = shift({"a": CALIBRATED}, {"a": parts(4)})
-    assert Shift.from_json(json_from_row(found), where="w") == found
+    assert record_from_value(json_from_record(found), Shift, where="w") == found
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ground.errors import BadInput
-from ground.files import object_from_file, read_json, replacing, write_text
+from ground.files import write_text
+from ground.records import Head, record_from_file
 from perf.gate.evidence import Evidence
 from perf.gate.gate import PARITY, Gate, JudgedRule, judge
 from perf.gate.rule import Rule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
-from perf.parity.parity import parity_from_json
+from perf.parity.parity import load_parity
 from perf.record.runs import load_bench
 from perf.stats.compare import Comparison
 from perf.stats.summary import summarise
@@ -33,12 +34,12 @@ def evidence_of_files(bench: Path | None, parity: Path | None) -> Evidence:
     """What the two records hold."""
     return Evidence(
         bench=None if bench is None else load_bench(bench),
-        parity=None if parity is None else read_json(parity, kind="parity"),
+        parity=None if parity is None else load_parity(parity),
     )
 
 
 def _kind(path: Path) -> str:
-    kind = object_from_file(path).get("kind")
+    kind = record_from_file(path, Head).kind
     if kind not in ("bench", "parity"):
         raise BadInput(f"{path}: a record of kind {str(kind)[:100]!r}, expected bench or parity")
     return str(kind)
@@ -46,7 +47,7 @@ def _kind(path: Path) -> str:
 
 def parity_row(path: Path) -> JudgedRule:
     """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
-    parity = parity_from_json(read_json(path, kind="parity"), where=str(path))
+    parity = load_parity(path)
     return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
 
 
@@ -66,8 +67,7 @@ def gate_as_json(gate: Gate) -> str:
 def write_gate(gate: Gate, path: Path) -> None:
     """gate.json, Markdown or JUnit, by suffix."""
     if path.suffix == ".json":
-        with replacing(path) as temporary:
-            save_gate(gate, temporary)
+        save_gate(gate, path)
     else:
         write_text(path, markdown_from_gate(gate) if path.suffix == ".md" else junit_from_gate(gate))
 

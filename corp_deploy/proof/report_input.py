@@ -22,7 +22,7 @@ def _site_line(site: dict[str, Any]) -> dict[str, Any]:
     held_out, loop = site.get("held_out"), site.get("loop")
     return {
         "site": f"{site['site']}.{site['part']}" if site["part"] != "mlp" else site["site"],
-        "width_dense": site["width_dense"],
+        "width_dense": str(site["width_dense"]),
         "width_reduced": f"{site['width']} (asked {site['width_asked']:g})",
         "error_uncompensated": site["error_uncompensated"] / energy,
         "error": site["error"] / energy,

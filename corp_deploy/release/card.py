@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ground.files import read_json
-from perf.parity.parity import parity_from_json
+from perf.gate.verdicts import load_gate
+from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
@@ -73,19 +74,17 @@ def _prepared(preprocessing: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in preprocessing.items())
 
 
-def _agreement(parity: dict[str, Any]) -> Iterator[str]:
-    yield f"Judged on held-out images: {parity_from_json(parity).line}."
+def _agreement(parity: Parity) -> Iterator[str]:
+    yield f"Judged on held-out images: {parity.line}."
     yield ""
     yield "| link | against | relative error | top-1 agreement | verdict |"
     yield "|---|---|---|---|---|"
-    for link in parity["links"]:
-        errors = link["measures"]
-        figures = f"{errors['relative_error']:.2e} | {errors['top1_agreement']:.2%}"
-        yield f"| {link['name']} | {link['reference']} | {figures} | {link['status']} |"
-    rows = parity.get("accuracy") or []
-    if rows:
+    for link in parity.links:
+        figures = f"{link.measures.relative_error:.2e} | {link.measures.top1_agreement:.2%}"
+        yield f"| {link.name} | {link.reference} | {figures} | {link.status} |"
+    if parity.accuracy:
         yield ""
-        yield "Accuracy: " + ", ".join(f"{row['model']} {row['accuracy']:.2%}" for row in rows) + "."
+        yield "Accuracy: " + ", ".join(f"{row.model} {row.accuracy:.2%}" for row in parity.accuracy) + "."
 
 
 def _speed(path: Path) -> Iterator[str]:
@@ -109,8 +108,8 @@ def _speed(path: Path) -> Iterator[str]:
         yield f"\nNote: {warning}"
 
 
-def _limits(recipe: Recipe, parity: dict[str, Any]) -> Iterator[str]:
-    yield f"* Agreement was measured on {parity['images']['count']} images; on images of another kind it may be lower."
+def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
+    yield f"* Agreement was measured on {parity.images.count} images; on images of another kind it may be lower."
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     wanted = recipe["parity"]
@@ -120,12 +119,12 @@ def _limits(recipe: Recipe, parity: dict[str, Any]) -> Iterator[str]:
 def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
     """The card's text, from the records of a release and the commands that made it."""
     config = read_json(root / "reduced" / "config.json", kind=MODEL)
-    parity = read_json(root / "parity.json", kind="parity")
-    gate = read_json(root / "gate.json", kind="gate")
+    parity = load_parity(root / "parity.json")
+    gate = load_gate(root / "gate.json")
     shape = "x".join(map(str, config["input"]["shape"]))
     lines = [f"# {recipe.name}", ""]
     lines += [
-        f"`{config['timm']['name']}` made smaller by corp-deploy; images {shape}. Gate: **{gate['verdict']}**.",
+        f"`{config['timm']['name']}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
         "",
     ]
     lines += ["## What was removed", "", *_removed(config, recipe), ""]

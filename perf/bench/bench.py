@@ -214,8 +214,8 @@ def _prepared(station: Station, images: Images, batch: int, plan: Plan, clock: C
     except (BadInput, Missing):
         raise
     except Exception as error:
-        status = "oom" if is_out_of_memory(error) else "failed"
-        return _Prepared(trial=BenchTrial(status=status, message=f"{type(error).__name__}: {error}"[:500]))
+        message = f"{type(error).__name__}: {error}"[:500]
+        return _Prepared(trial=BenchTrial(status="oom" if is_out_of_memory(error) else "failed", message=message))
     trial = BenchTrial(
         status="ok",
         warm_up_samples_ms=warmed.samples_ms,

@@ -1,7 +1,6 @@
 """Measured latency of one block over a grid of widths and batch sizes, and predictions between its points."""
 
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.files import read_json, whole
+from ground.files import write_json
+from ground.records import record_from_file
 from perf.record.runs import Flat
 from perf.runners.protocol import Images, Runner
 from perf.stats.quiet import is_disturbed, samples
@@ -23,7 +23,7 @@ from perf.timing.laps import Clock, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch, unwatched
 
-VERSION = 1
+KIND, VERSION = "latency-table", 1
 Progress = Callable[[float, str], None]
 
 
@@ -162,10 +162,7 @@ def cached_table(
     if path.exists():
         return load_table(path), True
     table = measure_table(grid, plan, described=machine, **how)
-    directory.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    save_table(table, beside)
-    beside.replace(path)
+    save_table(table, path)
     return table, False
 
 
@@ -182,22 +179,12 @@ def predicted_ms(dense_ms: float, changes: Sequence[tuple[LatencyTable, int, int
 
 def save_table(table: LatencyTable, path: Path) -> None:
     """Write the table as JSON, kind "latency-table"."""
-    document = {"kind": "latency-table", "version": VERSION, **asdict(table)}
-    path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(path, {"kind": KIND, "version": VERSION, **asdict(table)}, indent=None)
 
 
 def load_table(path: Path) -> LatencyTable:
-    """Read a table; raises BadInput when the file is none."""
-    data = read_json(path, kind="latency-table", version=VERSION)
-    with whole(str(path), "latency table"):
-        cells = tuple(Cell(**{**cell, "samples_ms": tuple(cell["samples_ms"])}) for cell in data["cells"])
-        return LatencyTable(
-            name=data["name"],
-            fingerprint=data["fingerprint"],
-            describe=data["describe"],
-            input_shape=tuple(data["input_shape"]),
-            cells=cells,
-        )
+    """Read a table; raises BadInput, naming the entry, when the file is none."""
+    return record_from_file(path, LatencyTable, kind=KIND, version=VERSION)
 
 
 def _cells_or_missing(

@@ -1,10 +1,11 @@
 """The figure that a rule asks for, found in the records, with how far it can be trusted."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from ground.errors import BadInput
+from perf.parity.parity import Link, Parity
 from perf.record.runs import Bench, Described
 from perf.stats.quiet import samples
 from perf.stats.stats import Interval, needed_samples, percentile_interval
@@ -30,10 +31,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a gate judges by: a bench record, a parity record, or both. `parity` is the record's JSON as it is."""
+    """What a gate judges by: a bench record, a parity record, or both."""
 
     bench: Bench | None = None
-    parity: Mapping[str, Any] | None = None
+    parity: Parity | None = None
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
@@ -130,33 +131,33 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
     return Reading(interval=interval, doubt=doubt if interval is None else None)
 
 
-def _parity(parity: Mapping[str, Any] | None, rule: Rule, where: str) -> Reading:
+def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
     if parity is None:
         raise BadInput(
             f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
         )
-    link = _link(parity["links"], rule, where)
-    measures = link["measures"]
+    link = _link(parity.links, rule, where)
+    measures = asdict(link.measures)
     if rule.metric not in measures:
         known = ", ".join((*TIMED, *COUNTED, *sorted(measures)))
         raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known}")
     value = measures[rule.metric]
-    if value is None:
-        return Reading(interval=None, broken=f"{rule.metric} of {link['name']} is not finite")
+    if not math.isfinite(value):
+        return Reading(interval=None, broken=f"{rule.metric} of {link.name} is not finite")
     low, high = (measures.get(f"{rule.metric}_{end}") for end in ("low", "high"))
     if low is None or high is None:
         return Reading(interval=exact(value))
     interval = Interval(value=value, low=min(low, value), high=max(high, value))
-    return Reading(interval=interval, count=measures["images"], unit="images")
+    return Reading(interval=interval, count=link.measures.images, unit="images")
 
 
-def _link(links: list[Mapping[str, Any]], rule: Rule, where: str) -> Mapping[str, Any]:
+def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:
     """The named link; without a name the whole chain from the dense model to what ships, else the last link."""
     if rule.link is not None:
-        found = [link for link in links if link["name"] == rule.link]
+        named = [link for link in links if link.name == rule.link]
     else:
-        found = [link for link in links if link["kind"] == "whole"] or links[-1:]
-    if not found:
-        names = ", ".join(link["name"] for link in links) or "none"
+        named = [link for link in links if link.kind == "whole"] or [links[-1]]
+    if not named:
+        names = ", ".join(link.name for link in links)
         raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
-    return found[0]
+    return named[0]

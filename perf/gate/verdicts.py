@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from ground.files import write_json
+from ground.records import record_from_file
 from ground.text import printable
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, Summary, finite
 
 from .gate import Gate, JudgedRule
 
-VERSION = 1
+KIND, VERSION = "gate", 1
 
 
 def save_gate(gate: Gate, path: Path) -> None:
     """Write the verdicts as JSON: kind "gate", version, verdict, exit_code, rules."""
-    document = {
-        "kind": "gate",
-        "version": VERSION,
-        "verdict": gate.verdict,
-        "exit_code": gate.exit_code,
-        **asdict(gate),
-    }
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    head = {"kind": KIND, "version": VERSION, "verdict": gate.verdict, "exit_code": gate.exit_code}
+    write_json(path, {**head, **asdict(gate)}, indent=1)
+
+
+def load_gate(path: Path) -> Gate:
+    """Read the verdicts back; raises BadInput, naming the entry, when the file holds none."""
+    return record_from_file(path, Gate, kind=KIND, version=VERSION)
 
 
 def junit_from_gate(gate: Gate) -> str:

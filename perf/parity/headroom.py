@@ -33,7 +33,11 @@ def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.f
     sites = by_site(graph, largest)
     site, value = max(sites.items(), key=lambda item: item[1], default=("no site", 0.0))
     reason = f"{site} reaches {value:,.6g} in float16, which ends at {HALF_LIMIT:,.0f}"
-    status = "PASS" if value <= HALF_LIMIT else "FAIL"
     return StructuralTest(
-        candidate=candidate, test="headroom", status=status, value=value, bound=HALF_LIMIT, reason=reason
+        candidate=candidate,
+        test="headroom",
+        status="PASS" if value <= HALF_LIMIT else "FAIL",
+        value=value,
+        bound=HALF_LIMIT,
+        reason=reason,
     )

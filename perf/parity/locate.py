@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Figure
 
 from .tolerance import FLOAT16_UNIT
 
@@ -44,10 +45,10 @@ class Located:
     link: str
     site: str | None
     measure: str
-    value: float
-    noise: float
-    largest_activation: float
-    half_limit: float
+    value: Figure
+    noise: Figure
+    largest_activation: Figure
+    half_limit: Figure
     reason: str
     command: str
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Figure
 
 from .labels import wilson
 
@@ -39,22 +40,22 @@ class Measures:
     """
 
     images: int
-    relative_error: float
-    max_abs: float
-    cosine_mean: float
-    cosine_min: float
-    top1_agreement: float
-    top1_agreement_low: float
-    top1_agreement_high: float
-    top5_overlap: float
-    kl_mean: float
-    kl_max: float
+    relative_error: Figure
+    max_abs: Figure
+    cosine_mean: Figure
+    cosine_min: Figure
+    top1_agreement: Figure
+    top1_agreement_low: Figure
+    top1_agreement_high: Figure
+    top5_overlap: Figure
+    kl_mean: Figure
+    kl_max: Figure
     flips: int
     margin_noise: float
     decisive_images: int
     decisive_flips: int
     nonfinite_images: int
-    spread_ratio: float
+    spread_ratio: Figure
 
 
 def per_image(reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating]) -> PerImage:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from perf.record.rows import json_from_row, row_from_json
+from ground.records import Figure, json_from_record, record_from_file
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import Located
@@ -32,8 +33,8 @@ class BatchRow:
     """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only."""
 
     batch: int
-    relative_error: float
-    max_abs: float
+    relative_error: Figure
+    max_abs: Figure
     top1_agreement: float
     images: int | None = None
 
@@ -45,19 +46,15 @@ class Link:
     """
 
     name: str
-    kind: str
+    kind: LinkKind
     reference: str
     candidate: str
-    status: str
+    status: Verdict
     reason: str
     batch: int
     measures: Measures
     batches: tuple[BatchRow, ...]
     tolerance: Tolerance
-
-    def __post_init__(self) -> None:
-        assert self.kind in get_args(LinkKind), self.kind
-        assert self.status in get_args(Verdict), self.status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +81,8 @@ class Parity:
 
     def __post_init__(self) -> None:
         names = [link.name for link in self.links]
-        assert 0 < len(names) == len(set(names)), names
+        if not names or len(names) != len(set(names)):
+            raise BadInput(f"a proof has one link or more of different names, got {names}")
 
     @property
     def verdict(self) -> Verdict:
@@ -119,7 +117,8 @@ class Parity:
         """The record as JSON values; null stands for a number that is not finite."""
         head = {"kind": KIND, "version": VERSION, "verdict": self.verdict, "reason": self.reason, "line": self.line}
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
-        return head | json_from_row(self) | {"batches": sizes}
+        fields: dict[str, Any] = json_from_record(self)
+        return head | fields | {"batches": sizes}
 
 
 def link(
@@ -200,46 +199,9 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
 
 
-def parity_from_json(raw: object, *, where: str = "parity.json") -> Parity:
-    """Read a record back. Raises BadInput for another kind of file, an unknown version or a damaged record."""
-    if not isinstance(raw, Mapping) or raw.get("kind") != KIND:
-        raise BadInput(f'{where}: this is no parity record (no "kind": "{KIND}"); make one with `verify`')
-    if raw.get("version") != VERSION:
-        raise BadInput(f"{where}: got version {raw.get('version')!r}, expected {VERSION}; make the record again")
-    shift = raw.get("shift")
-    return row_from_json(
-        Parity,
-        raw,
-        where=where,
-        images=row_from_json(ImageSet, raw.get("images"), where=f"{where}: images"),
-        links=tuple(_link_from_json(item, where=at) for at, item in _items(raw, "links", where)),
-        structure=tuple(row_from_json(StructuralTest, item, where=at) for at, item in _items(raw, "structure", where)),
-        located=tuple(row_from_json(Located, item, where=at) for at, item in _items(raw, "located", where)),
-        shift=None if shift is None else Shift.from_json(shift, where=f"{where}: shift"),
-        accuracy=tuple(row_from_json(Accuracy, item, where=at) for at, item in _items(raw, "accuracy", where)),
-        comparisons=tuple(
-            row_from_json(PairedAccuracy, item, where=at) for at, item in _items(raw, "comparisons", where)
-        ),
-    )
-
-
-def _link_from_json(raw: object, *, where: str) -> Link:
-    parts = raw if isinstance(raw, Mapping) else {}
-    return row_from_json(
-        Link,
-        raw,
-        where=where,
-        measures=row_from_json(Measures, parts.get("measures"), where=f"{where}.measures"),
-        tolerance=row_from_json(Tolerance, parts.get("tolerance"), where=f"{where}.tolerance"),
-        batches=tuple(row_from_json(BatchRow, item, where=at) for at, item in _items(parts, "batches", where)),
-    )
-
-
-def _items(raw: Mapping[str, object], key: str, where: str) -> list[tuple[str, object]]:
-    rows = raw.get(key)
-    if not isinstance(rows, list):
-        raise BadInput(f"{where}: the list {key!r} is missing; make the record again")
-    return [(f"{where}: {key}[{place}]", row) for place, row in enumerate(rows)]
+def load_parity(path: Path) -> Parity:
+    """Read a record back; raises BadInput, naming the entry, when the file is none."""
+    return record_from_file(path, Parity, kind=KIND, version=VERSION)
 
 
 def figures(

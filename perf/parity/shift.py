@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from perf.record.rows import row_from_json
+from ground.records import Figure
 
 Floats = NDArray[np.float64]
 # Far off is what noise doesn't explain (its expected distance times this) and what is large for the site as well.
@@ -46,10 +46,10 @@ class SiteShift:
     """
 
     site: str
-    mean_distance: float
-    mean_noise: float
-    covariance_distance: float
-    covariance_noise: float
+    mean_distance: Figure
+    mean_noise: Figure
+    covariance_distance: Figure
+    covariance_noise: Figure
     status: str
 
 
@@ -61,15 +61,6 @@ class Shift:
     status: str
     reason: str
     sites: tuple[SiteShift, ...]
-
-    @classmethod
-    def from_json(cls, raw: object, *, where: str) -> Shift:
-        """Raises BadInput for a damaged record."""
-        rows = raw.get("sites") if isinstance(raw, Mapping) else None
-        if not isinstance(rows, list):
-            raise BadInput(f"{where}: the list 'sites' is missing; make the record again")
-        sites = tuple(row_from_json(SiteShift, row, where=f"{where}.sites[{i}]") for i, row in enumerate(rows))
-        return row_from_json(cls, raw, where=where, sites=sites)
 
 
 class Scatter:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ground.records import Figure
 
 Array = NDArray[np.float32]
 Run = Callable[[Array], Array]
@@ -18,13 +21,10 @@ class StructuralTest:
 
     candidate: str
     test: str
-    status: str
-    value: float
-    bound: float
+    status: Literal["PASS", "FAIL", "NOTED"]
+    value: Figure
+    bound: Figure
     reason: str
-
-    def __post_init__(self) -> None:
-        assert self.status in ("PASS", "FAIL", "NOTED"), self.status
 
 
 def batch_slot(candidate: str, run: Run, image_1CHW: Array, *, batch: int, bound: float) -> StructuralTest:
@@ -80,10 +80,16 @@ def outputs(candidate: str, logits_NC: NDArray[np.floating]) -> list[StructuralT
     sound_NC = logits_NC[~spoilt_N].astype(np.float64)
     if len(sound_NC) > 1:
         share = _spread(sound_NC)
-        status = "PASS" if share > 1e-3 else "FAIL"
         reason = f"over the images the logits vary by {share:.2g} of their size, at least 0.001 wanted"
         found.append(
-            StructuralTest(candidate=candidate, test="constant", status=status, value=share, bound=1e-3, reason=reason)
+            StructuralTest(
+                candidate=candidate,
+                test="constant",
+                status="PASS" if share > 1e-3 else "FAIL",
+                value=share,
+                bound=1e-3,
+                reason=reason,
+            )
         )
     return found
 
@@ -104,9 +110,13 @@ def calibrated_range(candidate: str, images_NCHW: Array, *, low: float, high: fl
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
-    status = "NOTED" if share else "PASS"
     return StructuralTest(
-        candidate=candidate, test="calibrated-range", status=status, value=share, bound=0.0, reason=reason
+        candidate=candidate,
+        test="calibrated-range",
+        status="NOTED" if share else "PASS",
+        value=share,
+        bound=0.0,
+        reason=reason,
     )
 
 
@@ -132,9 +142,13 @@ def _spread(logits_NC: NDArray[np.float64]) -> float:
 
 
 def _finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
-    status = "PASS" if value <= bound else "FAIL"
     return StructuralTest(
-        candidate=candidate, test=test, status=status, value=float(value), bound=float(bound), reason=reason
+        candidate=candidate,
+        test=test,
+        status="PASS" if value <= bound else "FAIL",
+        value=float(value),
+        bound=float(bound),
+        reason=reason,
     )
 
 

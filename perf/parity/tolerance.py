@@ -33,7 +33,8 @@ class Tolerance:
             )
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
             raise BadInput(f"min agreement: got {self.min_agreement}, expected a share in [0, 1], such as 0.99")
-        assert 0 <= self.margin_noise < math.inf, self.margin_noise
+        if not 0 <= self.margin_noise < math.inf:
+            raise BadInput(f"margin noise: got {self.margin_noise}, expected a finite number of 0 or more")
 
     @property
     def bounds(self) -> bool:

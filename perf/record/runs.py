@@ -23,17 +23,16 @@ file is one JSON object:
 Version history: 1 is the first.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal
 
 from ground.errors import BadInput, NotComparable
-from ground.files import object_from_file, require_kind, whole
+from ground.files import write_json
+from ground.records import record_from_file
 
-VERSION = 1
-STATUSES = ("ok", "oom", "failed")
+KIND, VERSION = "bench", 1
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -57,10 +56,6 @@ class GpuState:
     throttle: tuple[str, ...]
     foreign_processes: int
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "throttle": tuple(data["throttle"])})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -83,43 +78,17 @@ class Block:
         if self.calls < 1 or not all(0 < ms < float("inf") for ms in times):
             raise BadInput(f"a block needs calls and positive times; {self.subject}, round {self.round} has {times}")
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        end_to_end = None if data["end_to_end_ms"] is None else tuple(data["end_to_end_ms"])
-        lost = None if data["lost_ms"] is None else tuple(data["lost_ms"])
-        gpu = None if data["gpu"] is None else GpuState.from_json(data["gpu"])
-        return cls(
-            **{
-                **data,
-                "compute_ms": tuple(data["compute_ms"]),
-                "end_to_end_ms": end_to_end,
-                "lost_ms": lost,
-                "gpu": gpu,
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTrial:
     """How one subject fared at one batch size before the comparison: warm-up, memory, or why it could not run."""
 
-    status: str
+    status: Literal["ok", "oom", "failed"]
     message: str | None = None
     warm_up_samples_ms: tuple[float, ...] = ()
     warm_up_flat: bool = False
     peak_memory_bytes: int | None = None
     peak_memory_method: str | None = None
-
-    def __post_init__(self) -> None:
-        counts = (self.peak_memory_bytes or 0, *self.warm_up_samples_ms)
-        if not all(isinstance(each, int | float) for each in counts) or not isinstance(self.warm_up_flat, bool):
-            raise BadInput(f"a trial's samples and memory are numbers, got {str(counts)[:100]}")
-        if self.status not in STATUSES:
-            raise BadInput(f"a trial's status is one of {', '.join(STATUSES)}, got {self.status!r}")
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "warm_up_samples_ms": tuple(data["warm_up_samples_ms"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +104,8 @@ class Row:
     noise_blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
-        if not all(isinstance(each, int) for each in (self.batch, self.calls_per_block)) or self.batch < 1:
-            raise BadInput(f"a row is of a batch of at least 1 image, got {self.batch!r:.100}")
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        trials = {name: BenchTrial.from_json(trial) for name, trial in data["trials"].items()}
-        blocks = tuple(Block.from_json(block) for block in data["blocks"])
-        noise = tuple(Block.from_json(block) for block in data["noise_blocks"])
-        return cls(**{**data, "trials": trials, "blocks": blocks, "noise_blocks": noise})
+        if self.batch < 1:
+            raise BadInput(f"a row is of a batch of at least 1 image, got {self.batch}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,48 +158,13 @@ class Bench:
 
 
 def save_bench(bench: Bench, path: Path) -> None:
-    """Write the record as JSON."""
-    document = {"kind": "bench", "version": VERSION, **asdict(bench)}
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Write the record as JSON, whole or not at all."""
+    write_json(path, {"kind": KIND, "version": VERSION, **asdict(bench)}, indent=1)
 
 
 def load_bench(path: Path) -> Bench:
-    """Read a record; raises BadInput when the file is none."""
-    return bench_from_json(object_from_file(path), where=str(path))
-
-
-def bench_from_json(data: Mapping[str, Any], *, where: str) -> Bench:
-    """A record that is already read; `where` names it in the BadInput that is raised when it is none."""
-    require_kind(data, kind="bench", version=VERSION, where=where)
-    with whole(where, "bench record"):
-        _require_flat(data)
-        reference, candidate = (Described(**subject) for subject in data["subjects"])
-        return Bench(
-            created=data["created"],
-            command=tuple(data["command"]),
-            environment=data["environment"],
-            settings=data["settings"],
-            subjects=(reference, candidate),
-            rows=tuple(Row.from_json(row) for row in data["rows"]),
-            warnings=tuple(data["warnings"]),
-        )
-
-
-def _require_flat(data: Mapping[str, Any]) -> None:
-    flat = [data["environment"], data["settings"], *(subject["describe"] for subject in data["subjects"])]
-    if not all(isinstance(each, dict) and all(map(_is_scalar, each.values())) for each in flat):
-        raise TypeError("environment, settings and describe are objects of texts, numbers, booleans and null")
-    texts = [data["created"], *data["command"], *data["warnings"], *(subject["name"] for subject in data["subjects"])]
-    rows = data["rows"] if isinstance(data["rows"], list) else [{}]
-    lists = [part for row in rows for part in (row["blocks"], row["noise_blocks"])]
-    if not all(isinstance(each, list) for each in lists):
-        raise TypeError("rows and blocks are lists")
-    if not all(isinstance(each, str) for each in texts):
-        raise TypeError("created, command, warnings and names are texts")
-
-
-def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
+    """Read a record; raises BadInput, naming the entry, when the file is none."""
+    return record_from_file(path, Bench, kind=KIND, version=VERSION)
 
 
 def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:

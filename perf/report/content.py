@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ground.errors import BadInput
-from ground.files import whole
+from ground.records import Figure, record_from_value
 from ground.text import printable
-from perf.parity.parity import Parity, parity_from_json
-from perf.record.rows import row_from_json
-from perf.record.runs import Bench, bench_from_json
+from perf.parity.parity import Parity
+from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
 
-Line = TypeVar("Line")
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +62,8 @@ class WayLine:
 
     name: str
     share: float
-    predicted_error: float
-    measured_error: float
+    predicted_error: Figure
+    measured_error: Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +73,14 @@ class GateLine:
     rule: str
     verdict: str
     message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateLines:
+    """The gate's verdict and its rules."""
+
+    verdict: str | None = None
+    rules: tuple[GateLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +112,7 @@ def content_from_record(record: Mapping[str, Any]) -> Content:
     """
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
-    with whole(f"{record['title'][:100]}: a record of the report"):
-        return _content(_printable(record))
+    return _content(_printable(record))
 
 
 def _printable(value: Any) -> Any:
@@ -119,37 +125,31 @@ def _printable(value: Any) -> Any:
 
 
 def _content(record: Mapping[str, Any]) -> Content:
-    bench = None if record.get("bench") is None else bench_from_json(record["bench"], where="bench.json")
-    gate = record.get("gate") or {}
+    bench, gate = _of_kind(record, "bench", Bench), _typed(record, "gate", GateLines, {})
     return Content(
         title=record["title"],
         bench=bench,
         summary=None if bench is None else summarise(bench),
-        parity=None if record.get("parity") is None else parity_from_json(record["parity"], where="parity.json"),
-        gate_verdict=gate.get("verdict"),
-        gate=_lines(GateLine, gate.get("rules"), "gate.json: rules"),
-        sites=tuple(_site(line) for line in record.get("sites") or ()),
-        coverage=str(record.get("coverage") or ""),
-        models=_lines(ModelLine, record.get("models"), "models"),
-        effects=_lines(EffectLine, record.get("effects"), "effects"),
-        ways=_lines(WayLine, record.get("ways"), "ways"),
-        environment=_flat(record.get("environment") or (bench.environment if bench else {})),
-        lineage=_flat(record.get("lineage") or {}),
-        commands=tuple(map(str, record.get("commands") or ())),
+        parity=_of_kind(record, "parity", Parity),
+        gate_verdict=gate.verdict,
+        gate=gate.rules,
+        sites=_typed(record, "sites", tuple[SiteLine, ...], ()),
+        coverage=_typed(record, "coverage", str, ""),
+        models=_typed(record, "models", tuple[ModelLine, ...], ()),
+        effects=_typed(record, "effects", tuple[EffectLine, ...], ()),
+        ways=_typed(record, "ways", tuple[WayLine, ...], ()),
+        environment=_flat(_typed(record, "environment", dict[str, Any], bench.environment if bench else {})),
+        lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
+        commands=_typed(record, "commands", tuple[str, ...], ()),
     )
 
 
-def _lines(kind: type[Line], rows: object, where: str) -> tuple[Line, ...]:
-    if not isinstance(rows, list | tuple | None):
-        raise BadInput(f"{where}: got {type(rows).__name__}, expected a list")
-    return tuple(row_from_json(kind, row, where=f"{where}[{place}]") for place, row in enumerate(rows or ()))
+def _of_kind(record: Mapping[str, Any], kind: str, part: type[Part]) -> Part | None:
+    return record.get(kind) and record_from_value(record[kind], part, where=f"{kind}.json", kind=kind)
 
 
-def _site(line: object) -> SiteLine:
-    """Widths may be numbers or words such as `qk 32, v 64`."""
-    if isinstance(line, Mapping):
-        line = {key: str(value) if key.startswith("width") else value for key, value in line.items()}
-    return row_from_json(SiteLine, line, where="sites")
+def _typed(record: Mapping[str, Any], key: str, part: type[Part], otherwise: object) -> Part:
+    return record_from_value(record.get(key) or otherwise, part, where=f"report: {key}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -13,7 +13,7 @@ def junit_from_content(content: Content) -> str:
     suites = ElementTree.Element("testsuites", name=content.title)
     links, structure = (content.parity.links, content.parity.structure) if content.parity else ((), ())
     lines = {"parity": content.parity.line} if content.parity else {}
-    cases = {
+    cases: dict[str, list[tuple[str, str, str]]] = {
         "parity": [(link.name, link.status, link.reason) for link in links],
         "structure": [(f"{test.test} of {test.candidate}", test.status, test.reason) for test in structure],
         "gate": [(line.rule, line.verdict, line.message) for line in content.gate],
