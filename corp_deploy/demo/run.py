@@ -30,7 +30,7 @@ from perf.record.runs import Bench
 
 from .calls import ITSELF, SCALE, SPARSITY, DemoScale, invocations, made_by
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
+EXAMPLE = Path(__file__).with_name("digits")
 STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
 
 
@@ -47,7 +47,7 @@ class Demo:
 
 def _require_example() -> None:
     if not (EXAMPLE / "model").is_dir():
-        raise Missing(f"{EXAMPLE}: the digits example is not here; run the demo from a clone of the repository")
+        raise Missing(f"{EXAMPLE}: the digits example is missing from this installation; install corp-deploy again")
     try:
         import sklearn  # noqa: F401
     except ImportError:
@@ -56,7 +56,7 @@ def _require_example() -> None:
 
 def _write_images(directory: Path) -> None:
     """The calibration images without labels, the held-out ones with."""
-    from examples.digits.images import load
+    from .digits.images import load
 
     train, held_out = load("train"), load("held-out")
     with replacing(directory / "calibration.npz") as temporary:

@@ -1,6 +1,6 @@
 """Train the digits example: a 6-block timm ViT, fixed seed, a few minutes on two CPU cores.
 
-    python -m examples.digits.train --output examples/digits/model
+    python -m corp_deploy.demo.digits.train --output examples/digits/model
 
 The weights in the repository came from this script; nothing else in the project trains.
 """
@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
-from examples.digits.images import IMAGE_SIZE, MEAN, STD, load
+
+from .images import IMAGE_SIZE, MEAN, STD, load
 
 SEED = 0
 EPOCHS = 50

@@ -1,0 +1,114 @@
+"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report and runs the demo."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_perf_report import record
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
+UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+# The demo as it is, but for how much of the example it takes.
+SMALL_DEMO = """
+import sys
+from corp_deploy.demo import run
+from corp_deploy.demo.calls import DemoScale
+from corp_deploy.cli import main
+run.SCALE = DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=0.2)
+main(["demo", "-o", sys.argv[1]])
+"""
+LOADED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    print(importlib.import_module(name).__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, as building writes beside the sources."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, source / room, ignore=UNTRACKED)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-index", "--no-deps"]
+    command = [*pip, "--no-build-isolation", "--wheel-dir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment(), cwd=source)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+def clean_environment() -> dict[str, str]:
+    """Without the ways by which this run finds the repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment that holds the wheel, and this one's other packages from where they are.
+
+    A directory named in a .pth file is searched, but .pth files in it are not read: an editable install stays out.
+    """
+    home = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=120)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return home / "bin" / "python"
+
+
+def run(python: Path, *words: str, cwd: Path) -> str:
+    command = [str(python), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=clean_environment(), timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
+    """Templates, styles, tables and the example's model among them; nothing else is."""
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = {path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
+    assert names == {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    assert {"perf/report/templates/page.css", "corp_deploy/demo/digits/model/model.safetensors"} <= names
+
+
+def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) -> None:
+    for name, place in zip(ROOMS, run(python, "-c", LOADED, *ROOMS, cwd=tmp_path).splitlines(), strict=True):
+        assert Path(place).is_relative_to(python.parents[1]), name
+
+
+def test_help_and_versions(python: Path, tmp_path: Path) -> None:
+    assert "Usage:" in run(python, "-m", "corp_deploy", "--help", cwd=tmp_path)
+    assert "corp-deploy 0." in run(python, "-m", "corp_deploy", "--version", cwd=tmp_path)
+
+
+def test_a_report_from_records(python: Path, tmp_path: Path) -> None:
+    for part in ("bench", "parity"):
+        (tmp_path / f"{part}.json").write_text(json.dumps(record()[part]))
+    run(python, "-m", "corp_deploy", "report", ".", "-o", "report.html", "--title", "A & B", cwd=tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>A &amp; B</h1>" in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_demo_on_the_example_that_came_along(python: Path, tmp_path: Path) -> None:
+    printed = run(python, "-c", SMALL_DEMO, "out", cwd=tmp_path)
+    assert "report: out/report.html" in printed
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert {"report.html", "reduced/model.fp16.onnx", "parity.json", "bench.json"} <= manifest["files"].keys()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert str(ROOT) not in page
