@@ -13,17 +13,18 @@ from export.graph.check import check_onnx, load_onnx, require_onnx
 from export.graph.to_onnx import onnx_bytes, onnx_from_model
 from export.graph.weights import half_weight_share, matmul_weights, matmuls_2_4
 from ground.errors import BadInput
+from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
 
 
 @pytest.fixture(scope="module")
 def fp32() -> ModelProto:
-    return onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision="fp32", metadata={})
+    return onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
 
 
 @pytest.fixture(scope="module")
 def fp16() -> ModelProto:
-    return onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision="fp16", metadata={})
+    return onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp16", metadata={})
 
 
 def copied(proto: ModelProto) -> ModelProto:

@@ -19,6 +19,7 @@ from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_from_json, record_path, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
+from ground.ports import LOGITS, image_port
 from tests.export_vit import Attention, Vit
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +73,8 @@ class Graphs:
             size, kept = 32 if kind == "tiny" else 224, [keep] if keep else []
             proto = onnx_from_model(
                 MODELS[kind](),
-                image_shape=(3, size, size),
+                [image_port((3, size, size))],
+                [LOGITS],
                 precision=precision,
                 keep_fp32=kept,
                 batch=batch,
@@ -213,7 +215,7 @@ class SdpaAttention(Attention):
 def test_the_attention_operator_builds_with_equal_widths_only(qk: int, v: int, tmp_path: Path) -> None:
     model = Vit(depth=1)
     model.blocks[0].attn = SdpaAttention(64, 2, qk, v, padded=False)
-    proto = onnx_from_model(model, image_shape=(3, 32, 32), precision="fp16", opset=23, metadata={})
+    proto = onnx_from_model(model, [image_port((3, 32, 32))], [LOGITS], precision="fp16", opset=23, metadata={})
     assert [node.name for node in proto.graph.node if node.op_type == "Attention"] == ["blocks.0.attn/Attention"]
     save(proto, tmp_path / "attention.onnx")
     if qk == v:

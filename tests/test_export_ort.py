@@ -12,6 +12,7 @@ from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_from_json, record_path, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
+from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
 
 
@@ -19,7 +20,7 @@ from tests.export_vit import Vit
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
     for precision in ("fp32", "fp16"):
-        proto = onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision=precision, metadata={})
+        proto = onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision=precision, metadata={})
         save(proto, folder / f"{precision}.onnx")
     return folder
 

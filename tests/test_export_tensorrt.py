@@ -21,6 +21,7 @@ from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import record_from_json
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
+from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
 
 # Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.
@@ -233,7 +234,7 @@ class Tensorrt:
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("graph") / "tiny.onnx"
-    save(onnx_from_model(Vit(depth=1), image_shape=(3, 32, 32), precision="fp16", metadata={}), path)
+    save(onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp16", metadata={}), path)
     return path
 
 

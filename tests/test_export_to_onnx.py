@@ -23,14 +23,16 @@ from export.graph.precision import kept_modules, typed_copy
 from export.graph.to_onnx import onnx_bytes, onnx_from_model, save
 from export.graph.weights import element_types, half_weight_share
 from ground.errors import BadInput
+from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
 
 SHAPE = (3, 32, 32)
 
 
 def export(model: nn.Module, precision: str = "fp32", **options: object) -> onnx.ModelProto:
-    arguments: dict[str, object] = {"image_shape": SHAPE, "precision": precision, "metadata": {}, **options}
-    return onnx_from_model(model, **arguments)  # type: ignore[arg-type]
+    arguments: dict[str, object] = {"precision": precision, "metadata": {}, **options}
+    shape = arguments.pop("shape", SHAPE)
+    return onnx_from_model(model, [image_port(shape)], [LOGITS], **arguments)  # type: ignore[arg-type]
 
 
 def run(proto: onnx.ModelProto, images: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -177,7 +179,8 @@ def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto,
     save(fp16, tmp_path / "here.onnx")
     program = (
         "import sys; from pathlib import Path; from tests.export_vit import Vit; from export.graph.to_onnx import *\n"
-        "proto = onnx_from_model(Vit(qk=16, padded=True), image_shape=(3, 32, 32), precision='fp16',"
+        "from ground.ports import LOGITS, image_port\n"
+        "proto = onnx_from_model(Vit(qk=16, padded=True), [image_port((3, 32, 32))], [LOGITS], precision='fp16',"
         " metadata={'widths': 'qk 16'})\n"
         "save(proto, Path(sys.argv[1]))"
     )
@@ -254,9 +257,11 @@ def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPat
     """Where norms come out in float16 at 20, the default goes on to 23, and an explicit 20 is refused naming 23."""
     trace = to_onnx._trace
 
-    def spelling_out(model: nn.Module, sample: Tensor, *, opset: int, dynamic: bool) -> onnx.ModelProto:
+    def spelling_out(
+        model: nn.Module, samples: dict[str, Tensor], outputs: list[str], *, opset: int, dynamic: bool
+    ) -> onnx.ModelProto:
         spelled = typed_copy(with_norms(SpelledOut), "fp16")
-        return trace(spelled if opset == 20 else model, sample, opset=opset, dynamic=dynamic)
+        return trace(spelled if opset == 20 else model, samples, outputs, opset=opset, dynamic=dynamic)
 
     monkeypatch.setattr(to_onnx, "_trace", spelling_out)
     proto = export(with_norms(nn.RMSNorm), "fp16")
@@ -278,8 +283,8 @@ def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPat
         (Vit(depth=1), {"precision": "mixed", "keep_fp32": ["blocks.7.*", "head"]}, "'blocks.7.\\*' fits no module"),
         (Vit(depth=1), {"precision": "mixed", "keep_fp32": ["*"]}, "none of its 6 weight matrices is float16"),
         (Vit(depth=1), {"precision": "mixed", "keep_fp32": "blocks"}, "a list of patterns"),
-        (Vit(depth=1), {"image_shape": (3, 24, 24)}, "refuses images of shape \\[2, 3, 24, 24\\]"),
-        (Vit(depth=1), {"image_shape": (3, 0, 24)}, "image_shape must be"),
+        (Vit(depth=1), {"shape": (3, 24, 24)}, "refuses images of shape \\[2, 3, 24, 24\\]"),
+        (Vit(depth=1), {"shape": (3, 0, 24)}, "images: the shape behind the batch needs sizes of at least 1"),
         (Vit(depth=1), {"opset": 17}, "opset 17 is not offered"),
         (Vit(depth=1), {"opset": 24}, "opset 24 is not offered"),
         (Vit(depth=1), {"batch": 0}, "static batch must be at least 1"),

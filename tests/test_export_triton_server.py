@@ -16,6 +16,7 @@ from export.triton.lint import lint_repository
 from export.triton.package import Package
 from export.triton.repository import write_repository
 from export.triton.versions import serve_version
+from ground.ports import LOGITS, image_port
 from tests.export_served import write_onnx, write_plan
 from tests.export_vit import Vit
 from tests.triton_server import Server, lack, run_clients
@@ -42,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     graph, repository = folder / "vit.onnx", folder / "models"
     model = Vit(dim=32, heads=2, qk=8, v=16, hidden=48, depth=2, size=SIZE, classes=CLASSES, padded=True)
-    save(onnx_from_model(model, image_shape=(3, SIZE, SIZE), precision="fp32", metadata={}), graph)
+    save(onnx_from_model(model, [image_port((3, SIZE, SIZE))], [LOGITS], precision="fp32", metadata={}), graph)
     write_repository(Package(name="vit", cpu_onnx=graph, labels=LABELS, serving=SERVING), repository)
     with Server(repository, folder) as server:
         yield Served(server, repository, graph)

@@ -22,6 +22,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
+from ground.ports import LOGITS, image_port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
@@ -126,7 +127,7 @@ def _runner(
     if where.backend == "torch":
         return ModuleRunner(module, threads=where.threads)
     path = Path(tempfile.mkdtemp(dir=scratch)) / "block.onnx"
-    save(onnx_from_model(module, image_shape=shape, precision="fp32", metadata={}), path)
+    save(onnx_from_model(module, [image_port(shape)], [LOGITS], precision="fp32", metadata={}), path)
     return OnnxRunner(path, threads=where.threads)
 
 

@@ -11,6 +11,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput as Unlike
+from ground.ports import LOGITS, image_port
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import Located
 from perf.parity.measures import per_image
@@ -30,7 +31,8 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     """The model's graph in memory."""
     return onnx_from_model(
         vit.exportable(checkpoint.model),
-        image_shape=vit.input_spec(checkpoint.model).shape,
+        [image_port(vit.input_spec(checkpoint.model).shape)],
+        [LOGITS],
         precision=precision,
         metadata={},
     )

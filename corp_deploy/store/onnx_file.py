@@ -16,6 +16,7 @@ from corp_deploy.families.model_cost import macs, parameters
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.files import replacing
+from ground.ports import LOGITS, image_port
 from ground.quantity import shown
 from perf.runners.onnx import onnx_precision
 
@@ -70,7 +71,8 @@ def export_checkpoint(
     model = vit.exportable(checkpoint.model, geometry=geometry)
     proto = onnx_from_model(
         model,
-        image_shape=vit.input_spec(checkpoint.model).shape,
+        [image_port(vit.input_spec(checkpoint.model).shape)],
+        [LOGITS],
         precision=precision,
         keep_fp32=keep_fp32,
         opset=opset,

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -11,11 +11,12 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from ground.errors import BadInput
 from ground.files import regular
+from ground.ports import OutputPort, Port
 
+from .borders import border_reasons
 from .weights import element_types, matmul_weights
 
 OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
-BACKENDS = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
 _PRECISION_KEY = "export.precision"
@@ -48,10 +49,18 @@ def require_onnx(path: Path, *, precision: str | None = None, backend: str = "te
     return proto
 
 
-def check_onnx(source: Path | ModelProto, *, precision: str | None = None, backend: str = "tensorrt") -> list[str]:
+def check_onnx(
+    source: Path | ModelProto,
+    *,
+    precision: str | None = None,
+    backend: str = "tensorrt",
+    inputs: Sequence[Port] | None = None,
+    outputs: Sequence[OutputPort] | None = None,
+) -> list[str]:
     """Every reason why this graph will not do, empty when it will.
 
-    `precision` fp32, fp16 or mixed is what the caller calls the graph; None takes the graph's own label, if it has one.
+    `precision` fp32, fp16 or mixed is what the caller calls the graph, `inputs` and `outputs` what it must take and
+    give; None takes the graph's own word, and one without any is a classifier of images.
     """
     if isinstance(source, Path):
         try:
@@ -65,7 +74,7 @@ def check_onnx(source: Path | ModelProto, *, precision: str | None = None, backe
         return reasons  # what follows reads shapes and types, which only a valid graph has
     labels = {entry.key: entry.value for entry in source.metadata_props}
     return [
-        *_border_reasons(source),
+        *border_reasons(source, inputs, outputs),
         *_name_reasons(source),
         *_typing_reasons(source, precision or labels.get(_PRECISION_KEY)),
         *(_attention_reasons(source) if backend != "onnxruntime" else ()),
@@ -99,33 +108,6 @@ def _validity_reasons(proto: ModelProto) -> Iterator[str]:
         yield f"onnx.checker: {' '.join(str(error).split())}"
 
 
-def _border_reasons(proto: ModelProto) -> Iterator[str]:
-    stored = {tensor.name for tensor in proto.graph.initializer}
-    inputs = [value for value in proto.graph.input if value.name not in stored]
-    outputs = list(proto.graph.output)
-    for values, name, rank in ((inputs, "images", 4), (outputs, "logits", 2)):
-        found = ", ".join(value.name for value in values) or "none"
-        if [value.name for value in values] != [name]:
-            yield f"expected one {'input' if rank == 4 else 'output'} named {name!r}, found {found}"
-            continue
-        tensor = values[0].type.tensor_type
-        if tensor.elem_type != TensorProto.FLOAT:
-            yield f"{name} must be float32, got {TensorProto.DataType.Name(tensor.elem_type).lower()}"
-        dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
-        if len(dims) != rank or any(not isinstance(dim, int) or dim < 1 for dim in dims[1:]):
-            pooled = "; export a model whose output is pooled" if name == "logits" and len(dims) == 3 else ""
-            yield f"{name} must have rank {rank} with a fixed size behind the batch, got {dims}{pooled}"
-    if len(inputs) == len(outputs) == 1:
-        yield from _batch_reasons(inputs[0], outputs[0])
-
-
-def _batch_reasons(images: onnx.ValueInfoProto, logits: onnx.ValueInfoProto) -> Iterator[str]:
-    batches = [value.type.tensor_type.shape.dim[:1] for value in (images, logits)]
-    named = [(dims[0].dim_param or dims[0].dim_value) if dims else None for dims in batches]
-    if named[0] != named[1] or not named[0]:
-        yield f"images and logits must share one batch dimension, got {named[0]!r} and {named[1]!r}"
-
-
 def _name_reasons(proto: ModelProto) -> Iterator[str]:
     counts = Counter(node.name for node in proto.graph.node if node.name)
     twice = [name for name, count in counts.items() if count > 1]
@@ -144,17 +126,17 @@ def _typing_reasons(proto: ModelProto, precision: str | None) -> Iterator[str]:
     if precision not in (None, "fp32", "fp16", "mixed"):
         yield f"precision {precision!r} is unknown"
     weights = matmul_weights(proto)
-    half = [weight for weight in weights if weight.half]
-    single = [weight for weight in weights if not weight.half]
-    if precision in ("fp16", "mixed") and not half:
+    fp16 = [weight for weight in weights if weight.half]
+    fp32 = [weight for weight in weights if not weight.half]
+    if precision in ("fp16", "mixed") and not fp16:
         yield f"called {precision} but none of its {len(weights)} weight matrices is float16; call it fp32"
-    elif precision == "fp16" and single:
-        yield f"called fp16 but {len(single)} of {len(weights)} weight matrices are float32 (first at {single[0].node})"
-    elif precision == "fp32" and half:
-        yield f"called fp32 but {len(half)} of {len(weights)} weight matrices are float16 (first at {half[0].node})"
-    elif precision == "mixed" and not single:
+    elif precision == "fp16" and fp32:
+        yield f"called fp16 but {len(fp32)} of {len(weights)} weight matrices are float32 (first at {fp32[0].node})"
+    elif precision == "fp32" and fp16:
+        yield f"called fp32 but {len(fp16)} of {len(weights)} weight matrices are float16 (first at {fp16[0].node})"
+    elif precision == "mixed" and not fp32:
         yield "called mixed but every weight matrix is float16; call it fp16"
-    if half:
+    if fp16:
         yield from _norm_reasons(proto)
 
 
@@ -163,28 +145,28 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
     if not any(node.op_type == "Sqrt" for node in proto.graph.node):
         return
     types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
-    made_by = {name: node for node in proto.graph.node for name in node.output}
-    guilty = []
+    producers = {name: node for node in proto.graph.node for name in node.output}
+    spelled_out = []
     for node in proto.graph.node:
         if node.op_type == "Sqrt":
-            mean = _mean_below(node, made_by)
+            mean = _mean_below(node, producers)
             if mean is not None and types.get(mean.input[0]) == TensorProto.FLOAT16:
-                guilty.append(node.name or node.output[0])
-    if guilty:
+                spelled_out.append(node.name or node.output[0])
+    if spelled_out:
         yield (
-            f"{len(guilty)} {SPELLED_OUT} (ReduceMean, Sqrt; first at {guilty[0]}); export them as one operator "
-            "(LayerNormalization, or RMSNormalization from opset 23), or keep them in float32"
+            f"{len(spelled_out)} {SPELLED_OUT} (ReduceMean, Sqrt; first at {spelled_out[0]}); export them as one "
+            "operator (LayerNormalization, or RMSNormalization from opset 23), or keep them in float32"
         )
 
 
-def _mean_below(root: NodeProto, made_by: Mapping[str, NodeProto]) -> NodeProto | None:
+def _mean_below(root: NodeProto, producers: Mapping[str, NodeProto]) -> NodeProto | None:
     """The mean that a root is taken of, with an epsilon added or a floor on the way."""
-    behind = [made_by[name] for name in root.input if name in made_by]
+    behind = [producers[name] for name in root.input if name in producers]
     for node in behind:
         if node.op_type == "ReduceMean":
             return node
-        if node.op_type in ("Add", "Max", "Clip") and (found := _mean_below(node, made_by)) is not None:
-            return found
+        if node.op_type in ("Add", "Max", "Clip") and (mean := _mean_below(node, producers)) is not None:
+            return mean
     return None
 
 

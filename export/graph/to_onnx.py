@@ -4,63 +4,73 @@ import importlib.metadata
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import onnx
 import torch
 from torch import nn
 
 from ground.errors import BadInput
+from ground.ports import OutputPort, Port
 
 from . import tidy as graph
 from .check import MAX_BYTES, SPELLED_OUT, check_onnx
+from .examples import DTYPES, example_inputs
+from .ports import port_notes
 from .precision import typed_copy
 
 OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
-INPUT_NAME = "images"
-OUTPUT_NAME = "logits"
+BATCH = "batch"
 _PREFIX = "export."
+_NEWER_HINT = f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
 
 
 def onnx_from_model(
     model: nn.Module,
+    inputs: Sequence[Port],
+    outputs: Sequence[OutputPort],
     *,
-    image_shape: tuple[int, int, int],
     precision: str,
     keep_fp32: Sequence[str] = (),
     opset: int | None = None,
     batch: int | None = None,
+    examples: Mapping[str, torch.Tensor] = MappingProxyType({}),
     metadata: Mapping[str, str],
 ) -> onnx.ModelProto:
-    """`images` float32 [batch,3,H,W] -> `logits` float32 [batch,classes], by torch's dynamo exporter.
+    """One named tensor [batch,*shape] for each input, one float32 for each output, by torch's dynamo exporter.
 
-    `model` is left as it is. `opset` None takes the first of OPSETS, or the last where the model has norms that only
-    that has as operators. `batch` None keeps the batch symbolic, a number fixes it. `metadata` goes into the
-    model's metadata_props beside the entries `export.*` (precision, opset, versions). Half softmax and LayerNorm are
-    computed in float32. Equal inputs give equal bytes (see `onnx_bytes`).
+    `model` is left as it is; it takes its inputs in the order of the ports and gives its outputs so. Inputs keep the
+    type of their port in every precision. `opset` None takes the first of OPSETS, or the last where the model has
+    norms that only that has as operators. `batch` None keeps the one batch of all ports symbolic, a number fixes it.
+    `examples` are what the model is traced with (see `example_inputs`). `metadata` goes into the model's metadata_props
+    beside the entries `export.*` (precision, opset, versions, and the ports where they are not those of a classifier of
+    images). Half softmax and LayerNorm are computed in float32. Equal inputs give equal bytes (see `onnx_bytes`).
 
-    Raises BadInput when the model refuses the shape, can't be traced or typed, or gives a graph that won't do.
+    Raises BadInput when the model refuses the shapes, can't be traced or typed, or gives a graph that won't do.
     """
-    _refuse_odd_request(image_shape, opset, batch, metadata)
+    _refuse_odd_request(opset, batch, metadata)
+    _refuse_odd_ports(inputs, outputs)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32)
     _refuse_large(typed)
-    sample = torch.zeros(batch or 2, *image_shape)
+    samples = example_inputs(inputs, batch or 2, examples)
 
-    def made(version: int) -> tuple[onnx.ModelProto, list[str]]:
+    def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
         with torch.no_grad():
-            proto = _trace(typed, sample, opset=version, dynamic=batch is None)
+            proto = _trace(typed, samples, [port.name for port in outputs], opset=version, dynamic=batch is None)
         _refuse_other_shape(proto, version, batch)
         graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
-        _describe(proto, metadata, precision=precision, opset=version, keep_fp32=keep_fp32)
-        return proto, check_onnx(proto, precision=precision, backend="onnxruntime")
+        own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}
+        _describe(proto, {**metadata, **port_notes(inputs, outputs)}, own)
+        return proto, check_onnx(proto, precision=precision, backend="onnxruntime", inputs=inputs, outputs=outputs)
 
-    proto, reasons = made(opset or OPSETS[0])
+    proto, reasons = exported(opset or OPSETS[0])
     hint = ""
     if opset != OPSETS[-1] and any(SPELLED_OUT in reason for reason in reasons):
-        newer, left = made(OPSETS[-1])
-        if not left and opset is None:
+        newer, remaining = exported(OPSETS[-1])
+        if not remaining and opset is None:
             return newer
-        hint = "" if left else f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
+        hint = "" if remaining else _NEWER_HINT
     if reasons:
         raise BadInput("the exported graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons) + hint)
     return proto
@@ -76,11 +86,7 @@ def save(proto: onnx.ModelProto, path: Path) -> None:
     path.write_bytes(onnx_bytes(proto))
 
 
-def _refuse_odd_request(
-    image_shape: tuple[int, int, int], opset: int | None, batch: int | None, metadata: Mapping[str, str]
-) -> None:
-    if len(image_shape) != 3 or min(image_shape) < 1:
-        raise BadInput(f"image_shape must be (channels, height, width), each at least 1, got {tuple(image_shape)}")
+def _refuse_odd_request(opset: int | None, batch: int | None, metadata: Mapping[str, str]) -> None:
     if opset is not None and opset not in OPSETS:
         raise BadInput(f"opset {opset} is not offered, choose one from {OPSETS[0]} to {OPSETS[-1]}")
     if batch is not None and batch < 1:
@@ -92,40 +98,59 @@ def _refuse_odd_request(
             raise BadInput(f"metadata {key!r} must be a string, got {type(value).__name__}")
 
 
+def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> None:
+    if not inputs or not outputs:
+        raise BadInput(f"a graph needs at least one input and one output, got {len(inputs)} and {len(outputs)}")
+    names = [port.name for port in inputs] + [port.name for port in outputs]
+    if len(set(names)) < len(names) or "" in names:
+        raise BadInput(f"each input and output needs a name of its own, got {', '.join(map(repr, names))}")
+    for port in inputs:
+        if port.dtype not in DTYPES:
+            raise BadInput(f"{port.name}: the type {port.dtype!r} is no input's, choose one of {', '.join(DTYPES)}")
+        if not port.shape or min(port.shape) < 1:
+            raise BadInput(
+                f"{port.name}: the shape behind the batch needs sizes of at least 1, such as (channels, height, width) "
+                f"of images, got {port.shape}"
+            )
+
+
 def _refuse_large(model: nn.Module) -> None:
     size_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     if size_bytes >= MAX_BYTES:
         raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
 
 
-def _refusal(model: nn.Module, sample: torch.Tensor, error: Exception) -> str:
-    """Why tracing failed: the model's own words when it can't run the sample at all, else the tracer's."""
+def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Exception) -> str:
+    """Why tracing failed: the model's own words when it can't run the samples at all, else the tracer's."""
     try:
-        model(sample)
+        model(*samples.values())
     except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as own:
-        return f"the model refuses images of shape {list(sample.shape)}: {_first_line(own)}"
+        shapes = ", ".join(f"{name} of shape {list(sample.shape)}" for name, sample in samples.items())
+        return f"the model refuses {shapes}: {_first_line(own)}"
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     return f"torch can't trace this model into a graph: {_first_line(cause)}"
 
 
-def _trace(model: nn.Module, sample: torch.Tensor, *, opset: int, dynamic: bool) -> onnx.ModelProto:
+def _trace(
+    model: nn.Module, samples: Mapping[str, torch.Tensor], outputs: Sequence[str], *, opset: int, dynamic: bool
+) -> onnx.ModelProto:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter warns about its own deprecations; restored on leaving
         try:
             program = torch.onnx.export(
                 model,
-                (sample,),
+                tuple(samples.values()),
                 dynamo=True,
                 verbose=False,
                 opset_version=opset,
-                input_names=[INPUT_NAME],
-                output_names=[OUTPUT_NAME],
-                dynamic_shapes=({0: "batch"},) if dynamic else None,
+                input_names=list(samples),
+                output_names=list(outputs),
+                dynamic_shapes=tuple({0: BATCH} for _ in samples) if dynamic else None,
             )
         except torch.onnx.OnnxExporterError as error:
-            raise BadInput(_refusal(model, sample, error)) from error
+            raise BadInput(_refusal(model, samples, error)) from error
     assert program is not None
     return program.model_proto
 
@@ -134,7 +159,8 @@ def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -
     got = {entry.domain: entry.version for entry in proto.opset_import}
     if got.get("") != opset:
         raise BadInput(f"asked for opset {opset}, this torch could only write {got}; choose another opset")
-    for value in (proto.graph.input[0], proto.graph.output[0]):
+    values = [value for value in (*proto.graph.input, *proto.graph.output) if value.type.tensor_type.shape.dim]
+    for value in values:  # one without any size is named by the check
         dim = value.type.tensor_type.shape.dim[0]
         if batch is None and not dim.dim_param:
             raise BadInput(f"{value.name}: the batch came out fixed at {dim.dim_value}; the model's code depends on it")
@@ -142,12 +168,9 @@ def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -
             raise BadInput(f"{value.name}: the batch came out as {dim.dim_param or dim.dim_value}, asked for {batch}")
 
 
-def _describe(
-    proto: onnx.ModelProto, metadata: Mapping[str, str], *, precision: str, opset: int, keep_fp32: Sequence[str]
-) -> None:
-    own = {"precision": precision, "opset": str(opset), "keep_fp32": " ".join(keep_fp32)}
-    own |= {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
-    entries = {**metadata, **{f"{_PREFIX}{key}": value for key, value in own.items() if value}}
+def _describe(proto: onnx.ModelProto, metadata: Mapping[str, str], own: Mapping[str, str]) -> None:
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
+    entries = {**metadata, **{f"{_PREFIX}{key}": value for key, value in {**own, **versions}.items() if value}}
     for key in sorted(entries):
         proto.metadata_props.add(key=key, value=entries[key])
 

@@ -1,0 +1,93 @@
+"""Whether a graph's inputs and outputs are the ports that they should be, by name, type and shape."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from onnx import ModelProto, ValueInfoProto
+
+from ground.errors import BadInput
+from ground.ports import OutputPort, Port, Role
+
+from .ports import dtype_name, graph_inputs, noted_inputs, noted_outputs
+
+_RANKS: Mapping[Role, int | None] = {"logits": 2, "token logits": 3, "embedding": 2, "feature map": None}
+_POOLED = ("logits", "embedding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """What one input or output has to show. `rank` counts the batch, `sizes` do not; None where any will do.
+
+    `pooled` says that it holds one vector for each input, so that a rank of 3 means vectors that were not pooled.
+    """
+
+    name: str
+    dtype: str
+    rank: int | None
+    sizes: tuple[int, ...] | None = None
+    pooled: bool = False
+
+
+def border_reasons(
+    proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
+) -> Iterator[str]:
+    """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say."""
+    try:
+        expected_inputs = _input_borders(noted_inputs(proto) if inputs is None else inputs)
+        expected_outputs = _output_borders(noted_outputs(proto) if outputs is None else outputs)
+    except BadInput as error:
+        yield str(error)
+        return
+    values_in, values_out = graph_inputs(proto), list(proto.graph.output)
+    yield from _side_reasons("input", values_in, expected_inputs)
+    yield from _side_reasons("output", values_out, expected_outputs)
+    if (len(values_in), len(values_out)) == (len(expected_inputs), len(expected_outputs)):
+        yield from _batch_reasons([*values_in, *values_out])
+
+
+def _input_borders(ports: Sequence[Port] | None) -> list[Border]:
+    if ports is None:
+        return [Border(name="images", dtype="float32", rank=4)]
+    return [Border(name=port.name, dtype=port.dtype, rank=1 + len(port.shape), sizes=port.shape) for port in ports]
+
+
+def _output_borders(ports: Sequence[OutputPort]) -> list[Border]:
+    return [
+        Border(name=port.name, dtype="float32", rank=_RANKS[port.role], pooled=port.role in _POOLED) for port in ports
+    ]
+
+
+def _side_reasons(side: str, values: Sequence[ValueInfoProto], borders: Sequence[Border]) -> Iterator[str]:
+    names = [border.name for border in borders]
+    if [value.name for value in values] != names:
+        expected = f"one {side} named {names[0]!r}" if len(names) == 1 else f"the {side}s {', '.join(map(repr, names))}"
+        yield f"expected {expected}, found {', '.join(value.name for value in values) or 'none'}"
+        return
+    for value, border in zip(values, borders, strict=True):
+        yield from _tensor_reasons(value, border)
+
+
+def _tensor_reasons(value: ValueInfoProto, border: Border) -> Iterator[str]:
+    if dtype_name(value) != border.dtype:
+        yield f"{border.name} must be {border.dtype}, got {dtype_name(value)}"
+    dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    fixed = len(dims) > 1 and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
+    if not fixed or border.rank not in (None, len(dims)):
+        rank = "" if border.rank is None else f"rank {border.rank} with "
+        hint = "; export a model whose output is pooled" if border.pooled and len(dims) == 3 else ""
+        yield f"{border.name} must have {rank}a fixed size behind the batch, got {dims}{hint}"
+    elif border.sizes is not None and tuple(dims[1:]) != border.sizes:
+        yield f"{border.name} must have the sizes {list(border.sizes)} behind the batch, got {dims[1:]}"
+
+
+def _batch_reasons(values: Sequence[ValueInfoProto]) -> Iterator[str]:
+    dims = [value.type.tensor_type.shape.dim[:1] for value in values]
+    batches = [(first[0].dim_param or first[0].dim_value) if first else None for first in dims]
+    if len(set(batches)) > 1 or not batches[0]:
+        names = _listed([value.name for value in values])
+        yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

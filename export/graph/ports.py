@@ -1,0 +1,93 @@
+"""The ports of an ONNX graph: what it takes and gives, and the note in which it says what that is for.
+
+A graph without a note is a classifier of images: one input `images`, one output `logits`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from onnx import ModelProto, TensorProto, ValueInfoProto
+
+from ground.errors import BadInput
+from ground.ports import LOGITS, OutputPort, Port, Role, image_port
+
+T = TypeVar("T")
+INPUTS_KEY, OUTPUTS_KEY = "export.inputs", "export.outputs"
+_NUMPY_NAMES = {"float": "float32", "double": "float64"}  # the others are called by ONNX as by numpy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPort:
+    """One input or output as a graph shows it: the batch in front, a symbolic size as its name, an open one as "?".
+
+    `role` is what an output is for, None for an input.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    role: Role | None = None
+
+
+def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
+    """Inputs that a caller fills: weights may be listed among a graph's inputs too."""
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    return [value for value in proto.graph.input if value.name not in stored]
+
+
+def ports_of_graph(proto: ModelProto) -> tuple[tuple[GraphPort, ...], tuple[GraphPort, ...]]:
+    """The graph's inputs and outputs; an output that its note does not name passes for logits."""
+    roles: Mapping[str, Role] = {port.name: port.role for port in noted_outputs(proto)}
+    inputs = tuple(_graph_port(value, None) for value in graph_inputs(proto))
+    return inputs, tuple(_graph_port(value, roles.get(value.name, LOGITS.role)) for value in proto.graph.output)
+
+
+def port_notes(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> dict[str, str]:
+    """Metadata that say what the ports are; none for those of a classifier of images."""
+    notes = {}
+    if not _is_images(inputs):
+        notes[INPUTS_KEY] = msgspec.json.encode(inputs).decode()
+    if list(outputs) != [LOGITS]:
+        notes[OUTPUTS_KEY] = msgspec.json.encode(outputs).decode()
+    return notes
+
+
+def noted_inputs(proto: ModelProto) -> list[Port] | None:
+    """The inputs by the graph's own note; None for images of a size that no note tells."""
+    text = _note(proto, INPUTS_KEY)
+    return None if text is None else _read(text, list[Port], INPUTS_KEY)
+
+
+def noted_outputs(proto: ModelProto) -> list[OutputPort]:
+    """The outputs by the graph's own note, the logits alone without one."""
+    text = _note(proto, OUTPUTS_KEY)
+    return [LOGITS] if text is None else _read(text, list[OutputPort], OUTPUTS_KEY)
+
+
+def dtype_name(value: ValueInfoProto) -> str:
+    """numpy's name of the element type."""
+    name = str(TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
+    return _NUMPY_NAMES.get(name, name)
+
+
+def _graph_port(value: ValueInfoProto, role: Role | None) -> GraphPort:
+    shape = tuple(dim.dim_param or dim.dim_value or "?" for dim in value.type.tensor_type.shape.dim)
+    return GraphPort(name=value.name, dtype=dtype_name(value), shape=shape, role=role)
+
+
+def _is_images(inputs: Sequence[Port]) -> bool:
+    shape = inputs[0].shape
+    return len(shape) == 3 and list(inputs) == [image_port((shape[0], shape[1], shape[2]))]
+
+
+def _note(proto: ModelProto, key: str) -> str | None:
+    return next((entry.value for entry in proto.metadata_props if entry.key == key), None)
+
+
+def _read(text: str, kind: type[T], key: str) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"the note {key} can't be read ({error}); export the model again") from error
