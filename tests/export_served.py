@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.engine.record import EngineRecord, Port, record_path, sha256_of
+from export.engine.record import EngineRecord, record_path, sha256_of
+from export.graph.ports import GraphPort
 
 SHAPE = (3, 4, 4)
 CLASSES = 5
@@ -71,8 +72,8 @@ def write_plan(
         targets=(target,),
         gpu=None,
         profiles=profiles,
-        inputs=(Port(name="images", dtype="float32", shape=(batch, *SHAPE)),),
-        outputs=(Port(name="logits", dtype="float32", shape=(batch, CLASSES)),),
+        inputs=(GraphPort(name="images", dtype="float32", shape=(batch, *SHAPE)),),
+        outputs=(GraphPort(name="logits", dtype="float32", shape=(batch, CLASSES)),),
         kernels=None,
         kernel_kinds={},
         attention_sites=(),

@@ -19,7 +19,8 @@ from corp_deploy.reduction.method import PRESETS
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.options import BuildOptions
-from export.engine.record import EngineRecord, Port, record_path, sha256_of
+from export.engine.record import EngineRecord, record_path, sha256_of
+from export.graph.ports import GraphPort
 from ground.errors import Missing
 from perf.timing.laps import Plan
 from tests import tiny
@@ -43,7 +44,7 @@ def run(*words: object) -> Result:
 
 
 def record_of(backend: str) -> EngineRecord:
-    port = Port(name="images", dtype="float32", shape=("batch", 3, 32, 32))
+    port = GraphPort(name="images", dtype="float32", shape=("batch", 3, 32, 32))
     return EngineRecord(
         backend=backend, library_version="1", command="", onnx_sha256="0" * 64, onnx_bytes=1,
         plan_sha256=sha256_of(b"plan"), plan_bytes=4, precision="fp16", half_weight_share=1.0, half_kernel_share=None,

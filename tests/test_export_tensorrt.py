@@ -22,6 +22,7 @@ from export.engine.record import record_from_json
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port
+from tests.export_text import INPUTS, write_text_onnx
 from tests.export_vit import Vit
 
 # Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.
@@ -77,8 +78,11 @@ class TimingCache:
 
 
 class Profile:
+    def __init__(self) -> None:
+        self.asked: dict[str, tuple[tuple[int, ...], ...]] = {}
+
     def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
-        self.asked = (name, shapes)
+        self.asked[name] = shapes
 
 
 class Config:
@@ -111,14 +115,20 @@ class Config:
 
 
 class Tensor:
-    name = "images"
-    shape = (-1, 3, 32, 32)
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.name, self.shape = name, shape
 
 
 class Network:
+    def __init__(self, world: "Tensorrt") -> None:
+        self._inputs = world.inputs
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs)
+
     def get_input(self, index: int) -> Tensor:
-        assert index == 0
-        return Tensor()
+        return self._inputs[index]
 
 
 class ParserError:
@@ -169,6 +179,7 @@ class Tensorrt:
     def __init__(self, *, inspected: Inspected | None = None, plan: bytes | None = b"plan", says: str = "") -> None:
         self.asked: dict[str, Any] = {}
         self.plan, self.says, self.parses, self.has_gpu = plan, says, True, True
+        self.inputs = [Tensor("images", (-1, 3, 32, 32))]
         self.inspected = json.dumps(inspected or inspector_11())
         self.Builder, self.OnnxParser, self.Runtime = self._builder(), self._parser(), self._runtime()
 
@@ -182,7 +193,7 @@ class Tensorrt:
 
             def create_network(self, flags: int) -> Network:
                 world.asked["network flags"] = flags
-                return Network()
+                return Network(world)
 
             def create_builder_config(self) -> Config:
                 world.asked["config"] = Config(world)
@@ -258,8 +269,8 @@ def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
         "ICudaEngine": CudaEngine,
         "EngineInspector": Inspector,
         "ITimingCache": TimingCache,
-        "IOptimizationProfile": Profile,
-        "INetworkDefinition": Network,
+        "IOptimizationProfile": Profile(),
+        "INetworkDefinition": Network(world),
         "ParserError": ParserError,
         "ILogger": world.ILogger,
     }
@@ -277,12 +288,23 @@ def test_the_network_is_strongly_typed_and_no_precision_flag_is_set(graph: Path)
     build(graph, world, workspace_bytes=1 << 30, optimization_level=4)
     assert world.asked["network flags"] == 1 << world.NetworkDefinitionCreationFlag["STRONGLY_TYPED"]
     assert "flags" not in world.asked
-    assert world.asked["profiles"] == [("images", ((1, 3, 32, 32), (8, 3, 32, 32), (64, 3, 32, 32)))]
+    assert world.asked["profiles"] == [{"images": ((1, 3, 32, 32), (8, 3, 32, 32), (64, 3, 32, 32))}]
     assert world.asked["workspace"] == ("WORKSPACE", 1 << 30)
     assert world.asked["config"].builder_optimization_level == 4
     assert world.asked["config"].profiling_verbosity.name == "DETAILED"
     assert world.asked["parsed"] == str(graph)
     assert world.asked["host code"] is False
+
+
+def test_every_input_stands_in_every_profile(tmp_path: Path) -> None:
+    world, batches = Tensorrt(), (BatchProfile.from_text("1:8:64"), BatchProfile.from_text("2"))
+    world.inputs = [Tensor(port.name, (-1, *port.shape)) for port in INPUTS]
+    record = build(write_text_onnx(tmp_path / "text.onnx"), world, profiles=batches).record
+    assert world.asked["profiles"] == [
+        {port.name: tuple((size, *port.shape) for size in sizes) for port in INPUTS}
+        for sizes in ((1, 8, 64), (2, 2, 2))
+    ]
+    assert [port.name for port in record.inputs] == [port.name for port in INPUTS]
 
 
 @pytest.mark.parametrize("inspected", [inspector_10(), inspector_11()], ids=["10", "11"])

@@ -258,7 +258,7 @@ def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPat
     trace = to_onnx._trace
 
     def spelling_out(
-        model: nn.Module, samples: dict[str, Tensor], outputs: list[str], *, opset: int, dynamic: bool
+        model: nn.Module, samples: dict[str, Tensor], outputs: int, *, opset: int, dynamic: bool
     ) -> onnx.ModelProto:
         spelled = typed_copy(with_norms(SpelledOut), "fp16")
         return trace(spelled if opset == 20 else model, samples, outputs, opset=opset, dynamic=dynamic)

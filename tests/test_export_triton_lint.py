@@ -247,8 +247,8 @@ def test_a_profile_that_begins_above_one_image(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx")
     plan = write_plan(tmp_path / "model.plan", graph, profiles=("2:4:16",))
     written = write_repository(Package(name="vit", plans=(plan,)), tmp_path / "repo")
-    assert written.warnings == ("vit: requests below 2 images fail; build the profile from 1 on",)
-    assert any("a single image is refused" in each.what for each in lint_repository(tmp_path / "repo"))
+    assert written.warnings == ("vit: requests of fewer than 2 fail; build the profile from 1 on",)
+    assert any("a request of one is refused" in each.what for each in lint_repository(tmp_path / "repo"))
 
 
 def test_versions_against_a_named_server(tmp_path: Path) -> None:

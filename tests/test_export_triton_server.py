@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 
 from export.graph.to_onnx import onnx_from_model, save
 from export.triton.config import Serving
@@ -18,6 +20,7 @@ from export.triton.repository import write_repository
 from export.triton.versions import serve_version
 from ground.ports import LOGITS, image_port
 from tests.export_served import write_onnx, write_plan
+from tests.export_text import CHANNELS, TOKENS, TextEncoder, in_torch, sentences, write_text_onnx
 from tests.export_vit import Vit
 from tests.triton_server import Server, lack, run_clients
 
@@ -27,6 +30,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CLASSES, SIZE, IMAGES = 10, 16, 96
 LABELS = tuple(f"digit {index}" for index in range(CLASSES))
 SERVING = Serving(preferred_batches=(4,), queue_delay_us=20_000, max_batch=8, cpu_threads=1)
+Feed = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,45 @@ def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_
         assert server.load("vit_cpu") is None
         assert [entry["version"] for entry in server.statistics("vit_cpu")] == [version]
         np.testing.assert_allclose(infer(server, "vit_cpu", batch), direct(graph, batch), atol=1e-4)
+
+
+def text_request(feed: Feed) -> dict[str, object]:
+    """The body of a request with every input of the text encoder."""
+    return {
+        "inputs": [
+            {"name": name, "datatype": "INT64", "shape": list(ids.shape), "data": ids.ravel().tolist()}
+            for name, ids in feed.items()
+        ]
+    }
+
+
+def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp_path: Path) -> None:
+    server, graph = served.server, write_text_onnx(tmp_path / "text.onnx")
+    write_repository(Package(name="text", cpu_onnx=graph, serving=SERVING), served.repository)
+    assert server.load("text_cpu") is None
+    metadata = server.ask("models/text_cpu")[1]
+    assert metadata["inputs"] == [
+        {"name": name, "datatype": "INT64", "shape": [-1, TOKENS]} for name in ("input_ids", "attention_mask")
+    ]
+    assert metadata["outputs"] == [{"name": "embedding", "datatype": "FP32", "shape": [-1, CHANNELS]}]
+    assert [entry["batch_size"] for entry in server.statistics("text_cpu")[0]["batch_stats"]] == [1, 4, 8]
+
+    def ask(feed: Feed) -> Any:
+        status, answer = server.ask("models/text_cpu/infer", post=True, content=text_request(feed))
+        assert status == 200, answer
+        return np.asarray(answer["outputs"][0]["data"]).reshape(answer["outputs"][0]["shape"])
+
+    before = server.statistics("text_cpu")[0]["execution_count"]
+    feeds = [sentences(1 + index % 3, seed=index) for index in range(12)]
+    with ThreadPoolExecutor(len(feeds)) as pool:
+        answers = list(pool.map(ask, feeds))
+    for feed, answer in zip(feeds, answers, strict=True):
+        np.testing.assert_allclose(answer, in_torch(TextEncoder(), feed)[0], rtol=0, atol=1e-5)
+    assert server.statistics("text_cpu")[0]["execution_count"] - before < len(feeds), "requests ran together"
+
+    one = dict(list(sentences(2).items())[:1])
+    status, answer = server.ask("models/text_cpu/infer", post=True, content=text_request(one))
+    assert (status, "expected 2 inputs but got 1" in answer["error"]) == (400, True), answer
 
 
 def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.graph.check import load_onnx
+from export.graph.ports import graph_inputs
 from ground.errors import Missing
 
 from .build import build_engine
@@ -116,7 +117,7 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
 def _audited(
     path: Path, choices: BuildOptions, library: Library | None, progress: Progress | None
 ) -> tuple[Audited, str]:
-    static = not load_onnx(path).graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    static = not graph_inputs(load_onnx(path))[0].type.tensor_type.shape.dim[0].dim_param
     if static:
         choices = BuildOptions(backend=choices.backend, sms=choices.sms, command=choices.command)
     engine = build_engine(path, choices, library=library, progress=progress)

@@ -10,6 +10,7 @@ from pathlib import Path
 from onnx import ModelProto
 
 from export.graph.check import require_onnx
+from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import half_weight_share, matmuls_2_4
 from ground.errors import BadInput
 from ground.files import replacing, write_text
@@ -19,7 +20,7 @@ from .interrupt import interruptible
 from .libraries import Library, open_library
 from .messages import Progress
 from .options import BatchProfile, BuildOptions
-from .record import EngineRecord, ports, precision_of, record_path, sha256_of
+from .record import EngineRecord, precision_of, record_path, sha256_of
 from .session import Session
 
 
@@ -67,7 +68,7 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
 
 def _settled_profiles(proto: ModelProto, asked: tuple[BatchProfile, ...], onnx_path: Path) -> tuple[BatchProfile, ...]:
     """What a dynamic graph was asked for; nothing for a static one, whose batch may be named but not changed."""
-    batch = proto.graph.input[0].type.tensor_type.shape.dim[0]
+    batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]  # the check saw that all share it
     if batch.dim_param:
         if not asked:
             raise BadInput(f"{onnx_path}: the batch is dynamic; name at least one profile, such as --batch 1:8:64")
@@ -83,13 +84,13 @@ def _settled_profiles(proto: ModelProto, asked: tuple[BatchProfile, ...], onnx_p
 
 def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     """The share of matrices that sparse kernels can take; BadInput when there is none."""
-    found = matmuls_2_4(proto)
-    if not any(found.values()):
+    sparse = matmuls_2_4(proto)
+    if not any(sparse.values()):
         raise BadInput(
             f"{onnx_path}: sparse kernels need matrices of which every four weights hold two zeros, and none of its "
-            f"{len(found)} does; leave --sparse out"
+            f"{len(sparse)} does; leave --sparse out"
         )
-    return sum(found.values()) / len(found)
+    return sum(sparse.values()) / len(sparse)
 
 
 def _record(
@@ -101,7 +102,7 @@ def _record(
     sparse_share: float | None,
 ) -> EngineRecord:
     choices, content = session.choices, session.onnx_path.read_bytes()
-    inputs, outputs = ports(session.proto)
+    inputs, outputs = ports_of_graph(session.proto)
     share = half_weight_share(session.proto)
     gpu, own_target = (None, None) if session.library.is_rtx else _gpu()
     targets = (choices.sms or ("portable",)) if session.library.is_rtx else (own_target or "unknown",)
@@ -135,6 +136,7 @@ def _record(
         fused_attention_sites=None if fusion is None else fusion.fused_sites,
         build_seconds=seconds,
         options=options,
+        roles=roles_of_graph(session.proto),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx
 
 from export.graph.check import require_onnx
+from export.graph.ports import ports_of_graph, roles_of_graph
 from export.graph.to_onnx import onnx_bytes
 from export.graph.weights import half_weight_share
 from ground.errors import BadInput, Missing
@@ -16,7 +17,7 @@ from .build import Engine
 from .fusion import Fusion, Kernel, attention_sites
 from .libraries import missing_message
 from .messages import Progress
-from .record import EngineRecord, ports, precision_of, sha256_of
+from .record import EngineRecord, precision_of, sha256_of
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}
@@ -86,7 +87,7 @@ def _engine(
         for node in optimised.graph.node
     )
     fusion = Fusion(kernels=kernels, attention_sites=attention_sites(proto))
-    inputs, outputs = ports(proto)
+    inputs, outputs = ports_of_graph(proto)
     record = EngineRecord(
         backend="onnxruntime",
         library_version=importlib.metadata.version("onnxruntime" if device == "cpu" else "onnxruntime-gpu"),
@@ -109,5 +110,6 @@ def _engine(
         fused_attention_sites=fusion.fused_sites,
         build_seconds=seconds,
         options={"optimization": "extended"},
+        roles=roles_of_graph(proto),
     )
     return Engine(plan=plan, fusion=fusion, record=record)

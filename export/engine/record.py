@@ -5,14 +5,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from onnx import ModelProto, TensorProto, ValueInfoProto
-
+from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.files import object_from_text
+from ground.ports import Role
 
 from .options import BatchProfile
 
@@ -21,18 +21,10 @@ KIND = "engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
-    """One input or output; a symbolic size stands as its name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """Sizes in bytes, time in seconds, shares in [0, 1]; None where the backend does not say.
 
+    `roles` holds what outputs are for that are not logits, by their names.
     `precision` is what the weights are (fp32, fp16, mixed), not what somebody calls them. `kernels` and `kernel_kinds`
     count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
     """
@@ -50,14 +42,15 @@ class EngineRecord:
     targets: tuple[str, ...]
     gpu: str | None
     profiles: tuple[str, ...]
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[GraphPort, ...]
+    outputs: tuple[GraphPort, ...]
     kernels: int | None
     kernel_kinds: Mapping[str, int]
     attention_sites: tuple[str, ...]
     fused_attention_sites: tuple[str, ...] | None
     build_seconds: float
     options: Mapping[str, str | int | float | bool]
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("onnx_sha256", "plan_sha256"):
@@ -147,6 +140,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "options": lambda value: (
         isinstance(value, dict) and all(isinstance(each, str | int | float) for each in value.values())
     ),
+    "roles": lambda value: isinstance(value, dict) and all(each in get_args(Role) for each in value.values()),
     "fused_attention_sites": _or_none(_texts),
     "gpu": _or_none(_text),
     "kernels": _or_none(_whole),
@@ -155,10 +149,10 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     """Reads `EngineRecord.to_json`; BadInput for anything else."""
-    content = object_from_text(text, where=where)
+    content = {"roles": {}, **object_from_text(text, where=where)}  # records of classifiers need not name any
     if content.get("kind") != KIND or content.get("version") != VERSION:
         raise BadInput(f"{where}: expected an object of kind {KIND!r} and version {VERSION}")
-    names = {field.name for field in fields(EngineRecord)}
+    names = {entry.name for entry in fields(EngineRecord)}
     absent = sorted(names - content.keys())
     if absent:
         raise BadInput(f"{where}: {', '.join(absent)} is missing")
@@ -167,15 +161,10 @@ def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
         raise BadInput(f"{where}: {', '.join(bad)} can't be that of an engine; build it again")
     values: dict[str, Any] = {name: content[name] for name in names}
     for name in ("inputs", "outputs"):
-        values[name] = tuple(Port(**{**port, "shape": tuple(port["shape"])}) for port in values[name])
+        values[name] = tuple(GraphPort(**{**port, "shape": tuple(port["shape"])}) for port in values[name])
     for name in ("targets", "profiles", "attention_sites", "fused_attention_sites"):
         values[name] = None if values[name] is None else tuple(values[name])
     return EngineRecord(**values)
-
-
-def ports(proto: ModelProto) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
-    """The graph's inputs and outputs."""
-    return tuple(map(_port, proto.graph.input)), tuple(map(_port, proto.graph.output))
 
 
 def precision_of(half_weight_share: float) -> str:
@@ -186,10 +175,3 @@ def precision_of(half_weight_share: float) -> str:
 def sha256_of(content: bytes) -> str:
     """64 hex digits."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _port(value: ValueInfoProto) -> Port:
-    tensor = value.type.tensor_type
-    shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
-    assert tensor.elem_type == TensorProto.FLOAT, value  # check_onnx lets float32 borders through only
-    return Port(name=value.name, dtype="float32", shape=shape)

@@ -77,11 +77,12 @@ class Session:
             _set_targets(trt, config, choices.sms)
         else:
             self._set_tensorrt_only(config)
-        images = network.get_input(0)
+        inputs = [network.get_input(index) for index in range(network.num_inputs)]
         for batch in profiles:
             profile = builder.create_optimization_profile()
             sizes = (batch.smallest, batch.tuned, batch.largest)
-            profile.set_shape(images.name, *[(size, *tuple(images.shape)[1:]) for size in sizes])
+            for tensor in inputs:
+                profile.set_shape(tensor.name, *[(size, *tuple(tensor.shape)[1:]) for size in sizes])
             config.add_optimization_profile(profile)
         return config
 
@@ -118,8 +119,8 @@ class Session:
         return Missing(missing_message(self.library.name, what, self.choices.command, _INSTALL_DRIVER))
 
     def _refusal(self, what: str, errors: list[str]) -> str:
-        told = "\n".join(f"  {error}" for error in errors) or "  (it gave no reason)"
-        return f"{self.onnx_path}: {self.library.name} {self.library.version} {what}:\n{told}"
+        reasons = "\n".join(f"  {error}" for error in errors) or "  (it gave no reason)"
+        return f"{self.onnx_path}: {self.library.name} {self.library.version} {what}:\n{reasons}"
 
 
 def _set_targets(trt: Any, config: Any, sms: tuple[str, ...]) -> None:

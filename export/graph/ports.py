@@ -3,7 +3,7 @@
 A graph without a note is a classifier of images: one input `images`, one output `logits`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,15 +20,11 @@ _NUMPY_NAMES = {"float": "float32", "double": "float64"}  # the others are calle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPort:
-    """One input or output as a graph shows it: the batch in front, a symbolic size as its name, an open one as "?".
-
-    `role` is what an output is for, None for an input.
-    """
+    """One input or output as a graph shows it: the batch in front, a symbolic size as its name, an open one as "?"."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    role: Role | None = None
 
 
 def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
@@ -38,10 +34,13 @@ def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
 
 
 def ports_of_graph(proto: ModelProto) -> tuple[tuple[GraphPort, ...], tuple[GraphPort, ...]]:
-    """The graph's inputs and outputs; an output that its note does not name passes for logits."""
-    roles: Mapping[str, Role] = {port.name: port.role for port in noted_outputs(proto)}
-    inputs = tuple(_graph_port(value, None) for value in graph_inputs(proto))
-    return inputs, tuple(_graph_port(value, roles.get(value.name, LOGITS.role)) for value in proto.graph.output)
+    """The graph's inputs and outputs."""
+    return tuple(map(_graph_port, graph_inputs(proto))), tuple(map(_graph_port, proto.graph.output))
+
+
+def roles_of_graph(proto: ModelProto) -> dict[str, Role]:
+    """What outputs are for that are not logits, by their names."""
+    return {port.name: port.role for port in noted_outputs(proto) if port.role != LOGITS.role}
 
 
 def port_notes(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> dict[str, str]:
@@ -72,9 +71,9 @@ def dtype_name(value: ValueInfoProto) -> str:
     return _NUMPY_NAMES.get(name, name)
 
 
-def _graph_port(value: ValueInfoProto, role: Role | None) -> GraphPort:
+def _graph_port(value: ValueInfoProto) -> GraphPort:
     shape = tuple(dim.dim_param or dim.dim_value or "?" for dim in value.type.tensor_type.shape.dim)
-    return GraphPort(name=value.name, dtype=dtype_name(value), shape=shape, role=role)
+    return GraphPort(name=value.name, dtype=dtype_name(value), shape=shape)
 
 
 def _is_images(inputs: Sequence[Port]) -> bool:

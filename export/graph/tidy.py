@@ -96,6 +96,13 @@ def name_by_site(graph: GraphProto, sites: Mapping[str, str], parameters: Collec
     _rename_values(graph, renamed)
 
 
+def name_ports(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Inputs and outputs renamed, wherever they stand."""
+    _rename_values(graph, names)
+    for value in (*graph.input, *graph.output):
+        value.name = names.get(value.name, value.name)
+
+
 def strip_notes(model: ModelProto) -> None:
     """Removes doc strings and the exporter's metadata: stack traces, source paths, traced operators."""
     graph = model.graph

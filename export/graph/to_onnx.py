@@ -54,12 +54,14 @@ def onnx_from_model(
         typed = typed_copy(model, precision, keep_fp32)
     _refuse_large(typed)
     samples = example_inputs(inputs, batch or 2, examples)
+    names = [port.name for port in inputs] + [port.name for port in outputs]
 
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
         with torch.no_grad():
-            proto = _trace(typed, samples, [port.name for port in outputs], opset=version, dynamic=batch is None)
-        _refuse_other_shape(proto, version, batch)
+            proto = _trace(typed, samples, len(outputs), opset=version, dynamic=batch is None)
         graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
+        graph.name_ports(proto.graph, dict(zip(_traced_names(len(inputs), len(outputs)), names, strict=True)))
+        _refuse_other_shape(proto, version, batch)
         own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}
         _describe(proto, {**metadata, **port_notes(inputs, outputs)}, own)
         return proto, check_onnx(proto, precision=precision, backend="onnxruntime", inputs=inputs, outputs=outputs)
@@ -133,9 +135,17 @@ def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Excep
     return f"torch can't trace this model into a graph: {_first_line(cause)}"
 
 
+def _traced_names(inputs: int, outputs: int) -> list[str]:
+    """What ports are called while traced: torch calls values by operators, and `embedding` is one of those."""
+    return [f"{_PREFIX}input.{index}" for index in range(inputs)] + [
+        f"{_PREFIX}output.{index}" for index in range(outputs)
+    ]
+
+
 def _trace(
-    model: nn.Module, samples: Mapping[str, torch.Tensor], outputs: Sequence[str], *, opset: int, dynamic: bool
+    model: nn.Module, samples: Mapping[str, torch.Tensor], outputs: int, *, opset: int, dynamic: bool
 ) -> onnx.ModelProto:
+    names = _traced_names(len(samples), outputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter warns about its own deprecations; restored on leaving
         try:
@@ -145,8 +155,8 @@ def _trace(
                 dynamo=True,
                 verbose=False,
                 opset_version=opset,
-                input_names=list(samples),
-                output_names=list(outputs),
+                input_names=names[: len(samples)],
+                output_names=names[len(samples) :],
                 dynamic_shapes=tuple({0: BATCH} for _ in samples) if dynamic else None,
             )
         except torch.onnx.OnnxExporterError as error:

@@ -73,10 +73,11 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
         fields["platform"] = platform
     fields["max_batch_size"] = variant.max_batch
     fields["input"] = [_tensor(tensor, batched) for tensor in variant.signature.inputs]
-    outputs = [_tensor(tensor, batched) for tensor in variant.signature.outputs]
-    if labelled:
-        outputs[0]["label_filename"] = f"{version}/{LABELS_NAME}"
-    fields["output"] = list(outputs)
+    label_file: dict[str, Plain] = {"label_filename": f"{version}/{LABELS_NAME}"} if labelled else {}
+    fields["output"] = [
+        _tensor(tensor, batched) | (label_file if tensor.role == "logits" else {})
+        for tensor in variant.signature.outputs
+    ]
     fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
     fields["version_policy"] = policy_fields(serving.policy, version)
     if batched:

@@ -10,6 +10,7 @@ from ground.errors import BadInput
 from ground.files import object_from_text, regular
 
 from .config import Variant
+from .signature import FLOATING
 
 EXPECTED_NAME = "expected.json"
 VERSION = 1
@@ -77,12 +78,13 @@ def expected_text(models: Mapping[str, Any]) -> str:
 
 
 def expected_entry(variant: Variant, version: int, expected: Expected | None) -> dict[str, Any]:
-    """One model's entry: figures (none were given: null), how to start the server, how to measure it."""
+    """One model's entry: figures (none were given: null), what its outputs are for, how to start and to measure it."""
     batches = tuple(row.batch for row in expected.latencies) if expected else ()
     return {
         "measured_on": expected.measured_on if expected else None,
         "latencies": [_latency(row) for row in expected.latencies] if expected else None,
         "top1_agreement": _agreement(expected.top1_agreement) if expected else None,
+        "outputs": {tensor.name: tensor.role for tensor in variant.signature.outputs},
         "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",
         "client": client_commands(variant, version, batches or (max(1, variant.max_batch),)),
     }
@@ -93,6 +95,8 @@ def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) ->
     batched = variant.max_batch > 0
     shapes = [f"--shape {tensor.name}:{_comma(tensor.dims(batched=batched))}" for tensor in variant.signature.inputs]
     sizes = [f"-b {size}" for size in batches if size <= variant.max_batch] if batched else [""]
+    # Random whole numbers would lie far outside an embedding's rows.
+    floating = all(tensor.data_type in FLOATING for tensor in variant.signature.inputs)
     return [
         " ".join(
             part
@@ -100,6 +104,7 @@ def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) ->
                 f"perf_analyzer -m {variant.name} -x {version} -i grpc -u localhost:8001",
                 size,
                 *shapes,
+                "" if floating else "--input-data zero",
                 "--concurrency-range 1 --percentile=50 --measurement-mode count_windows",
                 "--measurement-request-count 662",
             )
@@ -118,11 +123,11 @@ def _latency(row: Latency) -> dict[str, Any]:
     }
 
 
-def _agreement(found: Agreement | None) -> dict[str, Any] | None:
-    if found is None:
+def _agreement(top1: Agreement | None) -> dict[str, Any] | None:
+    if top1 is None:
         return None
-    interval = None if found.low is None or found.high is None else [found.low, found.high]
-    return {"share": found.share, "interval": interval, "images": found.images}
+    interval = None if top1.low is None or top1.high is None else [top1.low, top1.high]
+    return {"share": top1.share, "interval": interval, "images": top1.images}
 
 
 def _comma(dims: tuple[int, ...]) -> str:

@@ -90,7 +90,7 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Com
         told = f"max_batch_size is {limit}, though {source} takes batches up to {largest}"
         yield _warning(line, told, f"write max_batch_size: {largest}")
     if limit > 0 and signature.smallest_batch > 1:
-        told = f"{source} takes no batch below {signature.smallest_batch}, so a single image is refused"
+        told = f"{source} takes no batch below {signature.smallest_batch}, so a request of one is refused"
         yield _error(line, told, "build the profile from 1 on")
 
 

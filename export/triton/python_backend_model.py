@@ -18,11 +18,12 @@ class TritonPythonModel:
         try:
             import onnxruntime as ort
         except ImportError as error:
-            told = f"the server's Python lacks ONNX Runtime ({error}); install it there: pip install onnxruntime"
-            raise pb_utils.TritonModelException(told) from error
+            message = f"the server's Python lacks ONNX Runtime ({error}); install it there: pip install onnxruntime"
+            raise pb_utils.TritonModelException(message) from error
         config = json.loads(args["model_config"])
         self.batched = config["max_batch_size"] > 0
-        self.input_name, self.output_name = config["input"][0]["name"], config["output"][0]["name"]
+        self.inputs = [entry["name"] for entry in config["input"]]
+        self.outputs = [entry["name"] for entry in config["output"]]
         options = ort.SessionOptions()
         threads = config.get("parameters", {}).get("intra_op_threads")
         if threads is not None:
@@ -33,20 +34,26 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         # Tensors go in and out by DLPack: a backend built before numpy 2 misreads the strides and sizes of numpy 2 in
         # as_numpy() and Tensor(name, array), and answers wrongly without a word.
-        given = [pb_utils.get_input_tensor_by_name(request, self.input_name) for request in requests]
-        images = [np.from_dlpack(tensor) for tensor in given]
-        if self.batched:
-            ends = np.cumsum([len(part) for part in images])
-            outputs = np.split(self._run(np.concatenate(images)), ends[:-1])
-        else:
-            outputs = [self._run(part) for part in images]
-        return [pb_utils.InferenceResponse(output_tensors=[self._tensor(part)]) for part in outputs]
+        feeds = [
+            {name: np.from_dlpack(pb_utils.get_input_tensor_by_name(request, name)) for name in self.inputs}
+            for request in requests
+        ]
+        answers = self._run_together(feeds) if self.batched else [self._run(feed) for feed in feeds]
+        return [pb_utils.InferenceResponse(output_tensors=self._tensors(answer)) for answer in answers]
 
     def finalize(self) -> None:
         del self.session
 
-    def _tensor(self, output: Any) -> Any:
-        return pb_utils.Tensor.from_dlpack(self.output_name, np.ascontiguousarray(output))
+    def _run_together(self, feeds: list[dict[str, Any]]) -> list[list[Any]]:
+        """The requests as one batch; each one's outputs."""
+        ends = np.cumsum([len(feed[self.inputs[0]]) for feed in feeds])[:-1]
+        outputs = self._run({name: np.concatenate([feed[name] for feed in feeds]) for name in self.inputs})
+        return [list(answer) for answer in zip(*(np.split(output, ends) for output in outputs), strict=True)]
 
-    def _run(self, images: Any) -> Any:
-        return self.session.run([self.output_name], {self.input_name: images})[0]
+    def _run(self, feed: dict[str, Any]) -> list[Any]:
+        outputs: list[Any] = self.session.run(self.outputs, feed)
+        return outputs
+
+    def _tensors(self, answer: list[Any]) -> list[Any]:
+        named = zip(self.outputs, answer, strict=True)
+        return [pb_utils.Tensor.from_dlpack(name, np.ascontiguousarray(output)) for name, output in named]

@@ -75,9 +75,17 @@ def _refuse_contradictions(package: Package, variant: Variant) -> None:
                 f"{variant.name}: {what} {beyond[0]} is beyond the largest batch {variant.max_batch}; "
                 "measure within it, raise max_batch, or build the plan for a larger batch"
             )
-    classes = variant.signature.outputs[0].shape[-1]
-    if package.labels and len(package.labels) != classes:
-        raise BadInput(f"{variant.name}: {len(package.labels)} labels for {classes} outputs; give one per class")
+    if package.labels:
+        _refuse_labels(variant, len(package.labels))
+
+
+def _refuse_labels(variant: Variant, labels: int) -> None:
+    classes = [tensor.shape[-1] for tensor in variant.signature.outputs if tensor.role == "logits"]
+    if not classes:
+        outputs = ", ".join(f"{tensor.name} ({tensor.role})" for tensor in variant.signature.outputs)
+        raise BadInput(f"{variant.name}: labels name classes, and its outputs are {outputs}; leave them out")
+    if any(count != labels for count in classes):
+        raise BadInput(f"{variant.name}: {labels} labels for {classes[0]} outputs; give one per class")
 
 
 def _write_model(package: Package, model: Model, repository: Path, staging: Path, undo: ExitStack) -> None:
@@ -128,7 +136,7 @@ def _own_warnings(
     for model in models:
         smallest = model.variant.signature.smallest_batch
         if smallest > 1:
-            found.append(f"{model.variant.name}: requests below {smallest} images fail; build the profile from 1 on")
+            found.append(f"{model.variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on")
     return found
 
 

@@ -1,42 +1,46 @@
 """What an artefact takes and gives, read from the artefact itself, in the words of an inference server."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
-from onnx import TensorProto, ValueInfoProto
-
 from export.engine.options import BatchProfile
-from export.engine.record import EngineRecord, Port
+from export.engine.record import EngineRecord
 from export.graph.check import load_onnx
+from export.graph.ports import GraphPort, ports_of_graph, roles_of_graph
 from ground.errors import BadInput
+from ground.ports import LOGITS, Role
 
-_SERVED_TYPES: dict[int, str] = {
-    TensorProto.FLOAT: "TYPE_FP32",
-    TensorProto.FLOAT16: "TYPE_FP16",
-    TensorProto.DOUBLE: "TYPE_FP64",
-    TensorProto.BFLOAT16: "TYPE_BF16",
-    TensorProto.BOOL: "TYPE_BOOL",
-    TensorProto.STRING: "TYPE_STRING",
-    TensorProto.INT8: "TYPE_INT8",
-    TensorProto.INT16: "TYPE_INT16",
-    TensorProto.INT32: "TYPE_INT32",
-    TensorProto.INT64: "TYPE_INT64",
-    TensorProto.UINT8: "TYPE_UINT8",
-    TensorProto.UINT16: "TYPE_UINT16",
-    TensorProto.UINT32: "TYPE_UINT32",
-    TensorProto.UINT64: "TYPE_UINT64",
+_SERVED_TYPES = {
+    "float32": "TYPE_FP32",
+    "float16": "TYPE_FP16",
+    "float64": "TYPE_FP64",
+    "bfloat16": "TYPE_BF16",
+    "bool": "TYPE_BOOL",
+    "string": "TYPE_STRING",
+    "int8": "TYPE_INT8",
+    "int16": "TYPE_INT16",
+    "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64",
+    "uint8": "TYPE_UINT8",
+    "uint16": "TYPE_UINT16",
+    "uint32": "TYPE_UINT32",
+    "uint64": "TYPE_UINT64",
 }
-_NAMED_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "int64": "TYPE_INT64", "int32": "TYPE_INT32"}
+FLOATING = ("TYPE_FP32", "TYPE_FP16", "TYPE_FP64", "TYPE_BF16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One input or output; `shape` holds the batch first, a symbolic size as its name."""
+    """One input or output; `shape` holds the batch first, a symbolic size as its name.
+
+    `role` is what an output is for, None for an input.
+    """
 
     name: str
     data_type: str
     shape: tuple[int | str, ...]
+    role: Role | None = None
 
     def dims(self, *, batched: bool) -> tuple[int, ...]:
         """As a server writes them: without the batch when it batches, -1 for what is open."""
@@ -76,12 +80,16 @@ class Signature:
 
 
 def signature_from_onnx(path: Path) -> Signature:
-    """Reads the graph's borders; BadInput when the file is no ONNX."""
+    """Reads the graph's borders; BadInput when the file is no ONNX, or when no server could batch its inputs."""
     proto = load_onnx(path)
-    stored = {tensor.name for tensor in proto.graph.initializer}
+    inputs, outputs = ports_of_graph(proto)
+    batches = {port.shape[0] for port in inputs if port.shape}
+    if len(batches) > 1:
+        named = ", ".join(f"{port.name} {list(port.shape)}" for port in inputs)
+        raise BadInput(f"{path}: its inputs have different batches ({named}); export them with one that they share")
     return Signature(
-        inputs=tuple(_tensor(value, path) for value in proto.graph.input if value.name not in stored),
-        outputs=tuple(_tensor(value, path) for value in proto.graph.output),
+        inputs=tuple(_tensor(port, None, path) for port in inputs),
+        outputs=_outputs(outputs, roles_of_graph(proto), path),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         ir=proto.ir_version,
     )
@@ -89,25 +97,21 @@ def signature_from_onnx(path: Path) -> Signature:
 
 def signature_from_record(record: EngineRecord) -> Signature:
     """What the plan of this record takes and gives."""
+    where = "engine record"
     return Signature(
-        inputs=tuple(map(_recorded, record.inputs)),
-        outputs=tuple(map(_recorded, record.outputs)),
+        inputs=tuple(_tensor(port, None, where) for port in record.inputs),
+        outputs=_outputs(record.outputs, record.roles, where),
         profiles=tuple(map(BatchProfile.from_text, record.profiles)),
     )
 
 
-def _tensor(value: ValueInfoProto, path: Path) -> Tensor:
-    tensor = value.type.tensor_type
-    if tensor.elem_type not in _SERVED_TYPES:
-        kind = onnx.TensorProto.DataType.Name(tensor.elem_type)
+def _outputs(ports: Sequence[GraphPort], roles: Mapping[str, Role], where: Path | str) -> tuple[Tensor, ...]:
+    return tuple(_tensor(port, roles.get(port.name, LOGITS.role), where) for port in ports)
+
+
+def _tensor(port: GraphPort, role: Role | None, where: Path | str) -> Tensor:
+    if port.dtype not in _SERVED_TYPES:
         raise BadInput(
-            f"{path}: {value.name} is {kind}, which no inference server type stands for; export it as float32"
+            f"{where}: {port.name} is {port.dtype}, which no inference server type stands for; export it as float32"
         )
-    shape = tuple(dim.dim_param or dim.dim_value or "?" for dim in tensor.shape.dim)
-    return Tensor(name=value.name, data_type=_SERVED_TYPES[tensor.elem_type], shape=shape)
-
-
-def _recorded(port: Port) -> Tensor:
-    if port.dtype not in _NAMED_TYPES:
-        raise BadInput(f"engine record: {port.name} is {port.dtype!r}; known are {', '.join(_NAMED_TYPES)}")
-    return Tensor(name=port.name, data_type=_NAMED_TYPES[port.dtype], shape=port.shape)
+    return Tensor(name=port.name, data_type=_SERVED_TYPES[port.dtype], shape=port.shape, role=role)

@@ -106,7 +106,7 @@ def _onnx_models(package: Package, records: tuple[EngineRecord, ...], release: S
 def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None) -> Variant:
     signature = signature_from_onnx(path)
     if any(size == -1 for tensor in signature.inputs for size in tensor.dims(batched=True)):
-        raise BadInput(f"{path}: sizes behind the batch are open ({signature.inputs}); export it for one image size")
+        raise BadInput(f"{path}: sizes behind the batch are open ({signature.inputs}); export it with fixed ones")
     on_cpu = suffix == "cpu"
     return Variant(
         name=f"{package.name}_{suffix}",

@@ -1,0 +1,362 @@
+"""Models of several inputs and of other outputs than logits, from torch to ONNX, engines and a Triton repository."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper
+from torch import Tensor, nn
+
+from export.engine.build import build_engine, write_engine
+from export.engine.options import BatchProfile, BuildOptions
+from export.engine.ort_artifact import build_ort_artifact
+from export.engine.record import record_from_json, record_path
+from export.graph.check import check_onnx
+from export.graph.examples import example_inputs
+from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
+from export.graph.to_onnx import onnx_bytes, onnx_from_model
+from export.triton.config import Serving
+from export.triton.lint import lint_repository
+from export.triton.package import Package
+from export.triton.pbtxt import Message, parse
+from export.triton.repository import write_repository
+from ground.errors import BadInput
+from ground.ports import LOGITS, OutputPort, Port, image_port
+from tests.export_text import (
+    CHANNELS,
+    EMBEDDING,
+    INPUTS,
+    TOKEN_LOGITS,
+    TOKENS,
+    WORDS,
+    TextEncoder,
+    in_torch,
+    sentences,
+    write_text_onnx,
+)
+
+NAMES = ["input_ids", "attention_mask"]
+
+
+def exported(precision: str = "fp32", **options: object) -> ModelProto:
+    return onnx_from_model(TextEncoder(), INPUTS, [EMBEDDING], **{"precision": precision, "metadata": {}, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def text() -> ModelProto:
+    return exported()
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("text")
+    return {name: write_text_onnx(folder / f"{name}.onnx", name) for name in ("fp32", "fp16")}
+
+
+def copied(proto: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
+def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], precision: str, bound: float) -> None:
+    session = ort.InferenceSession(graphs[precision], providers=["CPUExecutionProvider"])
+    assert [(each.name, each.type, each.shape) for each in session.get_inputs()] == [
+        (name, "tensor(int64)", ["batch", TOKENS]) for name in NAMES
+    ]
+    for batch in (1, 3, 8):
+        feed = sentences(batch, seed=batch)
+        (embedding,), (exact,) = session.run(None, feed), in_torch(TextEncoder(), feed)
+        assert (embedding.dtype, embedding.shape) == (np.float32, (batch, CHANNELS))
+        assert np.linalg.norm(embedding - exact) < bound * np.linalg.norm(exact)
+
+
+def test_the_notes_tell_the_ports_and_images_have_none(text: ModelProto) -> None:
+    assert (noted_inputs(text), noted_outputs(text)) == ([*INPUTS], [EMBEDDING])
+    assert roles_of_graph(text) == {"embedding": "embedding"}
+    notes = {entry.key: entry.value for entry in text.metadata_props}
+    assert json.loads(notes["export.outputs"]) == [{"name": "embedding", "role": "embedding"}]
+    images = onnx_from_model(Pooled(), [image_port((3, 4, 4))], [LOGITS], precision="fp32", metadata={})
+    assert not {"export.inputs", "export.outputs"} & {entry.key for entry in images.metadata_props}
+    assert (noted_inputs(images), noted_outputs(images)) == (None, [LOGITS])
+
+
+class Pooled(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3))
+
+
+class Scaled(nn.Module):
+    """A float input beside whole numbers and bools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor, counts: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        maps = x[:, None] * counts[..., None].to(x.dtype)
+        return (maps.sum(1) @ self.weight), maps.masked_fill(~keep[:, None], 0.0)
+
+
+def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> None:
+    inputs = [
+        Port(name="x", shape=(4,)),
+        Port(name="counts", shape=(2,), dtype="int32"),
+        Port(name="keep", shape=(4,), dtype="bool"),
+    ]
+    outputs = [LOGITS, OutputPort(name="maps", role="feature map")]
+    proto = onnx_from_model(Scaled(), inputs, outputs, precision="fp16", metadata={})
+    types = [value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)]
+    assert types == [TensorProto.FLOAT, TensorProto.INT32, TensorProto.BOOL, TensorProto.FLOAT, TensorProto.FLOAT]
+    rng = np.random.default_rng(0)
+    x, counts = rng.standard_normal((3, 4)).astype(np.float32), rng.integers(0, 5, (3, 2)).astype(np.int32)
+    keep = rng.integers(0, 2, (3, 4)).astype(bool)
+    session = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"])
+    logits, maps = session.run(["logits", "maps"], {"x": x, "counts": counts, "keep": keep})
+    exact = x[:, None] * counts[..., None]
+    np.testing.assert_allclose(logits, exact.sum((1, 2))[:, None].repeat(3, 1), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(maps, exact * keep[:, None], rtol=2e-3, atol=1e-3)
+    assert roles_of_graph(proto) == {"maps": "feature map"}
+
+
+def test_several_outputs_and_a_fixed_batch() -> None:
+    model, outputs = TextEncoder(words=True), [EMBEDDING, TOKEN_LOGITS]
+    proto = onnx_from_model(model, INPUTS, outputs, precision="fp32", batch=2, metadata={})
+    feed = sentences(2)
+    answers = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"]).run(None, feed)
+    assert [answer.shape for answer in answers] == [(2, CHANNELS), (2, TOKENS, WORDS)]
+    for answer, exact in zip(answers, in_torch(model, feed), strict=True):
+        np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_examples_are_zeros_ones_for_masks_or_what_is_handed_over() -> None:
+    samples = example_inputs((*INPUTS, Port(name="x", shape=(2, 3))), 4, {"x": torch.full((2, 3), 5.0)})
+    assert {name: (tuple(sample.shape), sample.dtype) for name, sample in samples.items()} == {
+        "input_ids": ((4, TOKENS), torch.int64),
+        "attention_mask": ((4, TOKENS), torch.int64),
+        "x": ((4, 2, 3), torch.float32),
+    }
+    assert [int(samples[name].sum()) for name in ("input_ids", "attention_mask", "x")] == [0, 4 * TOKENS, 4 * 6 * 5]
+    for example, says in (
+        ({"ids": torch.zeros(6)}, "'ids' is no input; the inputs are input_ids, attention_mask"),
+        ({"input_ids": torch.zeros(TOKENS)}, r"input_ids must be int64 \[6\], without a batch, got float32 \[6\]"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            example_inputs(INPUTS, 2, example)
+
+
+def rename_input(proto: ModelProto) -> None:
+    proto.graph.input[0].name = "ids"
+    for node in proto.graph.node:
+        node.input[:] = ["ids" if name == "input_ids" else name for name in node.input]
+
+
+def swap_inputs(proto: ModelProto) -> None:
+    first, second = copied_value(proto, 0), copied_value(proto, 1)
+    proto.graph.input[0].CopyFrom(second)
+    proto.graph.input[1].CopyFrom(first)
+
+
+def copied_value(proto: ModelProto, index: int) -> onnx.ValueInfoProto:
+    value = onnx.ValueInfoProto()
+    value.CopyFrom(proto.graph.input[index])
+    return value
+
+
+def narrow_mask(proto: ModelProto) -> None:
+    proto.graph.input[1].type.tensor_type.elem_type = TensorProto.INT32
+    proto.graph.node.insert(0, helper.make_node("Cast", ["attention_mask"], ["wide"], to=TensorProto.INT64))
+    for node in proto.graph.node[1:]:
+        node.input[:] = ["wide" if name == "attention_mask" else name for name in node.input]
+
+
+def other_batch(proto: ModelProto) -> None:
+    proto.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "masks"
+    del proto.graph.value_info[:]
+
+
+def fewer_tokens(proto: ModelProto) -> None:
+    for value in proto.graph.input:
+        value.type.tensor_type.shape.dim[1].dim_value = TOKENS - 1
+    del proto.graph.value_info[:]
+
+
+def open_tokens(proto: ModelProto) -> None:
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "tokens"
+    del proto.graph.value_info[:]
+
+
+def note_other_role(proto: ModelProto) -> None:
+    set_note(proto, "export.outputs", '[{"name":"embedding","role":"token logits"}]')
+
+
+def note_nonsense(proto: ModelProto) -> None:
+    set_note(proto, "export.outputs", '[{"name":"embedding","role":"poem"}]')
+
+
+def set_note(proto: ModelProto, key: str, value: str) -> None:
+    next(entry for entry in proto.metadata_props if entry.key == key).value = value
+
+
+def drop_notes(proto: ModelProto) -> None:
+    del proto.metadata_props[:]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (rename_input, ["expected the inputs 'input_ids', 'attention_mask', found ids, attention_mask"]),
+        (swap_inputs, ["expected the inputs 'input_ids', 'attention_mask', found attention_mask, input_ids"]),
+        (narrow_mask, ["attention_mask must be int64, got int32"]),
+        (
+            other_batch,
+            [
+                "input_ids, attention_mask and embedding must share one batch dimension, "
+                "got 'batch', 'masks' and 'batch'"
+            ],
+        ),
+        (fewer_tokens, [f"{name} must have the sizes [6] behind the batch, got [5]" for name in NAMES]),
+        (open_tokens, ["input_ids must have rank 2 with a fixed size behind the batch, got ['batch', 'tokens']"]),
+        (note_other_role, ["embedding must have rank 3 with a fixed size behind the batch, got ['batch', 8]"]),
+        (
+            drop_notes,
+            [
+                "expected one input named 'images', found input_ids, attention_mask",
+                "expected one output named 'logits', found embedding",
+            ],
+        ),
+    ],
+)
+def test_each_fault_of_a_border_is_named(
+    text: ModelProto, change: Callable[[ModelProto], None], says: list[str]
+) -> None:
+    broken = copied(text)
+    change(broken)
+    assert check_onnx(broken, backend="tensorrt-rtx") == says
+
+
+def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
+    broken = copied(text)
+    note_nonsense(broken)
+    (reason,) = check_onnx(broken)
+    assert reason.startswith("the note export.outputs can't be read")
+
+
+class Unpooled(nn.Module):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return torch.stack([ids, mask], 1).float()
+
+
+class OwnBatches(nn.Module):
+    """The ids' batch is read as a number."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return (ids + mask).float() * (2.0 if ids.shape[0] == 2 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs", "says"),
+    [
+        (TextEncoder(), [], [EMBEDDING], "at least one input and one output, got 0 and 1"),
+        (TextEncoder(), INPUTS, [], "at least one input and one output, got 2 and 0"),
+        (TextEncoder(), [*INPUTS, INPUTS[0]], [EMBEDDING], "needs a name of its own"),
+        (TextEncoder(), [INPUTS[0]], [OutputPort(name="input_ids", role="embedding")], "needs a name of its own"),
+        (TextEncoder(), [Port(name="x", shape=(2,), dtype="uint8")], [EMBEDDING], "x: the type 'uint8' is no input's"),
+        (TextEncoder(), [Port(name="x", shape=(), dtype="int64")], [EMBEDDING], "x: the shape behind the batch"),
+        (TextEncoder(), [INPUTS[0]], [EMBEDDING], r"the model refuses input_ids of shape \[2, 6\]: .*mask"),
+        (TextEncoder(), INPUTS, [LOGITS, EMBEDDING], "the outputs 'logits', 'embedding', found logits"),
+        (TextEncoder(words=True), INPUTS, [EMBEDDING], "one output named 'embedding', found embedding, "),
+        (TextEncoder(), INPUTS, [OutputPort(name="words", role="token logits")], "words must have rank 3"),
+        (Unpooled(), INPUTS, [EMBEDDING], "embedding must have rank 2 .*export a model whose output is pooled"),
+        (OwnBatches(), INPUTS, [EMBEDDING], "can't trace|came out fixed"),
+    ],
+)
+def test_odd_ports_are_refused_with_the_reason(
+    model: nn.Module, inputs: list[Port], outputs: list[OutputPort], says: str
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        onnx_from_model(model, inputs, outputs, precision="fp32", metadata={})
+
+
+def test_onnx_runtimes_artefact_keeps_ports_and_notes(graphs: dict[str, Path], tmp_path: Path) -> None:
+    write_engine(build_ort_artifact(graphs["fp32"]), tmp_path / "model.onnx")
+    record = record_from_json(record_path(tmp_path / "model.onnx").read_text())
+    assert [port.name for port in record.inputs] == NAMES
+    assert record.roles == {"embedding": "embedding"}
+    assert noted_outputs(onnx.load(tmp_path / "model.onnx")) == [EMBEDDING]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+def test_a_plan_takes_every_input_in_its_profile(graphs: dict[str, Path], tmp_path: Path) -> None:
+    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:4:16"),), sms=("86",))
+    engine = build_engine(graphs["fp16"], options)
+    write_engine(engine, tmp_path / "text.plan")
+    record = record_from_json(record_path(tmp_path / "text.plan").read_text())
+    assert record == engine.record
+    assert record.inputs == tuple(GraphPort(name=name, dtype="int64", shape=("batch", TOKENS)) for name in NAMES)
+    assert record.outputs == (GraphPort(name="embedding", dtype="float32", shape=("batch", CHANNELS)),)
+    assert (record.roles, record.profiles, record.precision) == ({"embedding": "embedding"}, ("1:4:16",), "fp16")
+
+
+def test_the_repository_names_every_input_with_its_type(graphs: dict[str, Path], tmp_path: Path) -> None:
+    serving = Serving(preferred_batches=(4,), max_batch=16)
+    package = Package(name="text", onnx=graphs["fp16"], cpu_onnx=graphs["fp32"], serving=serving)
+    write_repository(package, tmp_path / "repo")
+    assert lint_repository(tmp_path / "repo") == ()
+    config = parse((tmp_path / "repo/text_cpu/config.pbtxt").read_text())
+    borders = [(each.text("name"), each.text("data_type"), *sizes(each)) for each in config.messages("input")]
+    assert borders == [(name, "TYPE_INT64", TOKENS) for name in NAMES]
+    (output,) = config.messages("output")
+    assert (output.text("name"), output.text("data_type"), *sizes(output)) == ("embedding", "TYPE_FP32", CHANNELS)
+    for sample in config.messages("model_warmup"):
+        assert [each.text("key") for each in sample.messages("inputs")] == NAMES
+    entry = json.loads((tmp_path / "repo/expected.json").read_text())["models"]["text_cpu"]["1"]
+    assert entry["outputs"] == {"embedding": "embedding"}
+    assert "--shape input_ids:6 --shape attention_mask:6 --input-data zero" in entry["client"][0]
+    script = (tmp_path / "repo/text_onnx/1/build_plan.sh").read_text()
+    assert "--optShapes=input_ids:4x6,attention_mask:4x6 --maxShapes=input_ids:16x6,attention_mask:16x6" in script
+
+
+def sizes(message: Message) -> list[object]:
+    return [field.value for field in message.all("dims")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('name: "attention_mask"', 'name: "mask"', "has no input 'mask', only 'input_ids', 'attention_mask'"),
+        ("data_type: TYPE_INT64", "data_type: TYPE_INT32", "input input_ids is TYPE_INT64 in model.onnx"),
+        ("dims: [6]", "dims: [7]", "input input_ids has dims [6] in model.onnx, got [7]"),
+        ('key: "attention_mask"', 'key: "mask"', "does not fill 'attention_mask'"),
+    ],
+)
+def test_a_config_that_contradicts_one_input_is_found(
+    graphs: dict[str, Path], tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    write_repository(Package(name="text", cpu_onnx=graphs["fp32"]), tmp_path / "repo")
+    path = tmp_path / "repo/text_cpu/config.pbtxt"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    assert any(says in each.what for each in lint_repository(tmp_path / "repo")), lint_repository(tmp_path / "repo")
+
+
+def test_what_can_not_be_served_together_is_refused(graphs: dict[str, Path], tmp_path: Path) -> None:
+    labels = tuple(map(str, range(CHANNELS)))
+    with pytest.raises(BadInput, match=r"labels name classes, and its outputs are embedding \(embedding\)"):
+        write_repository(Package(name="text", cpu_onnx=graphs["fp32"], labels=labels), tmp_path / "repo")
+    proto = onnx.load(graphs["fp32"])
+    other_batch(proto)
+    onnx.save(proto, tmp_path / "batches.onnx")
+    with pytest.raises(BadInput, match=r"its inputs have different batches .*input_ids .*; export them with one"):
+        write_repository(Package(name="text", cpu_onnx=tmp_path / "batches.onnx"), tmp_path / "repo")
