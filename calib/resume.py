@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+
+import msgspec
 
 from ground.errors import BadInput
-from ground.files import object_from_text
+from ground.records import record_from_text
 
 from .distributed import Ranks
 from .moments import Moments
@@ -17,16 +18,11 @@ from .store import load, save
 STATE = "calib.resume"
 
 
-def _state(path: Path, text: str) -> dict[str, Any]:
-    try:
-        state = object_from_text(text, where=str(path))
-    except BadInput:
-        state = {}
-    types = {"position": int, "bad": list, "run": dict}
-    typed = all(isinstance(state.get(key), kind) for key, kind in types.items())
-    if not typed or state.get("kernel") not in get_args(Kernel):
-        raise BadInput(f"{path}: not a calibration's checkpoint; remove the file to start afresh")
-    return state
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    position: int
+    bad: tuple[str, ...]
+    kernel: Kernel
+    run: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +68,19 @@ class ResumeFile:
         moments = load(self.path)
         if STATE not in moments.lineage:
             raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
-        state = _state(self.path, moments.lineage[STATE])
-        for key in sorted({*run, *state["run"]}):
-            if run.get(key) != state["run"].get(key):
+        state = record_from_text(
+            moments.lineage[STATE],
+            _State,
+            where=f"{self.path}: not a calibration's checkpoint",
+            remedy="remove the file to start afresh",
+        )
+        for key in sorted({*run, *state.run}):
+            if run.get(key) != state.run.get(key):
                 raise BadInput(
-                    f"{self.path}: checkpoint of another run: {key} was {state['run'].get(key)!r}, now "
+                    f"{self.path}: checkpoint of another run: {key} was {state.run.get(key)!r}, now "
                     f"{run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
                 )
-        reached = Progress(position=state["position"], bad=tuple(state["bad"]), kernel=state["kernel"])
+        reached = Progress(position=state.position, bad=state.bad, kernel=state.kernel)
         return moments, reached
 
     def clear(self) -> None:

@@ -3,10 +3,11 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ground.errors import BadInput
 from ground.files import regular, replacing
+from ground.records import record_from_text, record_from_value
 
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 
@@ -21,7 +23,6 @@ KIND = "calib.moments"
 VERSION = 1
 HEADER = "calib"
 IMAGE_IDS = "image_ids"
-_TYPES: Mapping[str, type[SiteMoments]] = {"mlp": ChannelMoments, "attention": HeadMoments}
 _REMEDY = "run calibrate again"
 
 
@@ -66,12 +67,30 @@ def save(moments: Moments, path: Path) -> None:
         save_file(tensors, temporary, metadata={HEADER: _signed(header)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
+class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="mlp"):
+    """What is no tensor of ChannelMoments."""
+
+    tokens: int
+    eps: float
+
+
+class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="attention"):
+    """What is no tensor of HeadMoments."""
+
+    images: int
+    tokens: int
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
     images: int
     lineage: dict[str, str]
-    sites: dict[str, dict[str, Any]]
+    order: tuple[str, ...]
+    sites: dict[str, _Channels | _Heads]
     sha256: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != sorted(self.sites) or IMAGE_IDS not in self.sha256:
+            raise BadInput("its order is not one of its sites, or the digest of its images is missing")
 
 
 def _opened(path: Path) -> Any:
@@ -85,47 +104,13 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _read_header(path: Path) -> _Header:
     with _opened(path) as file:
         text = (file.metadata() or {}).get(HEADER, "{}")
-    header: dict[str, Any] = _json_object(text)
-    if header.get("kind") != KIND:
-        raise BadInput(f"{path}: kind is {header.get('kind')!r:.80}, expected {KIND!r}, as calibrate writes")
-    if header.get("version") != VERSION:
-        raise BadInput(f"{path}: moments version {header.get('version')!r}, expected {VERSION}; {_REMEDY}")
+    header = record_from_text(text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, remedy=_REMEDY)
     if _signed({name: value for name, value in header.items() if name != "header_sha256"}) != text:
         raise BadInput(f"{path}: its header does not match its checksum; the file is damaged: {_REMEDY}")
-    _require_types(path, header)
-    sites = {name: header["sites"][name] for name in header["order"]}
-    return _Header(images=header["images"], lineage=header["lineage"], sites=sites, sha256=header["sha256"])
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-def _require_types(path: Path, header: Mapping[str, Any]) -> None:
-    """Raise BadInput for a header that is signed, but not one that `save` writes."""
-    order, sites, images = header.get("order"), header.get("sites", {}), header.get("images")
-    named = isinstance(order, list) and isinstance(sites, dict) and sorted(map(str, order)) == sorted(sites)
-    sites = sites if isinstance(sites, dict) else {}
-    good = {
-        "images": isinstance(images, int) and not isinstance(images, bool),
-        "lineage": _texts(header.get("lineage")),
-        "sites": named and all(isinstance(each, dict) and str(each.get("type")) in _TYPES for each in sites.values()),
-        "sha256": _texts(header.get("sha256")) and IMAGE_IDS in header["sha256"],
-    }
-    bad = [name for name, holds in good.items() if not holds]
-    if bad:
-        raise BadInput(f"{path}: its header's {', '.join(bad)} can't be what calibrate wrote: {_REMEDY}")
+    return record_from_value(header, _Header, where=f"{path}: its header", remedy=_REMEDY)
 
 
 def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
@@ -140,15 +125,14 @@ def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
     return tensor
 
 
-def _built(kind: type[SiteMoments], values: dict[str, Any], where: str) -> SiteMoments:
-    known = {each.name for each in fields(kind)}
-    tensors = {name for name, value in values.items() if isinstance(value, Tensor)}
-    counts = {name: value for name, value in values.items() if name not in tensors}
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in counts.values())
-    needed = {each.name for each in fields(kind) if each.default is MISSING}
-    if values.keys() - known or needed - values.keys() or not numbers or tensors & {"tokens", "images", "eps"}:
+def _built(entry: _Channels | _Heads, tensors: Mapping[str, Any], where: str) -> SiteMoments:
+    kind = ChannelMoments if isinstance(entry, _Channels) else HeadMoments
+    counts: dict[str, Any] = msgspec.structs.asdict(entry)
+    known = {each.name for each in fields(kind)} - counts.keys()
+    needed = {each.name for each in fields(kind) if each.default is MISSING} - counts.keys()
+    if tensors.keys() - known or needed - tensors.keys():
         raise BadInput(f"{where}: its entries are not those of {kind.__name__}; the file is damaged: {_REMEDY}")
-    return kind(**values)
+    return kind(**counts, **tensors)
 
 
 class _SitesOfFile(Mapping[str, SiteMoments]):
@@ -158,16 +142,17 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
         self._path, self._header = path, header
 
     def __getitem__(self, site: str) -> SiteMoments:
-        values = dict(self._header.sites[site])
-        kind = _TYPES[values.pop("type")]
+        entry = self._header.sites[site]
         with _opened(self._path) as file:
-            for name, expected in self._header.sha256.items():
-                if name.rpartition("/")[0] == site:
-                    values[name.rpartition("/")[2]] = _read_tensor(self._path, file, name, expected)
-        return _built(kind, values, f"{self._path}: {site}")
+            tensors = {
+                name.rpartition("/")[2]: _read_tensor(self._path, file, name, expected)
+                for name, expected in self._header.sha256.items()
+                if name.rpartition("/")[0] == site
+            }
+        return _built(entry, tensors, f"{self._path}: {site}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._header.sites)
+        return iter(self._header.order)
 
     def __len__(self) -> int:
         return len(self._header.sites)

@@ -95,7 +95,7 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     except msgspec.ValidationError as error:
         raise BadInput(f"{where}: {refusal(error, record, _untyped(data))}; {remedy}") from None
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{where}: not JSON ({error!s:.200}); it may be cut short") from None
+        raise BadInput(f"{where}: not JSON ({error!s:.200}); it may be cut short; {remedy}") from None
     return value
 
 

@@ -206,7 +206,7 @@ def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
 def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
     save(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
-    with pytest.raises(BadInput, match="not a calibration's checkpoint; remove the file"):
+    with pytest.raises(BadInput, match="not a calibration's checkpoint: "):
         calibrated(path, checkpoint=checkpoint)
 
 

@@ -96,11 +96,14 @@ def rewritten_header(path: Path, old: bytes, new: bytes) -> None:
         (lambda path: path.write_bytes(b"not a safetensors file at all"), "truncated or foreign"),
         (lambda path: path.write_bytes(b""), "truncated or foreign"),
         (lambda path: path.unlink(), "no such file"),
-        (lambda path: save_file({"a": torch.zeros(1)}, path), "kind is None"),
-        (lambda path: save_file({"a": torch.zeros(1)}, path, metadata={"calib": '{"kind": 3}'}), "kind is 3"),
+        (lambda path: save_file({"a": torch.zeros(1)}, path), "expected a calib.moments record, got 'None'"),
+        (
+            lambda path: save_file({"a": torch.zeros(1)}, path, metadata={"calib": '{"kind": 3}'}),
+            "expected a calib.moments record, got '3'",
+        ),
         (
             lambda path: rewritten_header(path, b'\\"version\\": 1', b'\\"version\\": 0'),
-            "moments version 0, expected 1",
+            "record of version 0; this tool reads version 1",
         ),
         (
             lambda path: rewritten_header(path, b'\\"model\\": \\"m\\"', b'\\"model\\": \\"n\\"'),

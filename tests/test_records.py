@@ -67,7 +67,7 @@ REFUSED = {
     "[]": "got a list of 0, expected a JSON object",
     '"text"': "got 'text', expected a JSON object",
     '{"first": {"batch": "' + "y" * 1000 + '"}}': "got '" + "y" * 99 + "..., expected a whole number",
-    '{"first": ': "r.json: not JSON (Input data was truncated); it may be cut short",
+    '{"first": ': "r.json: not JSON (Input data was truncated); it may be cut short; make the record again",
     '{"first": {"error": NaN}}': "r.json: not JSON",
     "": "r.json: not JSON",
 }
