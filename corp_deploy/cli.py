@@ -11,10 +11,8 @@ from ground.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_MISSING,
-    EXIT_NOT_COMPARABLE,
     BadInput,
     Missing,
-    NotComparable,
     is_out_of_memory,
 )
 from ground.text import printable
@@ -75,8 +73,6 @@ class Commands(click.Group):
             raise Failure(str(error), EXIT_BAD_INPUT) from error
         except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
-        except NotComparable as error:
-            raise Failure(str(error), EXIT_NOT_COMPARABLE) from error
         except (KeyboardInterrupt, click.Abort) as error:
             raise Failure(
                 "interrupted; finished files are whole, nothing half-written is left", EXIT_INTERRUPTED

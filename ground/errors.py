@@ -16,10 +16,6 @@ class RankLost(Missing):
     """Another process of a calibration over several has ended or can't be reached; nothing was written."""
 
 
-class NotComparable(ValueError):
-    """Two records differ in a key that must match; the message names the keys."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of any runtime says that memory ran out."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.views.console import Output
+from ground.errors import EXIT_NOT_COMPARABLE
 
 from .options import DIRECTORY, FILE, output_options
 
@@ -85,8 +86,11 @@ def gate(
 @click.argument("before", type=FILE)
 @click.argument("after", type=FILE)
 @output_options
-def compare(before: Path, after: Path, out: Output) -> None:
+@click.pass_context
+def compare(ctx: click.Context, before: Path, after: Path, out: Output) -> None:
     """Put two bench records side by side: what differs about the machines first, then the figures.
+
+    Exit codes: 0, or 5 when the two were measured so differently that their figures are not comparable.
 
     Example: corp-deploy compare last-week.json bench.json
     """
@@ -95,5 +99,7 @@ def compare(before: Path, after: Path, out: Output) -> None:
     from perf.stats.compare import compare as compare_records
     from perf.stats.compare import markdown_from_comparison
 
-    found = compare_records(load_bench(before), load_bench(after))
-    out.result(comparison_as_json(found), markdown_from_comparison(found))
+    comparison = compare_records(load_bench(before), load_bench(after))
+    out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))
+    if not comparison.comparable:
+        ctx.exit(EXIT_NOT_COMPARABLE)

@@ -1,15 +1,12 @@
 """Versions of a packaged model: which are there, which one is served, and the way back."""
 
 import re
-import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ground.errors import BadInput
 from ground.files import regular, replacing
-
-from .expected import EXPECTED_NAME, expected_text, read_expected
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -61,28 +58,6 @@ def serve_version(repository: Path, name: str, version: int) -> Changed:
             install_undoably(kept, repository / each / "config.pbtxt", undo)
         undo.pop_all()
     return Changed(version=version, models=tuple(able), unchanged=tuple(each for each in names if each not in able))
-
-
-def remove_newest(repository: Path, name: str) -> Changed:
-    """Deletes the newest version of every variant and serves the one before; BadInput when there is none before."""
-    names = _known(repository, name)
-    newest = max(number for each in names for number in versions_of(repository / each))
-    holders = [each for each in names if newest in versions_of(repository / each)]
-    alone = [each for each in holders if len(versions_of(repository / each)) == 1]
-    if alone:
-        raise BadInput(f"{repository}: {', '.join(alone)} has version {newest} alone; package another one first")
-    before = max(number for each in holders for number in versions_of(repository / each) if number != newest)
-    for each in holders:
-        previous = max(number for number in versions_of(repository / each) if number != newest)
-        install_text(config_path(repository / each, previous).read_text(), repository / each / "config.pbtxt")
-        shutil.rmtree(repository / each / str(newest))
-        config_path(repository / each, newest).unlink(missing_ok=True)
-    entries = read_expected(repository / EXPECTED_NAME)
-    for each in holders:
-        entries.get(each, {}).pop(str(newest), None)
-    install_text(expected_text(entries), repository / EXPECTED_NAME)
-    unchanged = tuple(each for each in names if each not in holders)
-    return Changed(version=before, models=tuple(holders), unchanged=unchanged)
 
 
 def install_text(text: str, path: Path) -> None:

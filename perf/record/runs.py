@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ground.errors import BadInput, NotComparable
+from ground.errors import BadInput
 from ground.files import write_json
 from ground.records import record_from_file
 
@@ -175,14 +175,6 @@ def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:
         keys = sorted({*before.describe, *after.describe} - set(DESCRIBE_MAY_DIFFER))
         differ |= _differences(f"{after.name}.", before.describe, after.describe, keys)
     return differ
-
-
-def require_comparable(old: Bench, new: Bench) -> None:
-    """Raise NotComparable, naming each differing key, unless the two records were measured alike."""
-    differ = differing_keys(old, new)
-    if differ:
-        listed = "; ".join(f"{key}: {before!r} then, {after!r} now" for key, (before, after) in differ.items())
-        raise NotComparable(f"the two records were not measured alike: {listed}")
 
 
 def _differences(prefix: str, old: Flat, new: Flat, keys: Iterable[str]) -> dict[str, tuple[Scalar, Scalar]]:
