@@ -35,6 +35,7 @@ from calib.collect import Collector, collect
 from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of_sites
 from calib.sites import ChannelTaps, Site
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.sites import calibration_taps
 from perf.timing.environment import cpu_name
 
 VERSION = 2
@@ -120,7 +121,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, list[Site], Tens
         torch.set_num_threads(arguments.threads)
     model = timm.create_model(arguments.model, pretrained=False).eval().to(arguments.device)
     images = torch.randn(arguments.batch_size, *vit.input_spec(model).shape).to(arguments.device)
-    return model, list(vit.calibration_sites(model)), images
+    return model, list(calibration_taps(model, vit.sites(model))), images
 
 
 def shapes(model: nn.Module, sites: list[Site], arguments: argparse.Namespace) -> dict[str, Shape]:

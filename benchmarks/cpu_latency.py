@@ -15,11 +15,13 @@ import click
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import HeadGeometry, aligned_width
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import RunOptions, measure
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record
 from ground.files import write_json
@@ -32,14 +34,14 @@ MODELS = {"DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}
 def halved(dense: Checkpoint, geometry: HeadGeometry) -> Checkpoint:
     """The same model at half the hidden channels and half the head width, weights not fitted."""
     modules: dict[str, nn.Module] = {}
-    for mlp in vit.sites(dense.model).mlps:
-        hidden = aligned_width(mlp.hidden, SHARE_KEPT, 64)
-        modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=True)
-    for part in vit.sites(dense.model).attentions:
+    for mlp in vit.sites(dense.model).channels:
+        hidden = aligned_width(mlp.width, SHARE_KEPT, 64)
+        modules |= mlp.empty(hidden, output_bias=True)
+    for part in vit.sites(dense.model).heads:
         width = aligned_width(part.qk, SHARE_KEPT, 16)
         v = width if geometry == "square" else part.v
-        modules[part.name] = vit.empty_attention(part, qk=width, v=v, geometry=geometry)
-    return replace(dense, model=vit.replaced(dense.model, modules).eval())
+        modules[part.name] = part.empty(qk=width, v=v, geometry=geometry)
+    return replace(dense, model=replaced(dense.model, modules).eval())
 
 
 def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:

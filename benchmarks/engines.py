@@ -24,6 +24,7 @@ from torch import nn
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.modules import replaced
 from export.engine.build import build_engine
 from export.engine.libraries import open_library
 from export.engine.options import BatchProfile, BuildOptions
@@ -59,12 +60,12 @@ def halved(dense: nn.Module, geometry: Geometry) -> nn.Module:
     """The dense model with half the hidden and q/k width, new random weights in the layers that shrink."""
     modules: dict[str, nn.Module] = {}
     found = vit.sites(dense)
-    for mlp in found.mlps:
-        modules |= vit.empty_mlp(mlp, hidden=mlp.hidden // 2, output_bias=True)
-    for part in found.attentions:
+    for mlp in found.channels:
+        modules |= mlp.empty(mlp.width // 2, output_bias=True)
+    for part in found.heads:
         v = part.v // 2 if geometry == "square" else part.v
-        modules[part.name] = vit.empty_attention(part, qk=part.qk // 2, v=v, geometry=geometry)
-    return vit.replaced(dense, modules)
+        modules[part.name] = part.empty(qk=part.qk // 2, v=v, geometry=geometry)
+    return replaced(dense, modules)
 
 
 def model_of(name: str, variant: str) -> nn.Module:

@@ -40,26 +40,29 @@ from corp_deploy.algebra import scores as select
 from corp_deploy.algebra import values as recover_values
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.sites import calibration_taps
 from corp_deploy.families.widths import HeadWidths, Widths
 from corp_deploy.reduction import (
     branch_sums,
+    channel_kind,
+    channel_modules,
     closed_loop,
     correct,
     folded_mlp,
+    head_kind,
+    head_modules,
     read_tokens,
-    rebuilt_branch,
     streams,
     symmetric_loop,
 )
 from corp_deploy.reduction import channels as reduce_mlp
 from corp_deploy.reduction import folded as reduce_folded
 from corp_deploy.reduction import heads as reduce_attention
-from corp_deploy.reduction import site as reduce_site
+from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.site import layers_of
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, lineage_for_moments
@@ -92,7 +95,7 @@ class Variant:
         """The modules whose algebra the row follows from."""
         choices = self.choices()
         yield from (ridge, output_error, select, recover_mlp, recover_attention)
-        yield from (reduce_mlp, reduce_attention, reduce_site)
+        yield from (reduce_mlp, reduce_attention, channel_modules, head_modules)
         if choices.mlp_selection == "obs":
             yield from (obs, swap)
         if choices.geometry == "square":
@@ -102,7 +105,7 @@ class Variant:
         if choices.merges or self.loop is not None:
             yield from (refit, regression_sums)
         if self.loop is not None:
-            yield from (rebuilt_branch, branch_sums, streams)
+            yield from (channel_kind, head_kind, branch_sums, streams)
             yield from (symmetric_loop,) if self.loop == "symmetric" else (closed_loop, correct, read_tokens)
 
     def digest(self) -> str:
@@ -207,9 +210,9 @@ def widths_of(model: nn.Module, kind: Kind, sparsity: float, *, square: bool) ->
     found = vit.sites(model)
     widths: dict[str, int | HeadWidths] = {}
     if kind != "attention":
-        widths |= {part.name: kept(part.hidden, sparsity, ALIGN_HIDDEN) for part in found.mlps}
+        widths |= {part.name: kept(part.width, sparsity, ALIGN_HIDDEN) for part in found.channels}
     if kind != "mlp":
-        for part in found.attentions:
+        for part in found.heads:
             width = kept(part.qk, sparsity, ALIGN_HEAD)
             widths[part.name] = HeadWidths(qk=width, v=width if square else part.v)
     return widths
@@ -231,7 +234,7 @@ class Bench:
         self.images: Images = images_for_model(subject.checkpoint.model, path, samples=calibration_images, seed=seed)
         self.moments: Moments = collect(
             subject.checkpoint.model,
-            vit.calibration_sites(subject.checkpoint.model),
+            calibration_taps(subject.checkpoint.model, vit.sites(subject.checkpoint.model)),
             self.images.batches(32),
             device="cpu",
             attention_system=True,
@@ -241,7 +244,7 @@ class Bench:
         self.eliminations = dict(self._eliminations())
 
     def _eliminations(self) -> Iterator[tuple[str, Elimination]]:
-        for part in vit.sites(self.subject.checkpoint.model).mlps:
+        for part in vit.sites(self.subject.checkpoint.model).channels:
             moments = self.moments.sites[part.name]
             assert isinstance(moments, ChannelMoments), part.name
             yield part.name, elimination(moments, layers_of(part), method_from_preset("best"))
@@ -270,9 +273,9 @@ class Bench:
             sparsity=sparsity,
             method=method.name,
             component=method.component,
-            hidden=found.mlps[0].hidden,
-            qk=found.attentions[0].qk,
-            v=found.attentions[0].v,
+            hidden=found.channels[0].width,
+            qk=found.heads[0].qk,
+            v=found.heads[0].v,
             accuracy=float((top.numpy() == self.subject.labels).mean()),
             agreement=float((top == self.dense.argmax(dim=1)).double().mean()),
             relative_error=float((answers - self.dense).norm() / self.dense.norm()),

@@ -23,12 +23,13 @@ import torch
 from calib import store
 from calib.images import Images
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.machine import versions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.plan import Budget, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import loop_from, method_from_preset
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
 from ground.files import write_json
 from perf.timing.environment import cpu_name

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.procedural_images import CLASSES, IMAGE_SIZE, made
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 
 SEED = 0
 TRAIN_IMAGES, HELD_OUT_IMAGES = 16384, 1000

@@ -22,12 +22,13 @@ import torch
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Logits, Pixels, Run, candidate_from_path, logits_at
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture, save
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.precision import typed_copy

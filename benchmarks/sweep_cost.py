@@ -19,12 +19,14 @@ import torch
 
 from calib.collect import collect
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
 from corp_deploy.planning.budget import eliminations
 from corp_deploy.planning.sweep import Scored, SweepRequest, logits, sweep
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import lineage_of_model
 from ground.files import write_json
 
@@ -51,7 +53,7 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     batches = [torch.randn(8, *shape, generator=generator) for _ in range(images // 8)]
     start = time.perf_counter()
     lineage = lineage_of_model(model) | {"images": "generated"}
-    moments = collect(model, vit.calibration_sites(model), batches, device="cpu", lineage=lineage)
+    moments = collect(model, calibration_taps(model, vit.sites(model)), batches, device="cpu", lineage=lineage)
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)
     scored = Scored(images=held_out, dense_NC=logits(model, held_out, 8), labels_N=None, batch_size=8)

@@ -25,14 +25,19 @@ from calib.collect import collect
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.algebra.queries_keys import lowrank_spectrum
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.cost import attention_macs, mlp_macs
+from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.modules import replaced
+from corp_deploy.families.steps import Branch, Passage, Step
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.machine import versions
-from corp_deploy.planning.budget import Offer, spend
+from corp_deploy.planning.budget import CostCurve, allocate
+from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, walk
+from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.site import layers_of, reduced_attention, reduced_mlp
 from corp_deploy.reduction.streams import Streams
 from ground.files import read_json, write_json
 
@@ -166,12 +171,12 @@ class Subject:
     def __init__(self, model: Encoder, calibration: Tensor, held_out: Tensor) -> None:
         self.model, self.held_out = model, held_out
         self.batches = list(calibration.split(BATCH))
-        self.parts: dict[str, vit.ChannelSite | vit.HeadSite] = {}
+        self.parts: dict[str, ChannelSite | HeadSite] = {}
         for index, block in enumerate(model.blocks):
             attention, mlp = f"blocks.{index}.attn", f"blocks.{index}.mlp"
-            self.parts[attention] = vit.part_of(attention, block.get_submodule("attn"))
-            self.parts[mlp] = vit.part_of(mlp, block.get_submodule("mlp"))
-        sites = [vit.calibration_site(part) for part in self.parts.values()]
+            self.parts[attention] = vit._head_site(attention, block.get_submodule("attn"))
+            self.parts[mlp] = vit._channel_site(mlp, block.get_submodule("mlp"))
+        sites = [part.taps() for part in self.parts.values()]
         self.moments: Moments = collect(model, sites, self.batches, device="cpu", attention_system=True)
         self.dense = outputs(model, self.held_out)
 
@@ -179,9 +184,9 @@ class Subject:
         """The same share of every site; values stay."""
         found: dict[str, int | HeadWidths] = {}
         for name, part in self.parts.items():
-            if isinstance(part, vit.ChannelSite) and kind != "attention":
-                found[name] = round(part.hidden * (1.0 - sparsity) / 8) * 8
-            if isinstance(part, vit.HeadSite) and kind != "mlp":
+            if isinstance(part, ChannelSite) and kind != "attention":
+                found[name] = round(part.width * (1.0 - sparsity) / 8) * 8
+            if isinstance(part, HeadSite) and kind != "mlp":
                 width = round(part.qk * (1.0 - sparsity) / 2) * 2
                 found[name] = HeadWidths(qk=width, v=part.v)
         return found
@@ -189,9 +194,9 @@ class Subject:
     def curve(self, name: str) -> tuple[tuple[int | HeadWidths, ...], tuple[int, ...], tuple[float, ...]]:
         """The widths that a site may have, what each costs in MACs, and its error in the site's own unit."""
         part, moments = self.parts[name], self.moments.sites[name]
-        if isinstance(part, vit.ChannelSite):
+        if isinstance(part, ChannelSite):
             assert isinstance(moments, ChannelMoments), name
-            sizes = tuple(range(64, part.hidden + 1, 64))
+            sizes = tuple(range(64, part.width + 1, 64))
             order = elimination(moments, layers_of(part), method_from_preset("best"))
             costs = tuple(mlp_macs(tokens=TOKENS, dim=WIDTH, hidden=size) for size in sizes)
             return sizes, costs, tuple(map(order.error_at, sizes))
@@ -217,41 +222,34 @@ class Subject:
             alone = outputs(self.reduced(Variant(name="probe", preset="best"), {name: width}), few)
             effect = float((alone - dense).square().sum() / dense.square().sum())
             scaled = tuple(effect * error / errors[at] for error in errors)
-            offers.append(Offer(site=name, widths=widths, costs=costs, errors=scaled, cost_now=costs[-1]))
+            offers.append(CostCurve(site=name, widths=widths, costs=costs, errors=scaled, cost_now=costs[-1]))
             spent += costs[at]
         whole = sum(offer.costs[-1] for offer in offers)
-        return spend(offers, whole, spent / whole).widths
+        return allocate(offers, whole, spent / whole).widths
 
-    def steps(self) -> Iterator[vit.Branch | nn.Module]:
+    def steps(self) -> Iterator[Step]:
         for index, block in enumerate(self.model.blocks):
             for layer, norm in (("attn", "norm1"), ("mlp", "norm2")):
-                yield vit.Branch(
+                yield Branch(
                     name=f"blocks.{index}.{layer}",
                     norm=nn.Identity(),
                     layer=block.get_submodule(layer),
                     scale_C=None,
                 )
-                yield block.get_submodule(norm)
+                yield Passage(module=block.get_submodule(norm))
 
     def reduced(self, variant: Variant, widths: dict[str, int | HeadWidths]) -> nn.Module:
         """The encoder at these widths."""
         method = method_from_preset(variant.preset)
         modules: dict[str, nn.Module] = {}
         if variant.loop is not None:
-            streams = Streams(batch.squeeze(1) for batch in self.batches)
+            streams = Streams((batch.squeeze(1), None) for batch in self.batches)
             modules, _ = walk(self.steps(), self.parts, streams, method, widths, loop=variant.loop)
-            return vit.replaced(self.model, modules).eval()
+            return replaced(self.model, modules).eval()
         for name, width in widths.items():
-            part, moments = self.parts[name], self.moments.sites[name]
-            if isinstance(part, vit.ChannelSite):
-                assert isinstance(moments, ChannelMoments), name
-                assert isinstance(width, int), name
-                modules |= reduced_mlp(part, moments, method, width)[0]
-            else:
-                assert isinstance(moments, HeadMoments), name
-                assert isinstance(width, HeadWidths), name
-                modules |= reduced_attention(part, moments, method, width)[0]
-        return vit.replaced(self.model, modules).eval()
+            site = self.parts[name]
+            modules |= kind_of(site).reduced(site, self.moments.sites[name], method, width).modules
+        return replaced(self.model, modules).eval()
 
     def error(self, variant: Variant, kind: str, sparsity: float) -> float:
         """Of the pooled outputs, relative to the dense ones about their mean."""

@@ -144,7 +144,7 @@ class HeadMoments:
 
 
 SiteMoments = ChannelMoments | HeadMoments
-OneKind = TypeVar("OneKind", ChannelMoments, HeadMoments)
+OneKind = TypeVar("OneKind", bound=SiteMoments)
 
 
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:

@@ -14,7 +14,7 @@ from benchmarks.readme_tables import calibration as calibration_sentence
 from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
 from corp_deploy.commands import passes as told
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
 from tests import tiny
 
@@ -42,7 +42,7 @@ def test_the_encoders_steps_are_the_encoder(monkeypatch: pytest.MonkeyPatch) -> 
     made = subject(monkeypatch)
     x = made.held_out.squeeze(1)
     for step in made.steps():
-        x = x + step.added_by(step.layer, x) if isinstance(step, vit.Branch) else step(x)
+        x = x + step.added_by(step.layer, x) if isinstance(step, Branch) else step(x)
     torch.testing.assert_close(x.mean(dim=1), made.model(made.held_out))
 
 

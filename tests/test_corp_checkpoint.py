@@ -12,6 +12,7 @@ from torch import nn
 
 import corp_deploy
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.modules import replaced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
@@ -22,11 +23,9 @@ def reduced_checkpoint() -> Checkpoint:
     dense = tiny.checkpoint()
     found = vit.sites(dense.model)
     torch.manual_seed(1)
-    modules: dict[str, nn.Module] = dict(vit.empty_mlp(found.mlps[0], hidden=40, output_bias=True))
-    modules["blocks.1.attn"] = vit.empty_attention(found.attentions[1], qk=8, v=16, geometry="padded")
-    return Checkpoint(
-        model=vit.replaced(dense.model, modules), architecture=dense.architecture, lineage={"preset": "x"}
-    )
+    modules: dict[str, nn.Module] = dict(found.channels[0].empty(40, output_bias=True))
+    modules["blocks.1.attn"] = found.heads[1].empty(qk=8, v=16, geometry="padded")
+    return Checkpoint(model=replaced(dense.model, modules), architecture=dense.architecture, lineage={"preset": "x"})
 
 
 def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) -> None:
@@ -36,8 +35,8 @@ def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) 
     images = torch.from_numpy(tiny.images(2))
     torch.testing.assert_close(corp_deploy.load(tmp_path)(images), reduced.model(images), rtol=1e-5, atol=1e-5)
     assert again.lineage == {"preset": "x"}
-    assert vit.sites(again.model).mlps[0].hidden == 40
-    assert vit.sites(again.model).attentions[1].geometry == "padded"
+    assert vit.sites(again.model).channels[0].width == 40
+    assert vit.sites(again.model).heads[1].geometry == "padded"
     assert not any(parameter.is_meta for parameter in again.model.parameters())
 
 

@@ -16,6 +16,9 @@ from calib.collect import collect
 from calib.images import Images, open_images
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.modules import replaced
+from corp_deploy.families.sites import calibration_taps
+from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.branch_sums import dense_advanced
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
@@ -70,11 +73,11 @@ def inputs_of_blocks(model: nn.Module, images: NDArray[np.float32]) -> list[Tens
 def test_the_streams_are_the_models_own_activations(kwargs: dict[str, Any]) -> None:
     model, images = tiny.checkpoint(**kwargs).model, tiny.images(6)
     expected = inputs_of_blocks(model, images)
-    streams = Streams(vit.embedded(model, batch) for batch in opened(model, images).batches(4))
+    streams = Streams((vit.embedded(model, batch), None) for batch in opened(model, images).batches(4))
     found = [torch.cat([pair.dense for pair in streams])]
     with torch.no_grad():
         for step in vit.steps(model):
-            assert isinstance(step, vit.Branch)
+            assert isinstance(step, Branch)
             dense_advanced(step, streams)
             if step.name.endswith("mlp"):
                 found.append(torch.cat([pair.dense for pair in streams]))
@@ -160,7 +163,7 @@ def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str
     # The prior: the same model with fc2 as recovered, which a fit that never helps leaves alone.
     attention = {"blocks.0.attn": looped.model.get_submodule("blocks.0.attn")}
     prior = reduce_closed_loop(
-        vit.replaced(model, attention), source, best(mlp_sparsity=0.5), loop=Loop(strengths=(1e12,), align_inputs=False)
+        replaced(model, attention), source, best(mlp_sparsity=0.5), loop=Loop(strengths=(1e12,), align_inputs=False)
     ).model
     weight, bias = one_block_by_hand(model, prior, images, strength)
     found = looped.model.state_dict()
@@ -238,7 +241,7 @@ def example() -> Checkpoint:
 
 def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], method: Method) -> tuple[Reduction, Reduction]:
     """Open and closed, from the same images."""
-    source, sites = opened(checkpoint.model, images), vit.calibration_sites(checkpoint.model)
+    source, sites = opened(checkpoint.model, images), calibration_taps(checkpoint.model, vit.sites(checkpoint.model))
     lineage = lineage_for_moments(checkpoint, source)
     moments = collect(checkpoint.model, sites, source.batches(32), device="cpu", lineage=lineage)
     return reduce(checkpoint.model, moments, method), reduce_closed_loop(checkpoint.model, source, method)
@@ -378,7 +381,7 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     source = opened(checkpoint.model, tiny.images(16))
     reduction = reduce_closed_loop(checkpoint.model, source, method, done=counted.append)
     assert counted == [1, 2, 3, 4]
-    widths = {(part.qk, part.v, part.geometry) for part in vit.sites(reduction.model).attentions}
+    widths = {(part.qk, part.v, part.geometry) for part in vit.sites(reduction.model).heads}
     assert widths == {(8, 8 if geometry == "square" else 16, geometry)}
     assert all(torch.equal(before[name], tensor) for name, tensor in checkpoint.model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in reduction.model.modules())
@@ -399,7 +402,7 @@ def test_an_unlabelled_block_of_another_kind_is_walked_whole() -> None:
             out: Tensor = self.inner(x) * 0.5
             return out
 
-    model = vit.replaced(model, {"blocks.0": Other(model.blocks[0])}).eval()  # type: ignore[index, arg-type]
+    model = replaced(model, {"blocks.0": Other(model.blocks[0])}).eval()  # type: ignore[index, arg-type]
     images = tiny.images(16)
     reduction = reduce_closed_loop(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5))
     assert {site.site for site in reduction.sites} == {"blocks.1.attn", "blocks.1.mlp"}

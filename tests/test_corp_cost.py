@@ -14,8 +14,11 @@ from corp_deploy.families.counting import count
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import counted, macs, parameters
-from corp_deploy.families.site_cost import Currency, site_costs
+from corp_deploy.families.modules import replaced
+from corp_deploy.families.site import Currency
+from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.widths import HeadGeometry, HeadWidths
+from ground.ports import Port, image_port
 from perf.parity.tolerance import exact
 from tests import tiny
 
@@ -125,13 +128,13 @@ def test_formulas_at_another_width_equal_the_count_there(
     costs, found = site_costs(model, currency), vit.sites(model)
     modules: dict[str, nn.Module] = {}
     expected: dict[str, int] = {}
-    for mlp in found.mlps:
-        modules |= vit.empty_mlp(mlp, hidden=100, output_bias=True)
-        expected[mlp.name] = costs.of_mlp(mlp, 100)
-    for part in found.attentions:
-        modules[part.name] = vit.empty_attention(part, qk=qk, v=v, geometry=geometry)
-        expected[part.name] = costs.of_attention(part, HeadWidths(qk=qk, v=v), geometry)
-    reduced = vit.replaced(model, modules)
+    for mlp in found.channels:
+        modules |= mlp.empty(100, output_bias=True)
+        expected[mlp.name] = costs.of(mlp, 100, geometry)
+    for part in found.heads:
+        modules[part.name] = part.empty(qk=qk, v=v, geometry=geometry)
+        expected[part.name] = costs.of(part, HeadWidths(qk=qk, v=v), geometry)
+    reduced = replaced(model, modules)
     assert site_costs(reduced, currency).now == expected
     if currency == "macs":
         assert macs(reduced) == torchs_macs(reduced)
@@ -146,8 +149,8 @@ def test_padded_heads_count_what_the_engine_multiplies() -> None:
 
 def test_reduced_model_counts_its_own_widths() -> None:
     model = on_meta("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
-    part = vit.sites(model).attentions[1]
-    reduced = vit.replaced(model, {part.name: vit.empty_attention(part, qk=4, v=8, geometry="ragged")})
+    part = vit.sites(model).heads[1]
+    reduced = replaced(model, {part.name: part.empty(qk=4, v=8, geometry="ragged")})
     assert isinstance(reduced.get_submodule(part.name), HeadAttention)
     saved = 2 * 17 * 24 * 3 * 4 + 3 * 17 * 17 * 4
     assert macs(model) - macs(reduced) == saved
@@ -190,8 +193,8 @@ def test_the_longest_row_of_products() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return sum((branch(x) for branch in self.branches), start=x)
 
-    found = count(Forked(), (4,))
+    found = count(Forked(), (Port(name="x", shape=(4,)),))
     assert (found.chain, found.macs) == (2, 48)
     assert found.within("branches.1") == 32
-    assert count(nn.ConvTranspose2d(3, 5, 2, stride=2), (3, 4, 4)).macs == 3 * 4 * 4 * 5 * 2 * 2
-    assert count(nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)).macs == 6 * 3 * 3 * 2 * 3 * 3
+    assert count(nn.ConvTranspose2d(3, 5, 2, stride=2), (image_port((3, 4, 4)),)).macs == 3 * 4 * 4 * 5 * 2 * 2
+    assert count(nn.Conv2d(4, 6, 3, groups=2), (image_port((4, 5, 5)),)).macs == 6 * 3 * 3 * 2 * 3 * 3

@@ -12,12 +12,16 @@ from calib.images import open_images
 from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.sites import Refusal, Sites
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.tolerance import limits
@@ -119,8 +123,15 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 def test_a_block_that_is_refused_whole_counts_twice() -> None:
     model = tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1})
     plain = vit.sites(model)
-    found = vit.Sites(
-        mlps=plain.mlps, attentions=plain.attentions, refused=(vit.Refusal(name="blocks.1", reason="block is odd"),)
+    found = Sites(
+        every=plain.every,
+        refused=(
+            Refusal(
+                name="blocks.1",
+                reason="block is odd",
+                sites={"blocks.1.attn": HeadSite.kind, "blocks.1.mlp": ChannelSite.kind},
+            ),
+        ),
     )
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}

@@ -14,7 +14,7 @@ from calib.images import Images, open_images
 from calib.input_set import Batch
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
+from corp_deploy.planning.budget import allocate, cost_curves, dense_cost, eliminations
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
@@ -105,8 +105,8 @@ def test_budgets_make_nothing_on_the_default_device(images: Images, moments: Mom
 
     def widths() -> Any:
         known = eliminations(model, moments, wanted)
-        probe = Probe(model=model, moments=moments, method=wanted, images=pixels, eliminations=known)
-        return spend(list(offers(probe, "macs")), dense_cost(model, "macs"), 0.7).widths
+        probe = Probe(model=model, moments=moments, method=wanted, inputs=pixels, eliminations=known)
+        return allocate(list(cost_curves(probe, "macs")), dense_cost(model, "macs"), 0.7).widths
 
     plain = widths()
     with torch.device("meta"):

@@ -17,18 +17,19 @@ from calib.images import Images, open_images
 from calib.moments import HeadMoments, Moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site_cost import Currency
+from corp_deploy.families.site import Currency
 from corp_deploy.families.widths import HeadWidths
-from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend
+from corp_deploy.planning.budget import allocate, cost_curves, dense_cost, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
 from ground.errors import BadInput
@@ -77,7 +78,7 @@ def best(**changes: Any) -> Method:
 def probe(family: str, method: Method) -> Probe:
     model, taken = checkpoint(family).model, moments(family)
     known = eliminations(model, taken, method)
-    return Probe(model=model, moments=taken, method=method, images=pixels(family)[:8], eliminations=known)
+    return Probe(model=model, moments=taken, method=method, inputs=pixels(family)[:8], eliminations=known)
 
 
 def relative_error(candidate: nn.Module, family: str) -> float:
@@ -93,7 +94,7 @@ def relative_error(candidate: nn.Module, family: str) -> float:
 def test_a_budget_holds_for_the_counted_number(family: str, share: float, currency: Currency) -> None:
     asked = probe(family, best())
     dense = dense_cost(asked.model, currency)
-    found = spend(list(offers(asked, currency)), dense, share)
+    found = allocate(list(cost_curves(asked, currency)), dense, share)
     reduced = reduce(asked.model, asked.moments, asked.method, widths=found.widths, eliminations=asked.eliminations)
     counted = macs(reduced.model) if currency == "macs" else parameters(reduced.model)
     assert counted / dense <= found.share * (1.0 + 1e-9) <= share
@@ -103,7 +104,7 @@ def test_a_budget_holds_for_the_counted_number(family: str, share: float, curren
 @pytest.mark.parametrize("geometry", ["padded", "square", "ragged"])
 def test_a_site_that_keeps_q_and_k_offers_its_values(geometry: Any) -> None:
     asked = probe("q/k norm", best(geometry=geometry))
-    found = {offer.site: offer for offer in offers(asked, "macs")}
+    found = {offer.site: offer for offer in cost_curves(asked, "macs")}
     offer = found["blocks.1.attn"]
     assert offer.widths == (HeadWidths(qk=16, v=8), HeadWidths(qk=16, v=16))
     assert offer.costs[0] < offer.costs[1] == offer.cost_now
@@ -150,9 +151,9 @@ def test_values_alone_are_the_best_of_their_rank() -> None:
 def test_uniform_square_heads_reduce_the_values_and_padded_ones_say_why_not() -> None:
     model, taken = checkpoint("q/k norm").model, moments("q/k norm")
     square = reduce(model, taken, best(attention_sparsity=0.5, geometry="square"))
-    assert [(part.qk, part.v) for part in vit.sites(square.model).attentions] == [(16, 8), (16, 8)]
+    assert [(part.qk, part.v) for part in vit.sites(square.model).heads] == [(16, 8), (16, 8)]
     padded = reduce(model, taken, best(attention_sparsity=0.5))
-    assert [(part.qk, part.v) for part in vit.sites(padded.model).attentions] == [(16, 16), (16, 16)]
+    assert [(part.qk, part.v) for part in vit.sites(padded.model).heads] == [(16, 16), (16, 16)]
     assert padded.sites == ()
     assert all(note.endswith("--heads square reduces them") for note in padded.notes)
     looped = reduce_closed_loop(model, opened("q/k norm"), best(attention_sparsity=0.5, geometry="square"))

@@ -65,7 +65,7 @@ def losses(dense: nn.Module, reduced: nn.Module, pixels: Tensor) -> Mapping[str,
 
         return compare
 
-    for part in vit.sites(dense).mlps:
+    for part in vit.sites(dense).channels:
         whole.get_submodule(part.name).register_forward_hook(hook(part.name))
     with torch.inference_mode():
         whole(pixels.double())
@@ -133,9 +133,9 @@ def test_the_refit_is_the_ridge_toward_plain_folding(both: tuple[Moments, Moment
 def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
     """Every second hidden channel of every MLP made a copy of the one before it."""
     with torch.no_grad():
-        for part in vit.sites(checkpoint.model).mlps:
-            part.fc1.weight[1::2] = part.fc1.weight[::2]
-            part.fc1.bias[1::2] = part.fc1.bias[::2]
+        for part in vit.sites(checkpoint.model).channels:
+            part.first.weight[1::2] = part.first.weight[::2]
+            part.first.bias[1::2] = part.first.bias[::2]
     return checkpoint
 
 

@@ -18,9 +18,9 @@ import corp_deploy
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.timm_names import look_alikes
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.model_names import look_alikes
 from ground.errors import BadInput
 from tests import tiny
 from tests.test_corp_weights import sharded

@@ -70,8 +70,8 @@ CASES = [*((preset, "padded") for preset in PRESETS), ("best", "square")]
 def test_full_width_is_the_dense_model(moments: Moments, images: Images, preset: str, geometry: str) -> None:
     reduced = at_full_width(moments, images, preset, geometry)
     parts = vit.sites(reduced)
-    assert {part.hidden for part in parts.mlps} == {192}
-    assert {(part.qk, part.v) for part in parts.attentions} == {(16, 16)}
+    assert {part.width for part in parts.channels} == {192}
+    assert {(part.qk, part.v) for part in parts.heads} == {(16, 16)}
     assert_identity(reduced)
 
 

@@ -64,7 +64,7 @@ def reduced(home: Path, output: Path, moments: str, share: float, *extra: object
 
 def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moments, width: int) -> None:
     method = method_from_preset("corp", attention_sparsity=1 - width / 32, align_head=8)
-    for part in vit.sites(checkpoint.model).attentions:
+    for part in vit.sites(checkpoint.model).heads:
         results = []
         for moments in (exact, found):
             site = moments.sites[part.name]

@@ -11,10 +11,11 @@ import pytest
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
-from corp_deploy.planning.budget import Offer, spend
-from corp_deploy.planning.latency import LatencyTarget, Tables, measure_tables, offers_in_time
+from corp_deploy.planning.budget import CostCurve, allocate
+from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
 from perf.bench import latency_table
@@ -87,8 +88,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Check
 def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
     """The same architecture by name and arguments, as a reduced directory has it, with narrower MLPs."""
     model = dense.model
-    for part in vit.sites(model).mlps:
-        model = vit.replaced(model, dict(vit.empty_mlp(part, hidden=hidden, output_bias=True)))
+    for part in vit.sites(model).channels:
+        model = replaced(model, dict(part.empty(hidden, output_bias=True)))
     return replace(dense, model=model)
 
 
@@ -110,18 +111,18 @@ def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Cal
     measured(dense)
     reduced = narrowed(dense, 96)
     sites = []
-    for part in vit.sites(reduced.model).mlps:
-        widths = aligned_widths(part.hidden, CHOICES.align_hidden)
-        errors = tuple(float(part.hidden - width) for width in widths)
-        sites.append(Offer(site=part.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
-    priced, total = offers_in_time(sites, measured(reduced), reduced, CHOICES, 1)
+    for part in vit.sites(reduced.model).channels:
+        widths = aligned_widths(part.width, CHOICES.align_hidden)
+        errors = tuple(float(part.width - width) for width in widths)
+        sites.append(CostCurve(site=part.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
+    priced, total = curves_in_time(sites, measured(reduced), reduced, 1)
     assert total == pytest.approx(1e6 * cost_ms(reduced.model), rel=1e-3)
-    found = spend(priced, total, 0.8)
+    found = allocate(priced, total, 0.8)
     smaller = reduced.model
-    for part in vit.sites(reduced.model).mlps:
+    for part in vit.sites(reduced.model).channels:
         width = found.widths[part.name]
         assert isinstance(width, int)
-        smaller = vit.replaced(smaller, dict(vit.empty_mlp(part, hidden=width, output_bias=True)))
+        smaller = replaced(smaller, dict(part.empty(width, output_bias=True)))
     share = cost_ms(smaller) / cost_ms(reduced.model)
     assert 0.7 < share <= 0.8
     assert found.share == pytest.approx(share, abs=0.01)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.planning.budget import eliminations
 from corp_deploy.planning.probe import Probe, Trial
@@ -34,7 +35,7 @@ def probe_of(folder: Path, geometry: str) -> Probe:
     moments = calibrate(dense, opened, batch_size=8)
     images = next(iter(opened.batches(6)))
     known = eliminations(dense.model, moments, method)
-    return Probe(model=dense.model, moments=moments, method=method, images=images, eliminations=known)
+    return Probe(model=dense.model, moments=moments, method=method, inputs=images, eliminations=known)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def two_threads() -> Iterator[None]:
 
 def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "square")
-    mlp, attention = vit.sites(probe.model).mlps[0], vit.sites(probe.model).attentions[1]
+    mlp, attention = vit.sites(probe.model).channels[0], vit.sites(probe.model).heads[1]
     trials: list[Trial] = [
         (mlp.name, 16),
         (mlp.name, 32),
@@ -58,10 +59,10 @@ def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
     assert set(effects) == set(trials)
     plain = replace(probe.method, geometry="ragged", mlp_swaps=False)
     with torch.inference_mode():
-        dense = probe.model(probe.images).double()
+        dense = probe.model(probe.inputs).double()
         for site, width in trials:
             alone = reduce(probe.model, probe.moments, plain, widths={site: width}).model
-            change = float((alone(probe.images).double() - dense).square().sum() / dense.square().sum())
+            change = float((alone(probe.inputs).double() - dense).square().sum() / dense.square().sum())
             assert effects[site, width] == pytest.approx(change, rel=1e-3, abs=1e-12)
             assert change > 1e-9
 
@@ -74,10 +75,9 @@ def test_a_probe_runs_only_what_stands_behind_a_site(tmp_path: Path) -> None:
             block.register_forward_hook(lambda *_, name=name: runs.append(name))
     found = vit.sites(probe.model)
     probe.effects(
-        [(part.name, 32) for part in found.mlps]
-        + [(part.name, HeadWidths(qk=8, v=part.v)) for part in found.attentions]
+        [(part.name, 32) for part in found.channels] + [(part.name, HeadWidths(qk=8, v=part.v)) for part in found.heads]
     )
-    branches = len([step for step in vit.steps(probe.model) if isinstance(step, vit.Branch)])
+    branches = len([step for step in vit.steps(probe.model) if isinstance(step, Branch)])
     # The dense outputs, the walk itself, and behind each site the branches that come after it, its own among them.
     assert len(runs) == 2 * branches + branches * (branches + 1) // 2
 

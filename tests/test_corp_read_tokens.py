@@ -14,6 +14,7 @@ from calib.collect import collect
 from calib.images import Images, open_images
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -114,7 +115,9 @@ def test_both_heads_of_a_distilled_model_gain_by_the_loop(tmp_path: Path) -> Non
     model: Any = model_of(DISTILLED, depth=4)
     images = opened(model, tmp_path, 192)
     lineage = {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
-    moments = collect(model, vit.calibration_sites(model), images.batches(32), device="cpu", lineage=lineage)
+    moments = collect(
+        model, calibration_taps(model, vit.sites(model)), images.batches(32), device="cpu", lineage=lineage
+    )
     reduced = {"open": reduce(model, moments, HALF).model, "closed": reduce_closed_loop(model, images, HALF).model}
 
     def by_head(one: Any) -> list[Tensor]:

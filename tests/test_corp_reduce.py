@@ -183,9 +183,9 @@ def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
     assert (mlp.width_dense, round(mlp.width_asked, 1), mlp.width) == (384, 153.6, 128)
     assert (head.width_dense, round(head.width_asked, 1), head.width) == (32, 12.8, 16)
     parts = vit.sites(reduction.model)
-    assert {part.hidden for part in parts.mlps} == {128}
-    assert {(part.qk, part.v, part.geometry) for part in parts.attentions} == {(16, 32, "padded")}
-    assert all(part.scale == pytest.approx(32**-0.5) for part in parts.attentions)
+    assert {part.width for part in parts.channels} == {128}
+    assert {(part.qk, part.v, part.geometry) for part in parts.heads} == {(16, 32, "padded")}
+    assert all(part.scale == pytest.approx(32**-0.5) for part in parts.heads)
 
 
 def test_every_site_tells_what_was_lost(example_moments: Moments) -> None:
@@ -199,7 +199,7 @@ def test_every_site_tells_what_was_lost(example_moments: Moments) -> None:
 
 def test_only_what_is_asked_is_reduced(example_moments: Moments) -> None:
     reduced = reduce(example().model, example_moments, method_from_preset("best", mlp_sparsity=0.5)).model
-    assert {(part.qk, part.v) for part in vit.sites(reduced).attentions} == {(32, 32)}
+    assert {(part.qk, part.v) for part in vit.sites(reduced).heads} == {(32, 32)}
     before = {name: tensor.clone() for name, tensor in example().model.state_dict().items()}
     reduce(example().model, example_moments, method_from_preset("best", attention_sparsity=0.5))
     assert all(torch.equal(tensor, before[name]) for name, tensor in example().model.state_dict().items())
@@ -239,7 +239,7 @@ def test_qk_norm_keeps_q_and_k_and_says_so(tmp_path: Path) -> None:
         "blocks.0.attn keeps Q/K",
         "blocks.1.attn keeps Q/K",
     ]
-    assert {part.qk for part in vit.sites(reduction.model).attentions} == {16}
+    assert {part.qk for part in vit.sites(reduction.model).heads} == {16}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -248,7 +248,7 @@ def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: 
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     reduced = reduce(checkpoint.model, moments, method).model
-    assert all(part.fc2.bias is not None for part in vit.sites(reduced).mlps)
+    assert all(part.last.bias is not None for part in vit.sites(reduced).channels)
     images = tiny.images(8)
     dense = logits(checkpoint.model, images)
     plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)

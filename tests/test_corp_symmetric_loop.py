@@ -76,8 +76,8 @@ def test_it_is_grails_loop(images: Images) -> None:
 def test_every_method_walks_in_it(images: Images, preset: str) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
     parts = vit.sites(reduce_symmetric_loop(tiny.checkpoint().model, images, method).model)
-    assert {part.hidden for part in parts.mlps} == {96}
-    assert {part.qk for part in parts.attentions} == {16 if "fold" in preset else 8}
+    assert {part.width for part in parts.channels} == {96}
+    assert {part.qk for part in parts.heads} == {16 if "fold" in preset else 8}
 
 
 def test_the_first_site_is_the_open_loops_and_full_width_is_the_dense_model(images: Images) -> None:

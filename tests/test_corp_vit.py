@@ -6,20 +6,22 @@ from timm.layers import Mlp
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.modules import replaced
 from ground.errors import BadInput
 from tests import tiny
 
 
 def test_sites_of_a_plain_vit() -> None:
     found = vit.sites(tiny.checkpoint().model)
-    assert [part.name for part in found.mlps] == ["blocks.0.mlp", "blocks.1.mlp"]
-    assert [(part.name, part.heads, part.qk, part.v) for part in found.attentions] == [
+    assert [part.name for part in found.channels] == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert [(part.name, part.heads, part.qk, part.v) for part in found.heads] == [
         ("blocks.0.attn", 3, 16, 16),
         ("blocks.1.attn", 3, 16, 16),
     ]
     assert found.refused == ()
-    assert all(part.keeps_qk == "" for part in found.attentions)
+    assert not any(part.keeps_qk for part in found.heads)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
     )
     model = tiny.timm_model(name, **small, **kwargs)
     try:
-        said = "; ".join(refusal.reason for refusal in vit.sites(model).refused)
+        said = "; ".join(refusal.reason for refusal in sites_of(model).refused)
     except BadInput as error:
         said = str(error)
     assert reason in said
@@ -56,14 +58,15 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
 def test_qk_norm_keeps_q_and_k_but_the_rest_is_offered() -> None:
     model = tiny.timm_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3, qk_norm=True)
     found = vit.sites(model)
-    assert "q_norm / k_norm" in found.attentions[0].keeps_qk
-    assert [part.name for part in found.mlps] == ["blocks.0.mlp"]
+    assert found.heads[0].keeps_qk
+    assert "q_norm / k_norm" in found.heads[0].reason
+    assert [part.name for part in found.channels] == ["blocks.0.mlp"]
 
 
 def test_replacing_leaves_the_given_model_alone() -> None:
     model = tiny.checkpoint().model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    new = vit.replaced(model, {"blocks.0.mlp.fc1": nn.Linear(48, 8), "blocks.0.mlp.fc2": nn.Linear(8, 48)})
+    new = replaced(model, {"blocks.0.mlp.fc1": nn.Linear(48, 8), "blocks.0.mlp.fc2": nn.Linear(8, 48)})
     assert new.get_submodule("blocks.0.mlp.fc1").out_features == 8
     assert isinstance(model.get_submodule("blocks.0.mlp"), Mlp)
     assert model.get_submodule("blocks.0.mlp.fc1").out_features == 192

@@ -17,8 +17,9 @@ from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import aligned_width, aligned_widths
-from corp_deploy.planning.budget import dense_cost, eliminations, offers, spend, uniform_for_share
+from corp_deploy.planning.budget import allocate, cost_curves, dense_cost, eliminations, uniform_for_share
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep import logits
@@ -99,14 +100,14 @@ def probe(home: Path) -> Probe:
     moments = load(home / "m.safetensors")
     images = torch.from_numpy(tiny.images(8))
     known = eliminations(model, moments, method)
-    return Probe(model=model, moments=moments, method=method, images=images, eliminations=known)
+    return Probe(model=model, moments=moments, method=method, inputs=images, eliminations=known)
 
 
 @pytest.mark.parametrize("currency", ["macs", "params"])
 def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) -> None:
     dense = dense_cost(probe.model, currency)
-    sites = list(offers(probe, currency))
-    found = spend(sites, dense, 0.7)
+    sites = list(cost_curves(probe, currency))
+    found = allocate(sites, dense, 0.7)
     assert found.share <= 0.7
     model = reduce(probe.model, probe.moments, probe.method, widths=found.widths).model
     cost = macs(model) if currency == "macs" else sum(p.numel() for p in model.parameters())
@@ -117,7 +118,7 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     sparsity, uniform = beside
     asked = replace(probe.method, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
-    assert {part.name: part.hidden for part in vit.sites(even).mlps}.items() <= uniform.widths.items()
+    assert {part.name: part.width for part in vit.sites(even).channels}.items() <= uniform.widths.items()
     assert found.predicted_error <= uniform.predicted_error
     images = torch.from_numpy(tiny.images(24))
     reference = logits(probe.model, images, 8)
@@ -127,7 +128,7 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
 
 def test_a_budget_out_of_reach_says_what_is_reachable(probe: Probe) -> None:
     with pytest.raises(BadInput, match="out of reach"):
-        spend(list(offers(probe, "macs")), dense_cost(probe.model, "macs"), 0.05)
+        allocate(list(cost_curves(probe, "macs")), dense_cost(probe.model, "macs"), 0.05)
 
 
 def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
@@ -164,9 +165,9 @@ def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset:
     words = ["--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8", *looked]
     directory = reduced(home, tmp_path / preset, *words)
     parts = vit.sites(load_checkpoint(directory).model)
-    assert {part.hidden for part in parts.mlps} == {96}
+    assert {part.width for part in parts.channels} == {96}
     expected = 16 if keeps_heads else 8
-    assert {part.qk for part in parts.attentions} == {expected}
+    assert {part.qk for part in parts.heads} == {expected}
 
 
 def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
 def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
     directory = reduced(home, tmp_path / "r", "--attn", 0.5, "--heads", "square", "--align", "head=8")
     parts = vit.sites(load_checkpoint(directory).model)
-    assert {(part.qk, part.v, part.geometry) for part in parts.attentions} == {(8, 8, "square")}
+    assert {(part.qk, part.v, part.geometry) for part in parts.heads} == {(8, 8, "square")}
 
 
 # Sweep
@@ -332,8 +333,8 @@ def test_a_swapped_channel_is_found_and_located(home: Path, tmp_path: Path) -> N
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")
     done("export", "--model", home / "dense", "-o", tmp_path / "good.onnx")
-    faulty = vit.replaced(dense.model, {})
-    fc1 = vit.sites(faulty).mlps[1].fc1
+    faulty = replaced(dense.model, {})
+    fc1 = vit.sites(faulty).channels[1].first
     with torch.no_grad():
         fc1.weight[[0, 1]] = fc1.weight[[1, 0]]
     save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
@@ -376,12 +377,12 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
 def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> None:
     """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
     dense = load_checkpoint(home / "dense")
-    hot = vit.replaced(dense.model, {})
-    part = vit.sites(hot).mlps[1]
+    hot = replaced(dense.model, {})
+    part = vit.sites(hot).channels[1]
     with torch.no_grad():
-        part.fc1.weight.mul_(3e4)
-        part.fc1.bias.mul_(3e4)
-        part.fc2.weight.div_(3e4)
+        part.first.weight.mul_(3e4)
+        part.first.bias.mul_(3e4)
+        part.last.weight.div_(3e4)
     save(Checkpoint(model=hot, architecture=dense.architecture, lineage={}), tmp_path / "hot")
     result = done(
         "export", "--model", tmp_path / "hot", "--dense", home / "dense", "--precision", "mixed", "--auto",

@@ -24,6 +24,7 @@ from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workshop import Workshop
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.steps import Branch
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import Missing
 from ground.errors import Missing as NoGpu
@@ -422,7 +423,7 @@ def test_half_of_a_huge_head_is_forty(setting: Setting) -> None:
 
 def test_random_weights_are_lively(setting: Setting) -> None:
     model = models.dense("DeiT-H", setting)
-    scales = [step.scale_C for step in vit.steps(model) if isinstance(step, vit.Branch)]
+    scales = [step.scale_C for step in vit.steps(model) if isinstance(step, Branch)]
     assert len(scales) == 4
     assert all(scale is not None and bool((scale == models.LAYER_SCALE).all()) for scale in scales)
     damaged = copy.deepcopy(model)

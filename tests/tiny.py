@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 
 ARCHITECTURE = Architecture(
     name="vit_tiny_patch16_224",

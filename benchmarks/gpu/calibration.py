@@ -23,6 +23,8 @@ from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import example_of
+from corp_deploy.families.sites import calibration_taps
 from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
 
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.
@@ -65,8 +67,7 @@ def work_flops(model: nn.Module, device: str) -> tuple[int, int]:
     from benchmarks.calibration import multiply_adds_per_image
     from calib.memory import shapes_of_sites
 
-    example = torch.zeros(1, *vit.input_spec(model).shape)
-    seen = shapes_of_sites(model, vit.calibration_sites(model), example=example, device=device)
+    seen = shapes_of_sites(model, calibration_taps(model, vit.sites(model)), example=example_of(model), device=device)
     return 2 * models.facts(model)["macs"], 2 * sum(map(multiply_adds_per_image, seen.values()))
 
 
@@ -74,7 +75,7 @@ def calibrated(name: str, precision: Precision, setting: Setting) -> Row:
     """The row of one model with one precision of the forward pass."""
     size, load, device = sizes(setting), LOADS[name], setting.device
     model = models.dense(name, setting)
-    sites = list(vit.calibration_sites(model))
+    sites = list(calibration_taps(model, vit.sites(model)))
     held = held_images(size["images"], setting.image_size, device)
 
     def bare(images: Tensor) -> None:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from benchmarks.gpu import models
 from benchmarks.gpu.record import Record, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, save
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput as NotLoaded
 from ground.errors import Missing
 

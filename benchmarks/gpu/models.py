@@ -8,6 +8,8 @@ from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.modules import replaced
+from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import aligned_width
 from perf.runners.module import DTYPES, Precision
 
@@ -34,7 +36,7 @@ def enliven(model: nn.Module) -> None:
             if module.bias is not None:
                 nn.init.normal_(module.bias, std=0.1)
     for step in vit.steps(model):
-        if isinstance(step, vit.Branch) and step.scale_C is not None:
+        if isinstance(step, Branch) and step.scale_C is not None:
             step.scale_C.fill_(LAYER_SCALE)
 
 
@@ -42,21 +44,21 @@ def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Sett
     """The model with that share of hidden channels and of q/k (and, square, v) taken away; new random weights there."""
     share, modules = 1.0 - sparsity, dict[str, nn.Module]()
     found = vit.sites(model)
-    for mlp in found.mlps:
-        hidden = aligned_width(mlp.hidden, share, setting.align_hidden)
-        modules |= vit.empty_mlp(mlp, hidden=hidden, output_bias=mlp.fc2.bias is not None)
-    for part in found.attentions:
+    for mlp in found.channels:
+        hidden = aligned_width(mlp.width, share, setting.align_hidden)
+        modules |= mlp.empty(hidden, output_bias=mlp.last.bias is not None)
+    for part in found.heads:
         width = aligned_width(part.qk, share, ALIGN_HEAD)
         v = width if geometry == "square" else part.v
-        modules[part.name] = vit.empty_attention(part, qk=width, v=v, geometry="square" if width == v else geometry)
-    return vit.replaced(model, modules).eval().requires_grad_(False)
+        modules[part.name] = part.empty(qk=width, v=v, geometry="square" if width == v else geometry)
+    return replaced(model, modules).eval().requires_grad_(False)
 
 
 def facts(model: nn.Module) -> dict[str, int]:
     """MACs of an image and the widths of the first block; all blocks have the same here."""
     found = vit.sites(model)
-    first = found.attentions[0]
-    return {"macs": macs(model), "hidden": found.mlps[0].hidden, "qk": first.qk, "v": first.v}
+    first = found.heads[0]
+    return {"macs": macs(model), "hidden": found.channels[0].width, "qk": first.qk, "v": first.v}
 
 
 def macs_of(name: str, setting: Setting) -> int:
@@ -67,5 +69,5 @@ def macs_of(name: str, setting: Setting) -> int:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that hold the sites, in order."""
-    names = dict.fromkeys(part.name.rpartition(".")[0] for part in vit.sites(model).mlps)
+    names = dict.fromkeys(part.name.rpartition(".")[0] for part in vit.sites(model).channels)
     return [model.get_submodule(name) for name in names]

@@ -6,6 +6,7 @@ from benchmarks.gpu.record import Row
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from calib.collect import Collector
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.sites import calibration_taps
 
 SPARSITY = 0.5
 
@@ -25,7 +26,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     depth = vit.depth(model)
     blocks = depth if where == "cuda" else min(LOADS[name].cpu_blocks, depth)
     chosen = {f"blocks.{index}" for index in range(blocks)}
-    sites = [site for site in vit.calibration_sites(model) if site.name.rpartition(".")[0] in chosen]
+    sites = [site for site in calibration_taps(model, vit.sites(model)) if site.name.rpartition(".")[0] in chosen]
     held = held_images(size["images"], setting.image_size, device)[: size["reduction_images"]]
     with Collector(model, sites, device=device, precision="bfloat16") as collector:
         timed_s(device, held, size["batch"], collector.add)

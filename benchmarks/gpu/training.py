@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from benchmarks.gpu import images as pictures
 from benchmarks.gpu.setting import TINY, Setting
 from benchmarks.procedural_images import CLASSES
-from corp_deploy.store.checkpoint import Architecture, Checkpoint, dense_from_architecture
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from perf.parity.labels import wilson
 
 LEARNING_RATE, WARM_UP_SHARE = 1e-3, 0.05

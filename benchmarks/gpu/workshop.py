@@ -15,6 +15,8 @@ from calib.collect import collect
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.modules import replaced
+from corp_deploy.families.sites import calibration_taps
 from corp_deploy.planning.budget import eliminations
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -98,7 +100,7 @@ class Workshop:
             dense = models_copy(self.model(), device)
             batches = (pictures.images_from_bytes(piece, device) for piece in held.split(50))
             lineage = lineage_of_model(dense)
-            sites = vit.calibration_sites(dense)
+            sites = calibration_taps(dense, vit.sites(dense))
             found = collect(dense, sites, batches, device=device, attention_system=True, lineage=lineage)
             self.latest = Calibrated(seed, count, found)
         return self.latest
@@ -117,4 +119,4 @@ class Workshop:
 
 def models_copy(model: nn.Module, device: str) -> nn.Module:
     """The model itself on the CPU, a copy elsewhere."""
-    return model if device == "cpu" else vit.replaced(model, {}).to(device)
+    return model if device == "cpu" else replaced(model, {}).to(device)

@@ -85,13 +85,13 @@ def export_command(
 
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
-    from corp_deploy.families import timm_vit as vit
+    from corp_deploy.families.family import sites_of
     from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx, paths_by_precision
     from ground.files import sha256_of_file
 
     _refuse_mixed_options(precision, keep_fp32, auto, images)
     checkpoint = model.load(out)
-    uneven = any(part.qk != part.v for part in vit.sites(checkpoint.model).attentions)
+    uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
     EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], given_options())
     written: list[dict[str, Any]] = []
     kept: tuple[str, ...] = keep_fp32

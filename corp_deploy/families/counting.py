@@ -6,7 +6,7 @@ zero-padded head counts its padded width. Biases, normalisations, softmax and ac
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from ground.ports import Port
 
 aten = torch.ops.aten
 Product = Callable[[tuple[Any, ...], Tensor], int]
@@ -34,9 +36,9 @@ PRODUCTS: Mapping[Any, Product] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Multiply-adds of one image by the module that ran them ('' is the model's own code).
+    """Multiply-adds of one input by the module that ran them ('' is the model's own code).
 
-    `chain` is the longest row of products from the image to the output, each fed by the one before.
+    `chain` is the longest row of products from the input to the output, each fed by the one before.
     """
 
     by_module: Mapping[str, int]
@@ -103,15 +105,15 @@ def _names_of_running(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def count(model: nn.Module, image_shape: tuple[int, ...]) -> Counted:
-    """Run one image of this shape through a copy of the model that has no memory, and count.
+def count(model: nn.Module, ports: Sequence[Port]) -> Counted:
+    """Run one input through a copy of the model that has no memory, and count.
 
     Attention is run as its two products, whichever kernel computes it elsewhere.
     """
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         counted = _on_meta(model)
-        image = torch.empty(1, *image_shape, device="meta")
+        inputs = [torch.empty(1, *port.shape, dtype=getattr(torch, port.dtype), device="meta") for port in ports]
         with _names_of_running(counted) as running, _Counting(running) as counting:
-            out = counted(image)
+            out = counted(*inputs)
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     return Counted(by_module=dict(counting.by_module), chain=chain)

@@ -1,21 +1,17 @@
-"""What a whole model costs for one image: parameters and multiply-adds, counted, at the shape it takes."""
+"""What a whole model costs for one input: parameters and multiply-adds, counted, at the shapes it takes."""
 
 from torch import nn
 
-from . import timm_vit as vit
 from .counting import Counted, count
+from .family import family_of
+from .modules import parameters as parameters
 
 
 def counted(model: nn.Module) -> Counted:
-    """The multiply-adds of one image by module, and the longest row of products."""
-    return count(model, vit.input_spec(model).shape)
+    """The multiply-adds of one input by module, and the longest row of products."""
+    return count(model, family_of(model).input_spec(model).ports)
 
 
 def macs(model: nn.Module) -> int:
-    """Multiply-adds of one image."""
+    """Multiply-adds of one input."""
     return counted(model).macs
-
-
-def parameters(*modules: nn.Module) -> int:
-    """Parameters of these modules together."""
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())

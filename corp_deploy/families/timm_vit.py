@@ -4,10 +4,9 @@ A block is supported when it is the plain pre-norm block (fc1 / act / fc2 and on
 with its reason.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -18,92 +17,26 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from calib.sites import ChannelTaps, HeadTaps, Tap
 from ground.errors import BadInput
+from ground.ports import LOGITS, OutputPort, Port, image_port
+from ground.quantity import shown
 
-from .head_attention import Geometry, HeadAttention
+from .architecture import Architecture
+from .channel_site import ChannelSite
+from .head_attention import HeadAttention
+from .head_site import HeadSite, Mixing
+from .modules import replaced
 from .preprocessing import Preprocessing
-from .widths import HeadWidths
+from .site import Site
+from .sites import Refusal, Sites
+from .steps import Branch, Passage, Step
+from .timm_arguments import MOST_PARAMETERS, refuse_unbounded
+from .timm_names import look_alikes, refuse_reserved, require_local_name
+from .widths import HeadGeometry
 
+NAME = "timm"
 # What hybrids have before their patch embedding's projection: a network of its own, to be told apart in costs.
-STEMS = ("patch_embed.backbone",)
-WHOLE = "forward"  # what a model's own forward pass does between its modules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelSite:
-    """The two linear layers of one MLP; `hidden` is the site's width."""
-
-    name: str
-    fc1: nn.Linear
-    fc2: nn.Linear
-
-    @property
-    def hidden(self) -> int:
-        return self.fc1.out_features
-
-    @property
-    def first(self) -> nn.Linear:
-        return self.fc1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSite:
-    """One attention layer: its linear layers and head widths; `keeps_qk` is the reason why Q/K must stay, or empty."""
-
-    name: str
-    module: nn.Module
-    qkv: nn.Linear
-    proj: nn.Linear
-    heads: int
-    qk: int
-    v: int
-    scale: float
-    q_norm: nn.Module
-    k_norm: nn.Module
-    geometry: Geometry
-    keeps_qk: str
-
-    @property
-    def first(self) -> nn.Linear:
-        return self.qkv
-
-    @property
-    def widths(self) -> HeadWidths:
-        return HeadWidths(qk=self.qk, v=self.v)
-
-    @property
-    def size(self) -> int:
-        """The width that a reduction changes: of the values where Q/K must stay, else of queries and keys."""
-        return self.v if self.keeps_qk else self.qk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A place that can't be reduced, and why."""
-
-    name: str
-    reason: str
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """The sites that are lost: itself, or both of a block that is refused whole."""
-        block = not self.name.endswith((".attn", ".mlp"))
-        return (f"{self.name}.attn", f"{self.name}.mlp") if block else (self.name,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sites:
-    """What a model offers to reduction, in block order."""
-
-    mlps: tuple[ChannelSite, ...]
-    attentions: tuple[HeadSite, ...]
-    refused: tuple[Refusal, ...]
-
-    @property
-    def every(self) -> "tuple[ChannelSite | HeadSite, ...]":
-        """MLPs, then attentions."""
-        return (*self.mlps, *self.attentions)
+FIXED_PARTS = ("patch_embed.backbone",)
 
 
 def _mlp_refusal(mlp: nn.Module) -> str:
@@ -130,13 +63,14 @@ def _attention_refusal(attention: nn.Module) -> str:
     return ""
 
 
-def _attention_part(name: str, attention: nn.Module) -> HeadSite:
+def _head_site(name: str, attention: nn.Module) -> HeadSite:
     if isinstance(attention, HeadAttention):
         heads, qk, v, geometry = attention.heads, attention.qk, attention.v, attention.geometry
     else:
         assert isinstance(attention, TimmAttention), type(attention)
         heads, qk, v, geometry = attention.num_heads, attention.head_dim, attention.head_dim, "square"
     plain = isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity)
+    mixing: Mixing = "free" if plain else "none"
     return HeadSite(
         name=name,
         module=attention,
@@ -149,111 +83,48 @@ def _attention_part(name: str, attention: nn.Module) -> HeadSite:
         q_norm=attention.q_norm,
         k_norm=attention.k_norm,
         geometry=geometry,
-        keeps_qk="" if plain else "q_norm / k_norm stand before the dot product, so head dimensions can't be mixed",
+        mixing=mixing,
+        reason="" if plain else "q_norm / k_norm stand before the dot product, so head dimensions can't be mixed",
     )
 
 
-def _mlp_part(name: str, mlp: nn.Module) -> ChannelSite:
+def _channel_site(name: str, mlp: nn.Module) -> ChannelSite:
     fc1, fc2 = mlp.fc1, mlp.fc2
     assert isinstance(fc1, nn.Linear), (name, fc1)
     assert isinstance(fc2, nn.Linear), (name, fc2)
-    return ChannelSite(name=name, fc1=fc1, fc2=fc2)
+    return ChannelSite(name=name, first=fc1, last=fc2, first_name=f"{name}.fc1", last_name=f"{name}.fc2")
 
 
-def part_of(name: str, layer: nn.Module) -> ChannelSite | HeadSite:
-    """timm's Attention or Mlp, or a reduced attention, as a part."""
-    return _mlp_part(name, layer) if isinstance(layer, TimmMlp) else _attention_part(name, layer)
+def accepts(model: nn.Module) -> bool:
+    """Whether it is timm's VisionTransformer: ViT, DeiT, DeiT-III, DINO ViTs."""
+    return isinstance(model, VisionTransformer)
 
 
 def _require_vit(model: nn.Module) -> VisionTransformer:
-    if not isinstance(model, VisionTransformer):
-        raise BadInput(
-            f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs): "
-            "its blocks are built differently, so corp-deploy can't reduce it"
-        )
+    assert isinstance(model, VisionTransformer), type(model)
     return model
 
 
 def sites(model: nn.Module) -> Sites:
-    """The prunable parts of a timm VisionTransformer, dense or already reduced.
-
-    Raises BadInput for another architecture; a single block that can't be reduced is listed in `refused`.
-    """
-    mlps: list[ChannelSite] = []
-    attentions: list[HeadSite] = []
+    """The MLPs, then the attentions, of plain pre-norm blocks, dense or already reduced."""
+    mlps: list[Site] = []
+    attentions: list[Site] = []
     refused: list[Refusal] = []
     for index, block in enumerate(_require_vit(model).blocks):
-        name = f"blocks.{index}"
+        name, attention, mlp = f"blocks.{index}", f"blocks.{index}.attn", f"blocks.{index}.mlp"
         if type(block) is not TimmBlock:
-            refused.append(
-                Refusal(name=name, reason=f"block is {type(block).__name__}, expected the plain pre-norm Block")
-            )
+            reason = f"block is {type(block).__name__}, expected the plain pre-norm Block"
+            refused.append(Refusal(name=name, reason=reason, sites={attention: HeadSite.kind, mlp: ChannelSite.kind}))
             continue
         if reason := _attention_refusal(block.attn):
-            refused.append(Refusal(name=f"{name}.attn", reason=reason))
+            refused.append(Refusal(name=attention, reason=reason, sites={attention: HeadSite.kind}))
         else:
-            attentions.append(_attention_part(f"{name}.attn", block.attn))
+            attentions.append(_head_site(attention, block.attn))
         if reason := _mlp_refusal(block.mlp):
-            refused.append(Refusal(name=f"{name}.mlp", reason=reason))
+            refused.append(Refusal(name=mlp, reason=reason, sites={mlp: ChannelSite.kind}))
         else:
-            mlps.append(_mlp_part(f"{name}.mlp", block.mlp))
-    return Sites(mlps=tuple(mlps), attentions=tuple(attentions), refused=tuple(refused))
-
-
-def _head_slice(part: HeadSite, start: int) -> Callable[[Tensor], Tensor]:
-    """Take rows start .. start + heads * qk of the qkv output as [B,H,N,qk]."""
-
-    def take(qkv_BNX: Tensor) -> Tensor:
-        rows_BNR = qkv_BNX[..., start : start + part.heads * part.qk]
-        return rows_BNR.reshape(*rows_BNR.shape[:2], part.heads, part.qk).transpose(1, 2)
-
-    return take
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-def calibration_site(part: ChannelSite | HeadSite) -> ChannelTaps | HeadTaps:
-    """Where calibration listens: the input of fc2, or q and k as they enter the dot product and the input of proj."""
-    if isinstance(part, ChannelSite):
-        return ChannelTaps(name=part.name, output=part.fc2)
-    if part.keeps_qk:
-        queries, keys = Tap(module=part.q_norm, take=_identity), Tap(module=part.k_norm, take=_identity)
-    else:
-        queries = Tap(module=part.qkv, take=_head_slice(part, 0))
-        keys = Tap(module=part.qkv, take=_head_slice(part, part.heads * part.qk))
-    return HeadTaps(name=part.name, queries=queries, keys=keys, output=part.proj)
-
-
-def calibration_sites(model: nn.Module) -> list[ChannelTaps | HeadTaps]:
-    """The sites of every part that can be reduced, in the order they run."""
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return [calibration_site(part) for part in sorted(sites(model).every, key=lambda part: order[part.name])]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
-    """One residual branch of a block: x + scale * layer(norm(x)).
-
-    `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results count, None for all; in the last
-    block those that the outputs read, elsewhere all.
-    """
-
-    name: str
-    norm: nn.Module
-    layer: nn.Module
-    scale_C: Tensor | None
-    read: Tensor | None = None
-
-    def added_by(self, layer: nn.Module, x_BNC: Tensor) -> Tensor:
-        """What the branch adds to the residual stream with this layer in place of its own."""
-        out_BNC: Tensor = layer(self.norm(x_BNC))
-        return out_BNC if self.scale_C is None else out_BNC * self.scale_C
-
-    def through(self, layer: nn.Module, x_BNC: Tensor) -> Tensor:
-        """The residual stream behind the branch with this layer in place of its own."""
-        return x_BNC + self.added_by(layer, x_BNC)
+            mlps.append(_channel_site(mlp, block.mlp))
+    return Sites(every=(*mlps, *attentions), refused=tuple(refused))
 
 
 def _branch(name: str, norm: nn.Module, layer: nn.Module, scale: nn.Module, read: Tensor | None) -> Branch | None:
@@ -264,9 +135,9 @@ def _branch(name: str, norm: nn.Module, layer: nn.Module, scale: nn.Module, read
     return None
 
 
-def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Branch | nn.Module]:
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
     """The blocks in the order they run, for evaluation (where drop-path is the identity): the two branches of a plain
-    pre-norm block, any other block whole. `read`: the tokens behind the last block that count, None for all.
+    pre-norm block, any other block whole.
     """
     blocks = _require_vit(model).blocks
     for index, block in enumerate(blocks):
@@ -278,7 +149,7 @@ def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Branch | 
                 yield attention
                 yield mlp
                 continue
-        yield block
+        yield Passage(module=block)
 
 
 def last_block(model: nn.Module) -> nn.Module:
@@ -296,129 +167,45 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     return (*prefix, *["patch"] * int(vit.patch_embed.num_patches))
 
 
-def makes_features(model: nn.Module) -> bool:
-    """Whether the model has no classifier: whoever uses it may read any token."""
-    return classes(model) == 0
-
-
 def classes(model: nn.Module) -> int:
     """How many classes the model tells apart; 0 for one that has no classifier."""
     return int(_require_vit(model).num_classes)
 
 
-def embedded(model: nn.Module, images: Tensor) -> Tensor:
+def token_weights(model: nn.Module, inputs: Tensor) -> None:
+    """Every token of an image counts alike."""
+
+
+def embedded(model: nn.Module, inputs: Tensor) -> Tensor:
     """The residual stream [B,N,C] that enters the first block."""
     vit = _require_vit(model)
-    x_BNC: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+    x_BNC: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(inputs))))
     return x_BNC
 
 
-def finished(model: nn.Module, x_BNC: Tensor) -> Tensor:
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Tensor) -> Tensor:
     """The model's output for the residual stream behind its last block."""
     vit = _require_vit(model)
     outputs: Tensor = vit.forward_head(vit.norm(x_BNC))
     return outputs
 
 
-def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of the model with the named submodules replaced; the model given is left as it is."""
-    memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
-    return copy.deepcopy(model, memo)
-
-
-def first_name(part: ChannelSite | HeadSite) -> str:
-    """What a site's first linear layer is called inside its layer."""
-    return "fc1" if isinstance(part, ChannelSite) else "qkv"
-
-
-def with_first(layer: nn.Module, part: ChannelSite | HeadSite, first: nn.Linear) -> nn.Module:
-    """A copy of a part's layer with another first linear layer of the same widths."""
-    return replaced(layer, {first_name(part): first})
-
-
-def with_modules(layer: nn.Module, name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """The layer of this name with its new modules, which are it or inside it and go by their names in the model."""
-    return (
-        modules[name]
-        if name in modules
-        else replaced(layer, {key.removeprefix(f"{name}."): new for key, new in modules.items()})
-    )
-
-
-def exportable(model: nn.Module, *, geometry: Geometry | None = None) -> nn.Module:
+def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
     float32.
 
     `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
     """
-    plain = {part.name: _plain_attention(part, geometry) for part in sites(model).attentions}
-    copied = replaced(model, plain)
+    copied = replaced(model, {site.name: site.plain(geometry) for site in sites(model).heads})
     for module in copied.modules():
         if isinstance(module, TimmAttention):
             module.fused_attn = False  # type: ignore[misc]  # final for TorchScript only
     return copied.eval().requires_grad_(False)
 
 
-def _plain_attention(part: HeadSite, geometry: Geometry | None) -> HeadAttention:
-    chosen = part.geometry if geometry is None or part.qk == part.v else geometry
-    plain = empty_attention(part, qk=part.qk, v=part.v, geometry=chosen, fused=False)
-    plain.load_state_dict(part.module.state_dict())
-    return plain
-
-
-def empty_attention(
-    part: HeadSite,
-    *,
-    qk: int,
-    v: int,
-    geometry: Geometry,
-    qkv_bias: bool | None = None,
-    proj_bias: bool | None = None,
-    fused: bool = True,
-) -> HeadAttention:
-    """An attention module for this place with other head widths, its weights not yet set."""
-    with torch.device(part.qkv.weight.device):
-        module = HeadAttention(
-            dim=part.qkv.in_features,
-            heads=part.heads,
-            qk=qk,
-            v=v,
-            scale=part.scale,
-            geometry=geometry,
-            qkv_bias=part.qkv.bias is not None if qkv_bias is None else qkv_bias,
-            proj_bias=part.proj.bias is not None if proj_bias is None else proj_bias,
-            q_norm=copy.deepcopy(part.q_norm),
-            k_norm=copy.deepcopy(part.k_norm),
-            fused=fused,
-        )
-    return module.to(part.qkv.weight.dtype)
-
-
-def empty_mlp(
-    part: ChannelSite, *, hidden: int, output_bias: bool, input_bias: bool | None = None
-) -> dict[str, nn.Linear]:
-    """fc1 and fc2 of this MLP at another hidden width, by module name, their weights not yet set."""
-    device, dtype = part.fc1.weight.device, part.fc1.weight.dtype
-    input_bias = part.fc1.bias is not None if input_bias is None else input_bias
-    fc1 = nn.Linear(part.fc1.in_features, hidden, bias=input_bias, device=device, dtype=dtype)
-    fc2 = nn.Linear(hidden, part.fc2.out_features, bias=output_bias, device=device, dtype=dtype)
-    return {f"{part.name}.fc1": fc1, f"{part.name}.fc2": fc2}
-
-
 def depth(model: nn.Module) -> int:
     """How many blocks the model has."""
     return len(_require_vit(model).blocks)
-
-
-def device(model: nn.Module) -> torch.device:
-    """Where the model's weights are."""
-    return next(model.parameters()).device
-
-
-def tokens(model: nn.Module) -> int:
-    """Tokens of one image in every block: patches and prefix tokens."""
-    vit = _require_vit(model)
-    return int(vit.patch_embed.num_patches + vit.num_prefix_tokens)
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -465,11 +252,16 @@ def unused(model: nn.Module) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputSpec:
+class ImageSpec:
     """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing."""
 
     shape: tuple[int, int, int]
     config: Mapping[str, Any]
+    medium: Literal["images"] = "images"
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        return (image_port(self.shape),)
 
     def as_line(self) -> str:
         """The preprocessing for people."""
@@ -496,10 +288,50 @@ def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     vit.pretrained_cfg = config
 
 
-def input_spec(model: nn.Module) -> InputSpec:
+def input_spec(model: nn.Module) -> ImageSpec:
     """Image shape from the patch embedding, the rest of the preprocessing from timm's data config of the model."""
     vit = _require_vit(model)
     height, width = vit.patch_embed.img_size
     config = dict(timm.data.resolve_model_data_config(model))
     config["input_size"] = (vit.in_chans, height, width)
-    return InputSpec(shape=(vit.in_chans, height, width), config=config)
+    return ImageSpec(shape=(vit.in_chans, height, width), config=config)
+
+
+def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+    """Logits, or the pooled features of a model that has no classifier."""
+    return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
+
+
+def _built(architecture: Architecture) -> nn.Module:
+    """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
+    try:
+        model: nn.Module = timm.create_model(architecture.name, pretrained=False, **architecture.kwargs)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"--model {shown(architecture.name)} with arguments {shown(str(dict(architecture.kwargs)))}: timm can't "
+            f"build it ({type(error).__name__}: {str(error)[:300]}); {look_alikes(architecture.name)}; "
+            "a directory written by corp-deploy works too"
+        ) from None
+    return model
+
+
+def build(architecture: Architecture) -> nn.Module:
+    """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments, and for
+    a model of timm's that is of no family here.
+    """
+    require_local_name(architecture.name)
+    refuse_reserved(architecture.kwargs)
+    refuse_unbounded(architecture.kwargs)
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in _built(architecture).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise BadInput(
+            f"--model {shown(architecture.name)} with these arguments has {parameters:,} parameters, "
+            f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
+        )
+    model = _built(architecture).eval()
+    if accepts(model):
+        set_preprocessing_(model, architecture.preprocessing)
+    return model

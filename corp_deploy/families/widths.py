@@ -16,7 +16,8 @@ class HeadWidths:
     v: int
 
 
-Widths = Mapping[str, int | HeadWidths]
+Width = int | HeadWidths
+Widths = Mapping[str, Width]
 
 
 def aligned_width(dense: int, share_kept: float, align: int) -> int:

@@ -9,30 +9,31 @@ widths is exact.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
-from calib.moments import ChannelMoments, HeadMoments, Moments
-from corp_deploy.algebra import knapsack as allocate
-from corp_deploy.algebra import queries_keys as recover_attention
-from corp_deploy.algebra import values as recover_values
+from calib.moments import Moments
+from corp_deploy.algebra import knapsack
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site_cost import Currency, SiteCosts, site_costs
-from corp_deploy.families.widths import HeadWidths, aligned_widths, geometry_of_heads, head_widths
-from corp_deploy.reduction import pool as site_pool
-from corp_deploy.reduction.channels import elimination
+from corp_deploy.families.modules import device
+from corp_deploy.families.site import Currency, Site
+from corp_deploy.families.site_cost import SiteCosts, site_costs
+from corp_deploy.families.widths import Width
+from corp_deploy.reduction import pool
+from corp_deploy.reduction.kind import ErrorCurve
+from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
-from corp_deploy.reduction.model import site_moments, uniform_widths
-from corp_deploy.reduction.site import layers_of
+from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.reduction.moments import site_moments
 from ground.errors import BadInput
 
-from .probe import Probe, Trial, Width
+from .probe import Probe, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """One site: the widths it may have, narrowest first, the cost of each and the squared logit error each is worth.
+class CostCurve:
+    """One site: the widths it may have, narrowest first, the cost of each and the squared output error each is worth.
 
     `cost_now` is the site's cost in the model as it is, which may differ from that of the same widths in new modules.
     """
@@ -45,8 +46,8 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocated:
-    """Widths by site, the share of the dense cost that stays, and the relative logit error the curves predict."""
+class Allocation:
+    """Widths by site, the share of the dense cost that stays, and the relative output error the curves predict."""
 
     widths: dict[str, Width]
     share: float
@@ -54,101 +55,56 @@ class Allocated:
 
 
 def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
-    """Every MLP's order of removal; made once, it serves every width of a sweep or a budget."""
+    """Every order of removal; made once, it serves every width of a sweep or a budget."""
+    where = device(model)
 
-    def at_site(part: vit.ChannelSite) -> Elimination:
-        return elimination(site_moments(part.name, moments, ChannelMoments, model), layers_of(part), method)
+    def at_site(site: Site) -> Elimination | None:
+        kind = kind_of(site)
+        return kind.elimination(site, site_moments(site, moments, where), method) if kind.eliminates else None
 
-    mlps = vit.sites(model).mlps
-    found = site_pool.each(at_site, mlps, vit.device(model))
-    return dict(zip((part.name for part in mlps), found, strict=True))
-
-
-def _halfway(widths: tuple[int, ...], dense: int) -> int:
-    return min(widths[:-1], key=lambda width: abs(2 * width - dense))
+    sites = [site for site in sites_of(model).every if kind_of(site).eliminates]
+    orders = zip(sites, pool.each(at_site, sites, where), strict=True)
+    return {site.name: order for site, order in orders if order is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A site's error by width, narrowest first, in its own unit, and the trial that turns it into output error."""
-
-    errors: tuple[float, ...]
-    at: int
-    trial: Trial
-
-    def in_outputs(self, effects: Mapping[Trial, float]) -> tuple[float, ...]:
-        """The curve scaled so that at the width that was tried it is the effect measured there."""
-        effect, here = effects[self.trial], self.errors[self.at]
-        return tuple(effect * value / here if here > 0.0 else 0.0 for value in self.errors)
+def _in_outputs(curve: ErrorCurve, effect: float) -> tuple[float, ...]:
+    """The curve scaled so that at the width that was tried it is the effect measured there."""
+    here = curve.errors[curve.at]
+    return tuple(effect * value / here if here > 0.0 else 0.0 for value in curve.errors)
 
 
-def _mlp_curves(part: vit.ChannelSite, probe: Probe) -> list[Curve]:
-    widths = aligned_widths(part.hidden, probe.method.align_hidden)
-    if len(widths) == 1:
-        return []
-    half = _halfway(widths, part.hidden)
-    errors = tuple(probe.eliminations[part.name].error_at(width) for width in widths)
-    return [Curve(errors=errors, at=widths.index(half), trial=(part.name, half))]
+def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]) -> tuple[float, ...]:
+    """What each width loses of the outputs, all causes together; nothing where there is no choice of width."""
+    scaled = [_in_outputs(curve, effects[site.name, curve.width]) for curve in curves]
+    return tuple(map(sum, zip(*scaled, strict=True))) or (0.0,)
 
 
-def _attention_curves(part: vit.HeadSite, probe: Probe) -> list[Curve]:
-    """Q/K where they may shrink, and the values where they do."""
-    sizes = aligned_widths(part.size, probe.method.align_head)
-    if len(sizes) == 1:
-        return []
-    moments = site_moments(part.name, probe.moments, HeadMoments, probe.model)
-    half = _halfway(sizes, part.size)
-    lost: list[tuple[Tensor, HeadWidths]] = []
-    if not part.keeps_qk:
-        lost_HD = recover_attention.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
-        lost.append((lost_HD, HeadWidths(qk=half, v=part.v)))
-    if part.keeps_qk or probe.method.geometry == "square":
-        weight_OC = part.proj.weight.detach().double()
-        lost_HD = recover_values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, part.heads)
-        lost.append((lost_HD, HeadWidths(qk=part.qk, v=half)))
-    return [
-        Curve(
-            errors=tuple(float(lost_HD[:, size].sum()) for size in sizes),
-            at=sizes.index(half),
-            trial=(part.name, widths),
-        )
-        for lost_HD, widths in lost
-    ]
+def cost_curves(probe: Probe, currency: Currency) -> list[CostCurve]:
+    """Every site's costs and output errors by width; one walk of the probe tries a width of each.
 
-
-def _mlp_offer(part: vit.ChannelSite, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
-    widths = aligned_widths(part.hidden, probe.method.align_hidden)
-    prices = tuple(costs.of_mlp(part, width) for width in widths)
-    return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
-
-
-def _attention_offer(part: vit.HeadSite, costs: SiteCosts, probe: Probe, errors: tuple[float, ...]) -> Offer:
-    sizes, geometry = aligned_widths(part.size, probe.method.align_head), probe.method.geometry
-    widths = tuple(head_widths(size, part.widths, geometry, keeps_qk=bool(part.keeps_qk)) for size in sizes)
-    prices = tuple(costs.of_attention(part, width, geometry_of_heads(width, geometry)) for width in widths)
-    return Offer(site=part.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[part.name])
-
-
-def offers(probe: Probe, currency: Currency) -> list[Offer]:
-    """Every site's offer: its error curves in output error, added up; one walk of the probe tries them all.
-
-    An attention whose Q/K must stay offers its values. Raises BadInput for a method that has no error curves.
+    An attention whose Q/K must stay has those of its values. Raises BadInput for a method that has no error curves.
     """
-    if probe.method.mlp_selection != "obs" or probe.method.qk_recovery != "lowrank":
+    method, model = probe.method, probe.model
+    if method.mlp_selection != "obs" or method.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
-    costs, found = site_costs(probe.model, currency), vit.sites(probe.model)
-    mlps = site_pool.each(lambda part: _mlp_curves(part, probe), found.mlps, vit.device(probe.model))
-    attentions = site_pool.each(lambda part: _attention_curves(part, probe), found.attentions, vit.device(probe.model))
-    curves = [*mlps, *attentions]
-    effects = probe.effects([curve.trial for several in curves for curve in several])
-    errors = [
-        tuple(map(sum, zip(*(curve.in_outputs(effects) for curve in several), strict=True))) or (0.0,)
-        for several in curves
-    ]
-    offered = dict(zip((part.name for part in found.every), errors, strict=True))
-    return [_mlp_offer(part, costs, probe, offered[part.name]) for part in found.mlps] + [
-        _attention_offer(part, costs, probe, offered[part.name]) for part in found.attentions
-    ]
+    sites, costs, where = sites_of(model).every, site_costs(model, currency), device(model)
+
+    def curves_at(site: Site) -> list[ErrorCurve]:
+        known = probe.eliminations.get(site.name)
+        kind = kind_of(site)
+        if len(kind.widths(site, method)) == 1:
+            return []
+        return kind.curves(site, site_moments(site, probe.moments, where), method, known)
+
+    curves = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
+    effects = probe.effects([(name, curve.width) for name, several in curves.items() for curve in several])
+    return [_cost_curve(site, _errors(curves[site.name], site, effects), costs, method) for site in sites]
+
+
+def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:
+    widths = kind_of(site).widths(site, method)
+    prices = tuple(costs.of(site, width, method.geometry) for width in widths)
+    return CostCurve(site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name])
 
 
 def dense_cost(model: nn.Module, currency: Currency) -> int:
@@ -156,53 +112,53 @@ def dense_cost(model: nn.Module, currency: Currency) -> int:
     return macs(model) if currency == "macs" else parameters(model)
 
 
-def spend(sites: list[Offer], dense: int, share: float) -> Allocated:
+def allocate(curves: list[CostCurve], dense: int, share: float) -> Allocation:
     """The widths of least predicted error that keep at most `share` of the dense cost; exact.
 
     Raises BadInput when even the narrowest widths cost more.
     """
-    fixed = dense - sum(offer.cost_now for offer in sites)
+    fixed = dense - sum(curve.cost_now for curve in curves)
     method = [
-        allocate.Choices(
-            site=offer.site,
-            widths=tuple(range(len(offer.widths))),
-            costs=tuple(map(float, offer.costs)),
-            errors=offer.errors,
+        knapsack.Choices(
+            site=curve.site,
+            widths=tuple(range(len(curve.widths))),
+            costs=tuple(map(float, curve.costs)),
+            errors=curve.errors,
         )
-        for offer in sites
+        for curve in curves
     ]
-    least = fixed + sum(offer.costs[0] for offer in sites)
+    least = fixed + sum(curve.costs[0] for curve in curves)
     if least > share * dense:
         raise BadInput(
             f"a budget of {share:g} is out of reach: the narrowest widths keep {least / dense:.3f}, of which "
             f"{fixed / dense:.3f} belongs to no site that can be reduced (see inspect); ask for more"
         )
-    found = allocate.allocate(method, share * dense - fixed)
-    widths = {offer.site: offer.widths[found.widths[offer.site]] for offer in sites}
-    return Allocated(widths=widths, share=(found.cost + fixed) / dense, predicted_error=found.error**0.5)
+    best = knapsack.allocate(method, share * dense - fixed)
+    widths = {curve.site: curve.widths[best.widths[curve.site]] for curve in curves}
+    return Allocation(widths=widths, share=(best.cost + fixed) / dense, predicted_error=best.error**0.5)
 
 
-def uniform(model: nn.Module, method: Method, sites: list[Offer], dense: int) -> Allocated:
-    """What the method's own uniform sparsities leave and lose, by the offers; a site they don't touch stays whole."""
-    fixed = dense - sum(offer.cost_now for offer in sites)
+def uniform(model: nn.Module, method: Method, curves: list[CostCurve], dense: int) -> Allocation:
+    """What the method's own uniform sparsities leave and lose, by the curves; a site they don't touch stays whole."""
+    fixed = dense - sum(curve.cost_now for curve in curves)
     asked = uniform_widths(model, method)
-    widths = {offer.site: asked.get(offer.site, offer.widths[-1]) for offer in sites}
-    picks = [(offer, offer.widths.index(widths[offer.site])) for offer in sites]
-    cost = fixed + sum(offer.costs[pick] for offer, pick in picks)
-    error = sum(offer.errors[pick] for offer, pick in picks) ** 0.5
-    return Allocated(widths=widths, share=cost / dense, predicted_error=error)
+    widths = {curve.site: asked.get(curve.site, curve.widths[-1]) for curve in curves}
+    picks = [(curve, curve.widths.index(widths[curve.site])) for curve in curves]
+    cost = fixed + sum(curve.costs[pick] for curve, pick in picks)
+    error = sum(curve.errors[pick] for curve, pick in picks) ** 0.5
+    return Allocation(widths=widths, share=cost / dense, predicted_error=error)
 
 
 def uniform_for_share(
-    model: nn.Module, method: Method, sites: list[Offer], dense: int, share: float
-) -> tuple[float, Allocated] | None:
+    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, share: float
+) -> tuple[float, Allocation] | None:
     """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
 
     None where none does: measured costs need not fall with every width.
     """
     for percent in range(100):
         asked = replace(method, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
-        found = uniform(model, asked, sites, dense)
-        if found.share <= share:
-            return percent / 100, found
+        uniformly = uniform(model, asked, curves, dense)
+        if uniformly.share <= share:
+            return percent / 100, uniformly
     return None

@@ -11,12 +11,13 @@ import torch
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import NOT_HELD_OUT
-from corp_deploy.reduction.model import Reduction, reduce, require_apart, require_same_model, uniform_widths
+from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
+from corp_deploy.reduction.moments import require_apart, require_same_model
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
@@ -67,7 +68,7 @@ def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
     method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
     widths = uniform_widths(dense.model, method)
-    require_as_asked(coverage(vit.sites(dense.model), method, widths, by_site=False), method)
+    require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
 def reduce_as_asked(

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method
 
-from .budget import Allocated, dense_cost, offers, spend, uniform
+from .budget import Allocation, allocate, cost_curves, dense_cost, uniform
 from .probe import Probe
 
 
@@ -14,9 +14,9 @@ class HeadChoice:
     """The geometry taken, its widths, the sentence that says why, and what every geometry would have been given."""
 
     method: Method
-    allocated: Allocated
+    allocated: Allocation
     reason: str
-    ways: dict[str, Allocated]
+    ways: dict[str, Allocation]
 
 
 def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
@@ -28,12 +28,12 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     dense = dense_cost(probe.model, "macs")
     padded = replace(probe, method=replace(probe.method, geometry="padded"))
     square = replace(probe, method=replace(probe.method, geometry="square"))
-    padded_offers, square_offers = list(offers(padded, "macs")), list(offers(square, "macs"))
+    padded_curves, square_curves = cost_curves(padded, "macs"), cost_curves(square, "macs")
     if share is None:
-        stays = any(part.keeps_qk for part in vit.sites(probe.model).attentions)
-        way, sites = (square, square_offers) if stays else (padded, padded_offers)
-        share = uniform(way.model, way.method, sites, dense).share
-    ways = ((padded, spend(padded_offers, dense, share)), (square, spend(square_offers, dense, share)))
+        stays = any(site.keeps_qk for site in sites_of(probe.model).heads)
+        way, curves = (square, square_curves) if stays else (padded, padded_curves)
+        share = uniform(way.model, way.method, curves, dense).share
+    ways = ((padded, allocate(padded_curves, dense, share)), (square, allocate(square_curves, dense, share)))
     better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
     name, other = better[0].method.geometry, worse[0].method.geometry
     reason = (

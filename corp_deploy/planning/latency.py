@@ -8,15 +8,15 @@ structure, that of the whole model by its digest.
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths, aligned_widths, geometry_of_heads, head_widths
+from corp_deploy.families.family import family_of, image_spec, sites_of
+from corp_deploy.families.site import Site
+from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
@@ -30,8 +30,7 @@ from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
-from .budget import Offer
-from .probe import Width
+from .budget import CostCurve
 
 Backend = Literal["onnxruntime", "torch"]
 POINTS = 6
@@ -92,25 +91,30 @@ def _own(module: nn.Module) -> str:
     return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
 
 
-def _name(part: vit.ChannelSite | vit.HeadSite, method: Method, block: nn.Module) -> str:
-    own = _own(block)
-    if isinstance(part, vit.ChannelSite):
-        return f"mlp of {part.fc1.in_features} and {part.hidden}{own}"
-    kept = ", Q/K kept" if part.keeps_qk else ""
-    widths = f"{part.heads} heads of {part.qk} and {part.v}{kept}"
-    return f"attention of {part.qkv.in_features}, {widths}, {method.geometry}{own}"
+def _table_name(site: Site, method: Method, model: nn.Module) -> str:
+    return f"{site.outline(method.geometry)}{_own(model.get_submodule(site.name))}"
 
 
-def _layer(part: vit.ChannelSite | vit.HeadSite, method: Method, model: nn.Module, width: int) -> nn.Module:
-    """The layer at one width with random weights: time doesn't depend on their values."""
-    torch.manual_seed(0)
-    if isinstance(part, vit.ChannelSite):
-        modules = vit.empty_mlp(part, hidden=width, output_bias=True)
-        mlp = vit.replaced(model, dict(modules)).get_submodule(part.name)
-        return mlp.eval()
-    widths = head_widths(width, part.widths, method.geometry, keeps_qk=bool(part.keeps_qk))
-    geometry = geometry_of_heads(widths, method.geometry)
-    return vit.empty_attention(part, qk=widths.qk, v=widths.v, geometry=geometry, fused=False).eval()
+def _grid_of_site(
+    name: str, site: Site, method: Method, model: nn.Module, tokens: int, where: LatencyTarget, scratch: Path
+) -> Grid:
+    """A site's layer alone over its widths, with random weights: time doesn't depend on their values."""
+    kind, layer = kind_of(site), model.get_submodule(site.name)
+    by_size = {site.size_of(width): width for width in kind.widths(site, method)}
+    shape = (1, tokens, site.first.in_features)
+
+    def open_width(size: int) -> ModuleRunner | OnnxRunner:
+        torch.manual_seed(0)
+        return _runner(TokensAlone(kind.layer(site, layer, method, by_size[size])), shape, where, scratch)
+
+    return Grid(
+        name=name,
+        identity=repr(layer),
+        open_width=open_width,
+        input_shape=shape,
+        widths=_spread(tuple(by_size)),
+        batches=where.batches,
+    )
 
 
 def _spread(widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -133,7 +137,7 @@ def _runner(
 
 def _identity(checkpoint: Checkpoint) -> str:
     """Which whole model was measured: its weights, its layers, and the head geometry that neither of them tells."""
-    geometries = [part.geometry for part in vit.sites(checkpoint.model).attentions]
+    geometries = [site.geometry for site in sites_of(checkpoint.model).heads]
     return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}"
 
 
@@ -145,45 +149,27 @@ def measure_tables(
     progress: Callable[[float, str], None] | None = None,
 ) -> Tables:
     """One table per distinct block shape, and the dense model's latency, from the cache where it holds them."""
-    model, found = checkpoint.model, vit.sites(checkpoint.model)
-    blocks = {part.name: model.get_submodule(part.name) for part in found.every}
-    names = {part.name: _name(part, method, blocks[part.name]) for part in found.every}
-    every: dict[str, vit.ChannelSite | vit.HeadSite] = {}
-    for part in found.every:
-        every.setdefault(names[part.name], part)
-    tokens = vit.tokens(model)
+    model = checkpoint.model
+    family = family_of(model)
+    sites, tokens = family.sites(model), len(family.token_kinds(model))
+    names = {site.name: _table_name(site, method, model) for site in sites.every}
+    distinct: dict[str, Site] = {}
+    for site in sites.every:
+        distinct.setdefault(names[site.name], site)
     measured = 0
     by_name: dict[str, LatencyTable] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
-        for name, part in every.items():
-            mlp = isinstance(part, vit.ChannelSite)
-            dim = part.fc1.in_features if isinstance(part, vit.ChannelSite) else part.qkv.in_features
-            dense_width = part.hidden if isinstance(part, vit.ChannelSite) else part.size
-            widths = _spread(aligned_widths(dense_width, method.align_hidden if mlp else method.align_head))
-
-            def open_width(
-                width: int, part: vit.ChannelSite | vit.HeadSite = part, dim: int = dim
-            ) -> ModuleRunner | OnnxRunner:
-                return _runner(TokensAlone(_layer(part, method, model, width)), (1, tokens, dim), where, at)
-
-            grid = Grid(
-                name=name,
-                identity=repr(blocks[part.name]),
-                open_width=open_width,
-                input_shape=(1, tokens, dim),
-                widths=widths,
-                batches=where.batches,
-            )
+        for name, site in distinct.items():
+            grid = _grid_of_site(name, site, method, model, tokens, where, at)
             by_name[name], cached = cached_table(grid, where.plan, where.cache, **how)
             measured += not cached
-        shape = vit.input_spec(model).shape
-        open_dense = partial(_runner, vit.exportable(model), shape, where, at)
+        shape = image_spec(model).shape
         grid = Grid(
             name=f"dense {checkpoint.architecture.name}",
             identity=_identity(checkpoint),
-            open_width=lambda _: open_dense(),
+            open_width=lambda _: _runner(family.exportable(model), shape, where, at),
             input_shape=shape,
             widths=(1,),
             batches=where.batches,
@@ -192,30 +178,21 @@ def measure_tables(
     return Tables(by_name=by_name, names=names, dense=dense, measured=measured + (not cached))
 
 
-def _size(part: vit.ChannelSite | vit.HeadSite, width: Width) -> int:
-    if isinstance(part, vit.ChannelSite):
-        assert isinstance(width, int), (part.name, width)
-        return width
-    assert isinstance(width, HeadWidths), (part.name, width)
-    return width.v if part.keeps_qk else width.qk
-
-
-def offers_in_time(
-    sites: list[Offer], tables: Tables, checkpoint: Checkpoint, method: Method, batch: int
-) -> tuple[list[Offer], int]:
-    """The offers with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
+def curves_in_time(
+    curves: list[CostCurve], tables: Tables, checkpoint: Checkpoint, batch: int
+) -> tuple[list[CostCurve], int]:
+    """The curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
 
     Raises BadInput for tables that were measured while other programs had the machine.
     """
     tables.refuse_disturbed()
-    parts = {part.name: part for part in vit.sites(checkpoint.model).every}
+    sites = sites_of(checkpoint.model).by_name
     priced = []
-    for offer in sites:
-        part = parts[offer.site]
-        table = tables.of(part.name)
-        costs = tuple(round(1e6 * table.latency_ms(_size(part, width), batch)) for width in offer.widths)
-        priced.append(replace(offer, costs=costs, cost_now=costs[-1]))
+    for curve in curves:
+        table, size_of = tables.of(curve.site), sites[curve.site].size_of
+        costs = tuple(round(1e6 * table.latency_ms(size_of(width), batch)) for width in curve.widths)
+        priced.append(replace(curve, costs=costs, cost_now=costs[-1]))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
-    alone = sum(offer.costs[-1] for offer in priced)
+    alone = sum(curve.costs[-1] for curve in priced)
     # Measured inside the model, a block can be faster than alone; what the blocks can't explain counts as fixed.
     return priced, max(dense, alone)

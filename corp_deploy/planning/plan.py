@@ -7,7 +7,7 @@ from typing import Literal
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.modules import device
 from corp_deploy.families.widths import Widths
 from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
@@ -16,7 +16,7 @@ from ground.errors import BadInput
 
 from . import budget as budgets
 from .head_choice import choose_heads
-from .latency import LatencyTarget, measure_tables, offers_in_time
+from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
 
 PROBE_IMAGES = 32
@@ -80,22 +80,22 @@ class WidthPlan:
 
 
 def _probe(dense: Checkpoint, moments: Moments, method: Method, images: Images) -> Probe:
-    pixels = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(vit.device(dense.model))
+    inputs = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(device(dense.model))
     known = budgets.eliminations(dense.model, moments, method)
-    return Probe(model=dense.model, moments=moments, method=method, images=pixels, eliminations=known)
+    return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
 
 
-def _way(name: str, probe: Probe, found: budgets.Allocated) -> Way:
-    measured = probe.effect(found.widths) ** 0.5
-    return Way(name=name, share=found.share, predicted_error=found.predicted_error, measured_error=measured)
+def _way(name: str, probe: Probe, allocation: budgets.Allocation) -> Way:
+    measured = probe.effect(allocation.widths) ** 0.5
+    return Way(name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=measured)
 
 
 def _beside_uniform(
-    probe: Probe, found: budgets.Allocated, sites: list[budgets.Offer], dense: int, share: float
+    probe: Probe, found: budgets.Allocation, curves: list[budgets.CostCurve], dense: int, share: float
 ) -> tuple[Way, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
     by_site = _way("by site", probe, found)
-    uniform = budgets.uniform_for_share(probe.model, probe.method, sites, dense, share)
+    uniform = budgets.uniform_for_share(probe.model, probe.method, curves, dense, share)
     if uniform is None:
         return (by_site,)
     sparsity, allocated = uniform
@@ -107,18 +107,18 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Width
     assert where is not None, budget
     tables = measure_tables(dense, probe.method, where)
     batch = where.batches[0]
-    sites, total = offers_in_time(list(budgets.offers(probe, "macs")), tables, dense, probe.method, batch)
-    found = budgets.spend(sites, total, budget.share)
+    curves, total = curves_in_time(budgets.cost_curves(probe, "macs"), tables, dense, batch)
+    best = budgets.allocate(curves, total, budget.share)
     said = (
-        f"budget: {found.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
-        f"{found.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}"
+        f"budget: {best.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
+        f"{best.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}"
     )
     return WidthPlan(
         method=probe.method,
-        widths=found.widths,
+        widths=best.widths,
         said=(said,),
-        predicted_speedup=1.0 / found.share,
-        ways=_beside_uniform(probe, found, sites, total, budget.share),
+        predicted_speedup=1.0 / best.share,
+        ways=_beside_uniform(probe, best, curves, total, budget.share),
         eliminations=probe.eliminations,
     )
 
@@ -126,14 +126,14 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Width
 def _allocated(probe: Probe, budget: Budget) -> WidthPlan:
     assert budget.currency != "latency", budget
     dense = budgets.dense_cost(probe.model, budget.currency)
-    sites = list(budgets.offers(probe, budget.currency))
-    found = budgets.spend(sites, dense, budget.share)
-    said = f"budget: {found.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
+    curves = budgets.cost_curves(probe, budget.currency)
+    best = budgets.allocate(curves, dense, budget.share)
+    said = f"budget: {best.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
     return WidthPlan(
         method=probe.method,
-        widths=found.widths,
+        widths=best.widths,
         said=(said,),
-        ways=_beside_uniform(probe, found, sites, dense, budget.share),
+        ways=_beside_uniform(probe, best, curves, dense, budget.share),
         eliminations=probe.eliminations,
     )
 

@@ -18,7 +18,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from ground.errors import BadInput
 from perf.parity.measures import measures
 
-from .budget import Offer, eliminations, offers, spend
+from .budget import CostCurve, allocate, cost_curves, eliminations
 from .probe import Probe
 
 KIND = "corp-deploy/sweep"
@@ -124,7 +124,7 @@ def sweep(
     Raises BadInput for moments of another model and budgets out of reach.
     """
     known: dict[float, dict[str, Elimination]] = {}
-    market: dict[str, list[Offer]] = {}
+    curves: dict[str, list[CostCurve]] = {}
     dense_macs = macs(model)
     trials: list[SweepPoint] = []
     for each in wanted:
@@ -134,11 +134,11 @@ def sweep(
         shared = known.get(method.ridge_rel, {})
         widths = None
         if each.budget is not None:
-            if method.geometry not in market:
+            if method.geometry not in curves:
                 images = scored.images[:PROBE_IMAGES]
-                probe = Probe(model=model, moments=moments, method=method, images=images, eliminations=shared)
-                market[method.geometry] = list(offers(probe, "macs"))
-            widths = spend(market[method.geometry], dense_macs, each.budget).widths
+                probe = Probe(model=model, moments=moments, method=method, inputs=images, eliminations=shared)
+                curves[method.geometry] = cost_curves(probe, "macs")
+            widths = allocate(curves[method.geometry], dense_macs, each.budget).widths
         reduction = reduce(model, moments, method, widths=widths, eliminations=shared, images=calibration)
         trials.append(scored.trial(each, reduction, dense_macs))
         if done is not None:

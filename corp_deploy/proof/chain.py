@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of, image_spec
 from corp_deploy.families.model_cost import counted
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
@@ -92,14 +92,14 @@ def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -
 
 def random_inputs(dense: Checkpoint, count: int, seed: int) -> ProofInputs:
     """Normal noise instead of images, for who asks for it; the record says so."""
-    shape = vit.input_spec(dense.model).shape
+    shape = image_spec(dense.model).shape
     pixels = np.random.default_rng(seed).standard_normal((count, *shape), dtype=np.float32)
     return ProofInputs(pixels=pixels, digest=f"random seed {seed}", kind="random")
 
 
 def _half_noise(dense: Checkpoint, images: Pixels, reference: Logits, batch: int) -> Measures:
     """The dense model's own FP16-against-FP32 error on these images, with the same safe LayerNorm and softmax."""
-    half = typed_copy(vit.exportable(dense.model), "fp16")
+    half = typed_copy(family_of(dense.model).exportable(dense.model), "fp16")
 
     def run(given: Pixels) -> Logits:
         with torch.inference_mode():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
@@ -29,10 +29,11 @@ def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels
 
 def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     """The model's graph in memory."""
+    family = family_of(checkpoint.model)
     return onnx_from_model(
-        vit.exportable(checkpoint.model),
-        [image_port(vit.input_spec(checkpoint.model).shape)],
-        [LOGITS],
+        family.exportable(checkpoint.model),
+        family.input_spec(checkpoint.model).ports,
+        family.output_ports(checkpoint.model),
         precision=precision,
         metadata={},
     )
@@ -65,7 +66,7 @@ def located(
             mend = mend_command(failing.path, failing.shown)
             return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
-            model = vit.exportable(before.checkpoint.model)
+            model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), images, products=products)
     except Unlike:
         return None  # a graph of other blocks: the link has failed already, and no block can be named

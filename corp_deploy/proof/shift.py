@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from calib.collect import collect
 from calib.moments import ChannelMoments, Moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
-from corp_deploy.reduction.model import require_same_model
+from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.files import whole
 from perf.parity import structure
@@ -38,7 +39,7 @@ def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.floa
     require_same_model(dense.model, moments)
     if len(pixels) < PARTS:
         return None
-    sites = [site for site in vit.calibration_sites(dense.model) if site.name in moments.sites]
+    sites = [site for site in calibration_taps(dense.model, sites_of(dense.model)) if site.name in moments.sites]
     each = len(pixels) // PARTS
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     for start in range(0, PARTS * each, each):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from calib.images import ARRAYS, open_images
 from calib.sources import ImageShape
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import image_spec
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
@@ -92,7 +92,7 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunO
         size_bytes=weights.stat().st_size,
         sha256=sha256_of_file(weights),
     )
-    return Contender(subject=subject, image_shape=vit.input_spec(checkpoint.model).shape, static_batch=None)
+    return Contender(subject=subject, image_shape=image_spec(checkpoint.model).shape, static_batch=None)
 
 
 def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:

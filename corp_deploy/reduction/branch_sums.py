@@ -20,7 +20,9 @@ from calib.moments import ChannelMoments, HeadMoments, on_device
 from calib.products import add_active
 from calib.sums import HeadSums
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.steps import Branch
 from ground.errors import BadInput
 
 from .streams import Pair, Streams
@@ -48,17 +50,17 @@ class _Heard(Exception):
 
 
 @contextmanager
-def _entering(layer: nn.Module, last: nn.Linear) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within it: what enters the layer's last linear layer, which is not run."""
+def _entering(branch: Branch, layer: nn.Module, last: nn.Linear) -> Iterator[Callable[[Pair], Tensor]]:
+    """Within it: what of the reduced stream enters the last linear layer of a branch's layer, which is not run."""
     heard: list[Tensor] = []
 
     def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heard.append(inputs[0])
         raise _Heard
 
-    def run(x_BNC: Tensor) -> Tensor:
+    def run(pair: Pair) -> Tensor:
         with suppress(_Heard):
-            layer(x_BNC)
+            branch.run(layer, pair.reduced, pair.weights_BN)
         return heard.pop()
 
     handle = last.register_forward_pre_hook(stop)
@@ -66,10 +68,6 @@ def _entering(layer: nn.Module, last: nn.Linear) -> Iterator[Callable[[Tensor], 
         yield run
     finally:
         handle.remove()
-
-
-def _of(x_BNC: Tensor, tokens: Tensor | None) -> Tensor:
-    return x_BNC if tokens is None else x_BNC[:, tokens]
 
 
 def _others(tokens: Tensor, count: int) -> Tensor:
@@ -87,16 +85,16 @@ def _refuse_nonfinite(site: str, sums: Tensor) -> None:
 
 
 def _lacking(pair: Pair, read: Tensor | None) -> Tensor:
-    return _of(pair.dense, read) - _of(pair.reduced, read)
+    return pair.rows(pair.dense, read) - pair.rows(pair.reduced, read)
 
 
-def alignment_sums(branch: vit.Branch, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
+def alignment_sums(branch: Branch, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
     """Behind the branch's norm: the reduced stream as inputs, what the dense one has beyond it as differences."""
     where, width = streams.device, streams.channels
     sums = Halves(fit=DifferenceSums.empty(width, where), held_out=DifferenceSums.empty(width, where))
     for pair in streams:
-        x_BNC = branch.norm(_of(pair.reduced, read))
-        sums.of(pair).add(x_BNC, branch.norm(_of(pair.dense, read)) - x_BNC)
+        x_BNC = branch.norm(pair.rows(pair.reduced, read))
+        sums.of(pair).add(x_BNC, branch.norm(pair.rows(pair.dense, read)) - x_BNC)
     return sums
 
 
@@ -117,17 +115,17 @@ class StreamEnergy:
         return float(torch.stack(self._squares).sum() / self._count - mean_C.square().sum())
 
 
-def dense_advanced(branch: vit.Branch, streams: Streams) -> float:
+def dense_advanced(branch: Branch, streams: Streams) -> float:
     """Takes the dense stream through the branch; its energy behind it, over the tokens read."""
     energy = StreamEnergy()
     for pair in streams:
-        pair.dense = branch.through(branch.layer, pair.dense)
-        energy.add(_of(pair.dense, branch.read))
+        pair.dense = branch(pair.dense, pair.weights_BN)
+        energy.add(pair.rows(pair.dense, branch.read))
     return energy.variance()
 
 
-def attention_moments(branch: vit.Branch, part: vit.HeadSite, streams: Streams, *, system: bool) -> HeadMoments:
-    """Of the branch's layer on the reduced stream; `part` is that layer's."""
+def head_moments(branch: Branch, site: HeadSite, streams: Streams, *, system: bool) -> HeadMoments:
+    """Of the branch's layer on the reduced stream; `site` is that layer's."""
     sums = HeadSums(system=system)
 
     def hear(_: str, role: Role, activation: Tensor) -> None:
@@ -135,13 +133,13 @@ def attention_moments(branch: vit.Branch, part: vit.HeadSite, streams: Streams, 
         if role == "z":
             raise _Heard
 
-    with listening([vit.calibration_site(part)], hear):
+    with listening([site.taps()], hear):
         for pair in streams:
             with suppress(_Heard):
-                branch.layer(branch.norm(pair.reduced))
+                branch.run(branch.layer, pair.reduced, pair.weights_BN)
             sums.flush()
     moments = on_device(sums.moments(), streams.device)
-    _refuse_nonfinite(part.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
+    _refuse_nonfinite(site.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
     return moments
 
 
@@ -149,32 +147,29 @@ def _for_layer(last: nn.Linear) -> Halves[RegressionSums]:
     return Halves(fit=RegressionSums.for_layer(last), held_out=RegressionSums.for_layer(last))
 
 
-def mlp_sums(
-    branch: vit.Branch, part: vit.ChannelSite, streams: Streams
-) -> tuple[ChannelMoments, Halves[RegressionSums]]:
+def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[ChannelMoments, Halves[RegressionSums]]:
     """Of the hidden channels of the branch's layer on the reduced stream: their moments, and what that stream lacks of
-    the dense one, already behind the branch, on all of them; `part` is that layer's.
+    the dense one, already behind the branch, on all of them; `site` is that layer's.
     """
-    lacking, unread = _for_layer(part.fc2), Gram.empty(part.hidden, streams.device)
-    active_F = torch.zeros(part.hidden, dtype=torch.float64, device=streams.device)
-    with _entering(branch.layer, part.fc2) as hidden_of:
+    lacking, unread = _for_layer(site.last), Gram.empty(site.width, streams.device)
+    active_F = torch.zeros(site.width, dtype=torch.float64, device=streams.device)
+    with _entering(branch, branch.layer, site.last) as entering:
         for pair in streams:
-            h_BNF = hidden_of(branch.norm(pair.reduced))
-            lacking.of(pair).add(_of(h_BNF, branch.read), _lacking(pair, branch.read))
+            h_BNF = entering(pair)
+            lacking.of(pair).add(pair.rows(h_BNF, branch.read), _lacking(pair, branch.read))
             if branch.read is not None:
-                unread.add(h_BNF[:, _others(branch.read, h_BNF.shape[1])])
-            add_active(active_F, h_BNF, ACTIVE_EPS)
+                unread.add(pair.rows(h_BNF, _others(branch.read, h_BNF.shape[1])))
+            add_active(active_F, pair.rows(h_BNF), ACTIVE_EPS)
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
-    _refuse_nonfinite(part.name, x.sum_K)
+    _refuse_nonfinite(site.name, x.sum_K)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
     return moments, lacking
 
 
-def inputs_sums(branch: vit.Branch, layer: nn.Module, last: nn.Linear, streams: Streams) -> Halves[RegressionSums]:
+def inputs_sums(branch: Branch, layer: nn.Module, last: nn.Linear, streams: Streams) -> Halves[RegressionSums]:
     """What the reduced stream lacks of the dense one, already behind the branch, on what enters `last` of `layer`."""
     lacking = _for_layer(last)
-    with _entering(layer, last) as inputs_of:
+    with _entering(branch, layer, last) as entering:
         for pair in streams:
-            x_BNK = inputs_of(branch.norm(pair.reduced))
-            lacking.of(pair).add(_of(x_BNK, branch.read), _lacking(pair, branch.read))
+            lacking.of(pair).add(pair.rows(entering(pair), branch.read), _lacking(pair, branch.read))
     return lacking

@@ -16,7 +16,9 @@ from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import ChannelTaps, Site
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import example_of, sites_of
+from corp_deploy.families.modules import device as device_of
+from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
 from ground.errors import BadInput
@@ -58,23 +60,24 @@ class Statistics:
 
 def chosen_sites(checkpoint: Checkpoint, wanted: Statistics) -> list[Site]:
     """The model's sites that are wanted. Raises BadInput where nothing is left, with the reason."""
-    every = vit.calibration_sites(checkpoint.model)
+    sites = sites_of(checkpoint.model)
+    every = calibration_taps(checkpoint.model, sites)
     if not every:
-        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in vit.sites(checkpoint.model).refused)
+        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in sites.refused)
         raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
     for pattern in wanted.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    sites = [site for site in every if wanted.attention or isinstance(site, ChannelTaps)]
-    return [site for site in sites if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
+    taps = [each for each in every if wanted.attention or isinstance(each, ChannelTaps)]
+    return [site for site in taps if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
 
 
 def memory_needed(
     checkpoint: Checkpoint, sites: Sequence[Site], wanted: Statistics, widths: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
-    example = torch.zeros(1, *vit.input_spec(checkpoint.model).shape)
-    shapes = shapes_of_sites(checkpoint.model, sites, example=example, device=vit.device(checkpoint.model))
+    model = checkpoint.model
+    shapes = shapes_of_sites(model, sites, example=example_of(model), device=device_of(model))
     return bytes_needed(shapes, attention_system=wanted.attention_system and not widths, kept=widths)
 
 

@@ -12,29 +12,29 @@ Legend: B images, N tokens, C channels.
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.images import Images
-from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths, Widths
+from corp_deploy.families.family import family_of
+from corp_deploy.families.modules import replaced, with_modules
+from corp_deploy.families.site import Site
+from corp_deploy.families.steps import Branch, Step
+from corp_deploy.families.widths import Width, Widths
 from ground.errors import BadInput
 
-from .branch_sums import Halves, alignment_sums, attention_moments, dense_advanced, inputs_sums, mlp_sums
+from .branch_sums import alignment_sums
 from .correct import STRENGTHS, correct, correct_through
 from .coverage import coverage
+from .kind import OnStreams, Reduced
+from .kinds import kind_of
 from .method import Method
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import Reads, named, tokens_to_fit
-from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
 from .report import LoopFit, SiteReport, as_allocated
-from .streams import HELD_OUT_EVERY, Streams
-
-Part = vit.ChannelSite | vit.HeadSite
+from .streams import HELD_OUT_EVERY, Streams, embedded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,49 +49,14 @@ class Loop:
     reads: Reads | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reduced:
-    """A branch's new layer, and what the reduced stream lacks of the dense one behind it, on what enters its last
-    linear layer.
-    """
-
-    new: Rebuilt
-    lacking: Halves[RegressionSums]
-    energy: float
-
-
-def _reduced_attention(
-    branch: vit.Branch, part: vit.HeadSite, step: vit.Branch, streams: Streams, method: Method, width: HeadWidths
-) -> _Reduced:
-    """Other queries and keys make another z, so the reduced layer is run once more."""
-    moments = attention_moments(branch, part, streams, system=method.needs_attention_system)
-    new = rebuilt_attention(part, moments, method, width)
-    energy = dense_advanced(step, streams)
-    return _Reduced(new=new, lacking=inputs_sums(branch, new.layer, new.last, streams), energy=energy)
-
-
-def _reduced_mlp(
-    branch: vit.Branch, part: vit.ChannelSite, step: vit.Branch, streams: Streams, method: Method, width: int
-) -> _Reduced:
-    """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
-    energy = dense_advanced(step, streams)
-    moments, on_all = mlp_sums(branch, part, streams)
-    new = rebuilt_mlp(branch, part, moments, streams, method, width)
-    if new.kept_K is None:
-        return _Reduced(new=new, lacking=inputs_sums(branch, new.layer, new.last, streams), energy=energy)
-    kept_K = new.kept_K
-    return _Reduced(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
-
-
-def _aligned(branch: vit.Branch, part: Part, streams: Streams, loop: Loop) -> tuple[vit.Branch, Part, LoopFit]:
+def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[Branch, Site, LoopFit]:
     """The branch with a first layer of its own that is fitted to the dense stream's results."""
-    first = copy.deepcopy(part.first)
-    # Keys and values are read at every token, whichever tokens are read behind the branch.
-    read = branch.read if isinstance(part, vit.ChannelSite) else None
+    first = copy.deepcopy(site.first)
+    read = None if kind_of(site).reads_every_token else branch.read
     sums = alignment_sums(branch, streams, read)
     fit = correct_through(first, sums.fit, sums.held_out, strengths=loop.strengths)
-    layer = vit.with_first(branch.layer, part, first)
-    return replace(branch, layer=layer), vit.part_of(part.name, layer), fit
+    layer = site.with_first(branch.layer, first)
+    return replace(branch, layer=layer), site.of_layer(layer), fit
 
 
 def _given(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -103,37 +68,34 @@ def _given(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
     )
 
 
-def _fitted(branch: vit.Branch, new: _Reduced, loop: Loop) -> LoopFit:
+def _fitted(branch: Branch, reduced: OnStreams, loop: Loop) -> LoopFit:
     """The new layer's last linear layer is made to give what the reduced stream lacks still."""
-    last = new.new.last
+    last = reduced.new.last
     weight_CK, bias_C = _given(last, branch.scale_C)
-    left = new.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
-    return correct(last, left.fit, left.held_out, scale_C=branch.scale_C, energy=new.energy, strengths=loop.strengths)
+    left = reduced.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
+    return correct(
+        last, left.fit, left.held_out, scale_C=branch.scale_C, energy=reduced.energy, strengths=loop.strengths
+    )
 
 
 def _site(
-    step: vit.Branch, part: Part, streams: Streams, method: Method, width: int | HeadWidths, loop: Loop
-) -> tuple[Rebuilt, list[SiteReport]]:
+    step: Branch, site: Site, streams: Streams, method: Method, width: Width, loop: Loop
+) -> tuple[Reduced, list[SiteReport]]:
     """Align, reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
     branch, alignment = step, None
     if loop.align_inputs:
-        branch, part, alignment = _aligned(step, part, streams, loop)
-    if isinstance(part, vit.HeadSite):
-        assert isinstance(width, HeadWidths), (part.name, width)
-        reduced = _reduced_attention(branch, part, step, streams, method, width)
-    else:
-        assert isinstance(width, int), (part.name, width)
-        reduced = _reduced_mlp(branch, part, step, streams, method, width)
+        branch, site, alignment = _aligned(step, site, streams, loop)
+    reduced = kind_of(site).on_streams(branch, site, step, streams, method, width)
     fit = _fitted(branch, reduced, loop)
     first, *rest = reduced.new.reports
-    told = [replace(first, alignment=alignment), *rest]
-    return reduced.new, [*told[:-1], replace(told[-1], loop=fit)]
+    reports = [replace(first, alignment=alignment), *rest]
+    return reduced.new, [*reports[:-1], replace(reports[-1], loop=fit)]
 
 
 @torch.no_grad()
 def walk(
-    steps: Iterable[vit.Branch | nn.Module],
-    parts: Mapping[str, Part],
+    steps: Iterable[Step],
+    sites: Mapping[str, Site],
     streams: Streams,
     method: Method,
     widths: Widths,
@@ -150,15 +112,15 @@ def walk(
     reports: list[SiteReport] = []
     finished = 0
     for step in steps:
-        width = widths.get(step.name) if isinstance(step, vit.Branch) else None
-        if width is None or not isinstance(step, vit.Branch):
-            streams.advance(partial(step.through, step.layer) if isinstance(step, vit.Branch) else step)
+        if not isinstance(step, Branch) or step.name not in widths:
+            streams.advance(step)
             continue
-        new, told = _site(step, parts[step.name], streams, method, width, loop)
+        new, reported = _site(step, sites[step.name], streams, method, widths[step.name], loop)
+        layer = with_modules(step.layer, step.name, new.modules)
         for pair in streams:
-            pair.reduced = step.through(new.layer, pair.reduced)
+            pair.reduced = step.through(layer, pair.reduced, pair.weights_BN)
         modules |= new.modules
-        reports += told
+        reports += reported
         finished += 1
         if done is not None:
             done(finished)
@@ -187,29 +149,29 @@ def reduce_closed_loop(
     for a block that can't be walked through.
     """
     loop = loop or Loop()
-    found = vit.sites(model)
-    wanted = uniform_widths(model, method) if widths is None else widths
+    family = family_of(model)
+    sites = family.sites(model)
+    asked = uniform_widths(model, method) if widths is None else widths
     read = tokens_to_fit(model, loop.reads)
-    steps = list(vit.steps(model, read=read))
-    if whole := [name for name in wanted if name not in {step.name for step in steps if isinstance(step, vit.Branch)}]:
+    steps = list(family.steps(model, read=read))
+    if whole := [name for name in asked if name not in {step.name for step in steps}]:
         raise BadInput(f"closed loop: {', '.join(whole)} stand in blocks that can't be taken apart; reduce without it")
     with evaluating(model):
-        embedded = (vit.embedded(model, batch.to(vit.device(model))) for batch in images.batches(batch_size))
         modules, reports = walk(
             steps,
-            {part.name: part for part in found.every},
-            Streams(embedded, held_out_every=loop.held_out_every),
+            sites.by_name,
+            Streams(embedded(model, images, batch_size), held_out_every=loop.held_out_every),
             method,
-            wanted,
+            asked,
             loop=loop,
             done=done,
         )
     reports = reports if widths is None else as_allocated(reports)
     return Reduction(
-        model=vit.replaced(model, modules).eval().requires_grad_(False),
+        model=replaced(model, modules).eval().requires_grad_(False),
         method=method,
         sites=tuple(reports),
-        coverage=coverage(found, method, wanted, by_site=widths is not None),
-        notes=notes_on(found, method, wanted),
+        coverage=coverage(sites, method, asked, by_site=widths is not None),
+        notes=notes_on(sites, method, asked),
         said=(f"closed loop fitted to: {named(model, read)}",),
     )

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths, Widths
+from corp_deploy.families.sites import Sites
+from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 
+from .kind import Kind
+from .kinds import KINDS, kind_of
 from .method import Method
 
 NAMED = 3
@@ -37,35 +39,25 @@ class Coverage:
         }
 
 
-def _asks(method: Method, site: str) -> bool:
-    """Whether uniform sparsities ask for anything to be removed there."""
-    return bool(method.mlp_sparsity if site.endswith(".mlp") else method.attention_sparsity)
-
-
-def _shrinks(site: vit.ChannelSite | vit.HeadSite, width: int | HeadWidths | None) -> bool:
-    if width is None:
-        return False
-    return width != (site.hidden if isinstance(site, vit.ChannelSite) else site.widths)
-
-
-def coverage(found: vit.Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
+def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
     """What these widths do to the sites that were to shrink: all of them by a budget (`by_site`), else those that a
     sparsity asks for, or where none does, all.
     """
     asks_nothing = not (method.mlp_sparsity or method.attention_sparsity)
 
-    def counts(site: str) -> bool:
-        return by_site or asks_nothing or _asks(method, site)
+    def counts(kind: Kind) -> bool:
+        return by_site or asks_nothing or bool(kind.sparsity(method))
 
-    refused = {site: refusal.reason for refusal in found.refused for site in refusal.sites if counts(site)}
+    refused = {name: each.reason for each in sites.refused for name, kind in each.sites.items() if counts(KINDS[kind])}
     reduced, left = [], []
-    for part in found.every:
-        if _shrinks(part, widths.get(part.name)):
-            reduced.append(part.name)
-        elif isinstance(part, vit.HeadSite) and part.keeps_qk and method.reduces_attention and counts(part.name):
-            refused[part.name] = f"{part.keeps_qk}; --heads square reduces its values"
-        elif counts(part.name):
-            left.append(part.name)
+    for site in sites.every:
+        kind = kind_of(site)
+        if widths.get(site.name, site.width) != site.width:
+            reduced.append(site.name)
+        elif (refusal := kind.refusal(site, method)) and counts(kind):
+            refused[site.name] = refusal
+        elif counts(kind):
+            left.append(site.name)
     return Coverage(reduced=tuple(reduced), refused=refused, left=tuple(left))
 
 

@@ -1,6 +1,6 @@
 """The MLPs of a model with merged channels: images go through the dense model to fit them, and again to judge them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -10,21 +10,25 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.images import Images
 from calib.moments import ChannelMoments, Moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.modules import device
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 
+from .channel_modules import channel_report, layers_of
 from .channels import output_energy
-from .folded_mlp import See, folded_mlp, judged_mlps
+from .folded_mlp import FoldedMlp, See, folded_mlp, judged_mlps
+from .kind import Reduced
 from .method import Method
-from .report import HeldOut, SiteReport
-from .site import layers_of, mlp_report
+from .moments import site_moments
+from .report import HeldOut
 
 BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownImages:
+class ShownInputs:
     """Images, and by their content which were calibrated on and which are held out; the others are left out."""
 
     images: Images
@@ -32,7 +36,7 @@ class ShownImages:
     held_out_ids: Tensor
 
     @classmethod
-    def of(cls, images: Images, moments: Moments, held_out: Moments | None) -> "ShownImages":
+    def of(cls, images: Images, moments: Moments, held_out: Moments | None) -> "ShownInputs":
         """Raises BadInput unless some are of each kind that is there."""
         held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
         rest = images.ids[~torch.isin(images.ids, held_out_ids)]
@@ -66,8 +70,8 @@ class ShownImages:
 
 class _Showing:
     """Each image through the dense model, what enters and leaves its MLPs shown on the way."""
-
-    def __init__(self, model: nn.Module, shown: ShownImages) -> None:
+    """Each input through the dense model; what enters and leaves its MLPs is shown, at the tokens that are there."""
+    def __init__(self, model: nn.Module, shown: ShownInputs) -> None:
         self.model, self.shown = model, shown
         self.is_held = False
 
@@ -80,30 +84,62 @@ class _Showing:
                 stack.callback(self.model.get_submodule(name).register_forward_hook(self._hook(see)).remove)
             for pixels, is_held in self.shown.batches():
                 self.is_held = is_held
-                self.model(pixels.to(vit.device(self.model)))
+                self.model(pixels.to(device(self.model)))
 
 
-def folded_mlps(
+def _folded(
     model: nn.Module,
-    parts: Mapping[str, vit.ChannelSite],
+    sites: Sequence[ChannelSite],
     widths: Widths,
-    moments: Mapping[str, ChannelMoments],
-    held_out: Mapping[str, ChannelMoments],
+    moments: Moments,
+    held_out: Moments | None,
     method: Method,
-    shown: ShownImages,
-) -> dict[str, tuple[dict[str, nn.Linear], SiteReport]]:
-    """New modules and report of each MLP, all by site."""
-    every = {}
-    for name, part in parts.items():
-        width = widths[name]
-        assert isinstance(width, int), (name, width)
-        every[name] = folded_mlp(part, model.get_submodule(name), moments[name], method, width)
-    found = {}
-    for name, judged in judged_mlps(every, method, _Showing(model, shown)).items():
-        part, layers = every[name].part, layers_of(every[name].part)
-        others = None
-        if judged.error_held_out is not None:
-            others = HeldOut(energy=output_energy(held_out[name], layers), error=judged.error_held_out)
-        report = mlp_report(part, method, judged.recovery, output_energy(moments[name], layers), others)
-        found[name] = (judged.modules, report)
-    return found
+    shown: ShownInputs,
+) -> dict[str, Reduced]:
+    """Every site's new modules and report, by name."""
+    folded: dict[str, FoldedMlp] = {}
+    energies: dict[str, tuple[float, float | None]] = {}
+    for site in sites:
+        width, own = widths[site.name], _channels(site, moments, model)
+        assert isinstance(width, int), (site.name, width)
+        layers = layers_of(site)
+        others = None if held_out is None else output_energy(_channels(site, held_out, model), layers)
+        energies[site.name] = output_energy(own, layers), others
+        folded[site.name] = folded_mlp(site, model.get_submodule(site.name), own, method, width)
+    reduced = {}
+    for name, judged in judged_mlps(folded, method, _Showing(model, shown)).items():
+        site, (energy, energy_held_out) = folded[name].site, energies[name]
+        elsewhere = None
+        if judged.error_held_out is not None and energy_held_out is not None:
+            elsewhere = HeldOut(energy=energy_held_out, error=judged.error_held_out)
+        report = channel_report(site, method, judged.recovery, energy, elsewhere)
+        reduced[name] = Reduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])
+    return reduced
+
+
+def _channels(site: ChannelSite, moments: Moments, model: nn.Module) -> ChannelMoments:
+    statistics = site_moments(site, moments, device(model))
+    assert isinstance(statistics, ChannelMoments), site.name
+    return statistics
+
+
+def merged_sites(
+    model: nn.Module,
+    widths: Widths,
+    moments: Moments,
+    method: Method,
+    images: Images | None,
+    held_out: Moments | None,
+) -> tuple[dict[str, Reduced], tuple[str, ...]]:
+    """The channel sites, by name, where channels are merged, and what is to be said of the images."""
+    if not method.merges:
+        return {}, ()
+    if images is None:
+        raise BadInput(
+            "merged channels are fitted to and judged by what they give on the calibration images; give them: --images"
+        )
+    sites = [site for site in sites_of(model).channels if site.name in widths]
+    shown = ShownInputs.of(images, moments, held_out)
+    merged = _folded(model, sites, widths, moments, held_out, method, shown)
+    few = f"merged channels were fitted and judged on {shown.fitted} of the {moments.images} calibration images"
+    return merged, (few,) if shown.fitted < moments.images else ()

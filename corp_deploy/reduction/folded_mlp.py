@@ -19,11 +19,12 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import fold, recovered_from_gram
 from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.modules import with_modules
 
+from .channel_modules import layers_of, placed
 from .channels import ChannelLayers
 from .method import Method
-from .site import layers_of, placed_mlp
 
 See = Callable[[Tensor, Tensor, bool], None]
 """Told the inputs [B,N,I] and outputs [B,N,O] of a dense MLP, and whether these images are held out."""
@@ -35,7 +36,7 @@ Show = Callable[[Mapping[str, See]], None]
 class FoldedMlp:
     """One MLP at one width: its merged first layer and the two second layers that need no images."""
 
-    part: vit.ChannelSite
+    site: ChannelSite
     dense: nn.Module
     layers: ChannelLayers
     first_KI: Tensor
@@ -46,12 +47,11 @@ class FoldedMlp:
     ridge: float
 
     def modules(self, weight_OK: Tensor, bias_O: Tensor) -> dict[str, nn.Linear]:
-        return placed_mlp(self.part, self.first_KI, self.first_bias_K, weight_OK, bias_O)
+        return placed(self.site, self.first_KI, self.first_bias_K, weight_OK, bias_O)
 
     def layer(self, modules: Mapping[str, nn.Linear]) -> nn.Module:
         """The MLP with these modules for its own."""
-        inside = {name.removeprefix(f"{self.part.name}."): linear for name, linear in modules.items()}
-        return vit.replaced(self.dense, inside)
+        return with_modules(self.dense, self.site.name, modules)
 
     @property
     def bias_O(self) -> Tensor:
@@ -59,15 +59,13 @@ class FoldedMlp:
         return self.plain_OK.new_zeros(self.plain_OK.shape[0]) if bias_O is None else bias_O
 
 
-def folded_mlp(
-    part: vit.ChannelSite, dense: nn.Module, moments: ChannelMoments, method: Method, width: int
-) -> FoldedMlp:
+def folded_mlp(site: ChannelSite, dense: nn.Module, moments: ChannelMoments, method: Method, width: int) -> FoldedMlp:
     """Merge one MLP's channels; `dense` is the whole MLP."""
-    layers = layers_of(part)
+    layers = layers_of(site)
     folding = fold(layers.first_FI, layers.first_bias_F, layers.second_OF, width)
     solved = recovered_from_gram(folding, moments.second_FF, layers.second_OF, ridge_rel=method.ridge_rel)
     return FoldedMlp(
-        part=part,
+        site=site,
         dense=dense,
         layers=layers,
         first_KI=folding.weight_KI,

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from calib.moments import HeadMoments, Moments
 from calib.sites import Site
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.modules import device
 from corp_deploy.families.widths import HeadWidths, aligned_widths
 from ground.errors import BadInput
 
 from .method import method_from_preset
-from .model import require_same_model, site_moments, uniform_widths
+from .model import uniform_widths
+from .moments import require_same_model, site_moments
 
 
 def kept_widths(
@@ -40,16 +42,17 @@ def kept_widths(
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """The dimensions of most logit energy in a first pass, per site and head. Raises BadInput for another model's."""
     require_same_model(model, first)
-    kept = {}
+    sites, where, kept = sites_of(model).by_name, device(model), {}
     for name, width in widths.items():
-        site = site_moments(name, first, HeadMoments, model)
-        kept[name] = kept_from_scores(logit_energy(site.energy_HD, site.images), width).cpu()
+        statistics = site_moments(sites[name], first, where)
+        assert isinstance(statistics, HeadMoments), name
+        kept[name] = kept_from_scores(logit_energy(statistics.energy_HD, statistics.images), width).cpu()
     return kept
 
 
 def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
     """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
-    sizes = {part.qk for part in vit.sites(model).attentions if not part.keeps_qk}
+    sizes = {site.qk for site in sites_of(model).heads if not site.keeps_qk}
     shares = {1.0 - width / size for size in sizes for width in aligned_widths(size, align_head)[:-1]}
     for share in sorted(shares):
         yield share, kept_widths(model, sites, (share,), align_head)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
+from corp_deploy.families.modules import device
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -28,17 +29,22 @@ def _random_stream(like_1NC: Tensor) -> Tensor:
 
 def tokens_read(model: nn.Module) -> Tensor:
     """Numbers of the tokens, ascending: the outputs' gradient by random last streams is not zero there."""
+    family = family_of(model)
     streams: list[Tensor] = []
 
     def put(_: nn.Module, __: tuple[Tensor, ...], out_1NC: Tensor) -> Tensor:
         streams.append(_random_stream(out_1NC))
         return streams[0]
 
-    image = torch.zeros(1, *vit.input_spec(model).shape, device=vit.device(model))
-    handle = vit.last_block(model).register_forward_hook(put)
+    where = device(model)
+    inputs = [
+        torch.zeros(1, *port.shape, dtype=getattr(torch, port.dtype), device=where)
+        for port in family.input_spec(model).ports
+    ]
+    handle = family.last_block(model).register_forward_hook(put)
     try:
         with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            outputs: Tensor = model(image)
+            outputs: Tensor = model(*inputs)
             generator = torch.Generator(device="cpu").manual_seed(1)
             weights = torch.randn(outputs.shape, generator=generator, device="cpu").to(outputs)
             (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), streams)
@@ -53,10 +59,10 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     `pooled`: those that the outputs read. Without a choice likewise, but all of a model that has no classifier, whose
     users read its patch tokens too. A model whose outputs nothing moves is fitted to all.
     """
-    if reads == "all" or (reads is None and vit.makes_features(model)):
+    if reads == "all" or (reads is None and family_of(model).classes(model) == 0):
         return None
     found = tokens_read(model)
-    return None if len(found) in (0, len(vit.token_kinds(model))) else found
+    return None if len(found) in (0, len(family_of(model).token_kinds(model))) else found
 
 
 def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:
@@ -66,7 +72,7 @@ def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:
 
 def named(model: nn.Module, read: Tensor | None) -> str:
     """Tokens in words: `class token`, `196 patch tokens`, `all 257 tokens`."""
-    kinds = vit.token_kinds(model)
+    kinds = family_of(model).token_kinds(model)
     if read is None:
         return f"all {len(kinds)} tokens"
     numbers = read.tolist()

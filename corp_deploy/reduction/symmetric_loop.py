@@ -5,35 +5,25 @@ at, and nothing is fitted to it (closed_loop.py does both).
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import torch
 
 from calib.hooks import evaluating
 from calib.images import Images
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths, Widths
+from corp_deploy.families.family import family_of
+from corp_deploy.families.modules import replaced, with_modules
+from corp_deploy.families.steps import Branch
+from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 
-from .branch_sums import attention_moments, mlp_sums
 from .coverage import coverage
+from .kind import Reduced
+from .kinds import kind_of
 from .method import Method
 from .model import Reduction, notes_on, uniform_widths
-from .rebuilt_branch import Rebuilt, rebuilt_attention, rebuilt_mlp
 from .report import as_allocated
-from .streams import Streams
-
-
-def _rebuilt(
-    branch: vit.Branch, part: vit.ChannelSite | vit.HeadSite, streams: Streams, method: Method, width: object
-) -> Rebuilt:
-    if isinstance(part, vit.HeadSite):
-        assert isinstance(width, HeadWidths), (part.name, width)
-        moments = attention_moments(branch, part, streams, system=method.needs_attention_system)
-        return rebuilt_attention(part, moments, method, width)
-    assert isinstance(width, int), (part.name, width)
-    hidden, _ = mlp_sums(branch, part, streams)
-    return rebuilt_mlp(branch, part, hidden, streams, method, width)
+from .streams import Streams, embedded
 
 
 @torch.no_grad()
@@ -50,34 +40,33 @@ def reduce_symmetric_loop(
 
     Raises BadInput for a block that can't be walked through.
     """
-    found = vit.sites(model)
-    parts = {part.name: part for part in found.every}
-    wanted = uniform_widths(model, method) if widths is None else widths
-    steps = list(vit.steps(model))
-    if whole := wanted.keys() - {step.name for step in steps if isinstance(step, vit.Branch)}:
+    family = family_of(model)
+    sites = family.sites(model)
+    asked = uniform_widths(model, method) if widths is None else widths
+    steps = list(family.steps(model))
+    if whole := asked.keys() - {step.name for step in steps}:
         raise BadInput(f"closed loop: {', '.join(sorted(whole))} stand in blocks that can't be taken apart")
-    rebuilt: list[Rebuilt] = []
+    rebuilt: list[Reduced] = []
     with evaluating(model):
-        embedded = (vit.embedded(model, batch.to(vit.device(model))) for batch in images.batches(batch_size))
-        streams = Streams(embedded, held_out_every=1)  # one stream, and no fit for which an image is held out
+        # One stream, and no fit for which an image is held out.
+        streams = Streams(embedded(model, images, batch_size), held_out_every=1)
         for step in steps:
-            if not isinstance(step, vit.Branch):
-                streams.advance(step)
-                continue
-            layer = step.layer
-            if step.name in wanted:
-                rebuilt.append(_rebuilt(step, parts[step.name], streams, method, wanted[step.name]))
-                layer = rebuilt[-1].layer
+            if isinstance(step, Branch) and step.name in asked:
+                site = sites.by_name[step.name]
+                new = kind_of(site).rebuilt(step, site, streams, method, asked[step.name])
+                streams.advance(replace(step, layer=with_modules(step.layer, step.name, new.modules)))
+                rebuilt.append(new)
                 if done is not None:
                     done(len(rebuilt))
-            streams.advance(partial(step.through, layer))
+            else:
+                streams.advance(step)
     reports = [report for each in rebuilt for report in each.reports]
     modules = {name: module for each in rebuilt for name, module in each.modules.items()}
     return Reduction(
-        model=vit.replaced(model, modules).eval().requires_grad_(False),
+        model=replaced(model, modules).eval().requires_grad_(False),
         method=method,
         sites=tuple(reports if widths is None else as_allocated(reports)),
-        coverage=coverage(found, method, wanted, by_site=widths is not None),
-        notes=notes_on(found, method, wanted),
+        coverage=coverage(sites, method, asked, by_site=widths is not None),
+        notes=notes_on(sites, method, asked),
         said=("symmetric closed loop: every site is fitted to its dense weights on the model as reduced so far",),
     )

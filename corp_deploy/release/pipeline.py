@@ -7,11 +7,11 @@ from typing import Any
 
 from corp_deploy import __version__
 from corp_deploy.families.preprocessing import recorded_preprocessing
+from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
 from corp_deploy.store.manifest import MANIFEST_KIND
-from corp_deploy.store.model_names import require_local_name
 from ground.errors import BadInput, Missing
 from ground.files import read_json, sha256_of_file, write_json, write_text
 from ground.gpu import missing_gpu

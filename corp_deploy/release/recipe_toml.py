@@ -146,12 +146,10 @@ def _model_lines(model: str, directory: Path) -> str:
     if folder.is_dir():
         place = toml_value(_relative(str(folder.resolve()), directory))
         return f"model = {place}    # {_words_on_directory(folder)}"
-    import timm
-
-    from corp_deploy.store.model_names import look_alikes, require_local_name
+    from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
 
     require_local_name(model)
-    if not timm.is_model(model.partition(".")[0]):
+    if not is_timm_name(model):
         raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
     return "\n".join(
         (

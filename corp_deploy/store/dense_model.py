@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import timm_vit
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
 from ground.errors import BadInput
 
-from .checkpoint import Architecture, Checkpoint, dense_from_architecture, load_checkpoint, load_weights
+from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
 from .hub_snapshot import (
     CONFIG,
     config_of_directory,
@@ -34,13 +35,13 @@ def _from_snapshot(
 
 def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
     """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
-    recorded = preprocessing_from_json(vit.input_spec(built).as_json(), where=asked.name)
-    kwargs = {**vit.input_and_classes(built), **asked.kwargs}
-    return Architecture(name=vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
+    recorded = preprocessing_from_json(timm_vit.input_spec(built).as_json(), where=asked.name)
+    kwargs = {**timm_vit.input_and_classes(built), **asked.kwargs}
+    return Architecture(name=timm_vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
 
 
 def _preprocessing_source(directory: Path | None, built: nn.Module, given: Preprocessing) -> str:
-    tag = vit.pretrained_tag(built)
+    tag = timm_vit.pretrained_tag(built)
     source = f"{directory.name}/{CONFIG}" if directory else f"timm's tag {tag}" if tag else "timm's default"
     return f"{', '.join(given.given)} as given, the rest from {source}" if given.given else source
 
@@ -95,5 +96,5 @@ def load_dense(
     built = dense_from_architecture(asked)
     if file is None:
         raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
-    vit.set_preprocessing_(built, given.for_channels(vit.input_spec(built).shape[0]))
+    timm_vit.set_preprocessing_(built, given.for_channels(timm_vit.input_spec(built).shape[0]))
     return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, given))

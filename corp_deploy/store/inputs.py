@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import Images, open_images
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of, image_spec
 from ground.errors import BadInput
 from ground.files import regular
 
@@ -23,7 +23,7 @@ def images_for_model(
     """Open images at the model's input shape, folders through timm's evaluation transform. Raises calib's BadInput, and
     one for folders where the model takes no RGB.
     """
-    spec = vit.input_spec(model)
+    spec = image_spec(model)
     _refuse_rgb(path, spec.shape)
     return open_images(
         path,
@@ -47,7 +47,7 @@ def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
 
 def preprocessing_text(model: nn.Module) -> str:
     """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
-    return json.dumps(vit.input_spec(model).as_json(), sort_keys=True)
+    return json.dumps(family_of(model).input_spec(model).as_json(), sort_keys=True)
 
 
 def model_digest(model: nn.Module) -> str:
@@ -76,7 +76,7 @@ def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str
 def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np.int64]:
     """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others."""
     regular(path)
-    classes = vit.classes(model)
+    classes = family_of(model).classes(model)
     if not classes:
         raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")
     try:

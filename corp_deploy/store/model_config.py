@@ -39,6 +39,7 @@ _MAY_LACK = ("input_bias", "qkv_bias")
 class ModelConfig:
     """How the dense model is built, the widths of its sites, what its input is, and what its weights' file is."""
 
+    family: str
     name: str
     kwargs: Mapping[str, Any]
     preprocessing: Mapping[str, Any]
@@ -74,14 +75,19 @@ def _checked_site(name: str, site: Any, where: str) -> Mapping[str, Any]:
 
 def model_config_from_json(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     """Raises BadInput, naming the entry, for one that is missing, of another type or impossible."""
-    timm, given = _entry(config, "timm", dict, where), _entry(config, "input", dict, where)
+    family = config.get("family", "timm")
+    if not isinstance(family, str):
+        raise BadInput(f"{where}: family is {str(family)[:100]!r}, expected a text")
+    built = _entry(config, "timm" if family == "timm" else "architecture", dict, where)
+    given = _entry(config, "input", dict, where)
     digest = _entry(config, "weights_sha256", str, where)
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise BadInput(f"{where}: weights_sha256 is {digest[:100]!r}, expected 64 hex digits")
     sites = _entry(config, "sites", dict, where)
     return ModelConfig(
-        name=_entry(timm, "name", str, where),
-        kwargs=_entry(timm, "kwargs", dict, where),
+        family=family,
+        name=_entry(built, "name", str, where),
+        kwargs=_entry(built, "kwargs", dict, where),
         preprocessing=_entry(given, "preprocessing", dict, where),
         sites={name: _checked_site(name, site, where) for name, site in sites.items()},
         weights_sha256=digest,

@@ -10,7 +10,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from corp_deploy import __version__
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
 from export.graph.to_onnx import onnx_from_model, save
@@ -30,18 +30,17 @@ CARRIED = ("dense", "moments", "images", "preset")
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
     """Widths, cost, preprocessing, digest and lineage, as the flat text that an ONNX file carries."""
-    found = vit.sites(checkpoint.model)
-    widths = {mlp.name: {"hidden": mlp.hidden} for mlp in found.mlps}
-    widths |= {part.name: {"heads": part.heads, "qk": part.qk, "v": part.v} for part in found.attentions}
+    family = family_of(checkpoint.model)
+    widths = {site.name: site.as_metadata() for site in family.sites(checkpoint.model).every}
     facts = {
         "version": __version__,
         "architecture": checkpoint.architecture.name,
         "model_sha256": model_digest(checkpoint.model),
         "parameters": parameters(checkpoint.model),
         "macs": macs(checkpoint.model),
-        "depth": vit.depth(checkpoint.model),
+        "depth": family.depth(checkpoint.model),
         "widths": widths,
-        "preprocessing": vit.input_spec(checkpoint.model).as_json(),
+        "preprocessing": family.input_spec(checkpoint.model).as_json(),
         "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED},
     }
     return {
@@ -68,11 +67,12 @@ def export_checkpoint(
     geometry: Geometry | None = None,
 ) -> None:
     """Write the model as one typed ONNX file. Raises export's BadInput when the graph will not do."""
-    model = vit.exportable(checkpoint.model, geometry=geometry)
+    family = family_of(checkpoint.model)
+    model = family.exportable(checkpoint.model, geometry=geometry)
     proto = onnx_from_model(
         model,
-        [image_port(vit.input_spec(checkpoint.model).shape)],
-        [LOGITS],
+        family.input_spec(checkpoint.model).ports,
+        family.output_ports(checkpoint.model),
         precision=precision,
         keep_fp32=keep_fp32,
         opset=opset,

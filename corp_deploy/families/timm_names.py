@@ -31,6 +31,13 @@ def _twin(name: str) -> str:
     return ""
 
 
+def is_timm_name(name: str) -> bool:
+    """Whether timm has such an architecture, with or without a tag."""
+    import timm
+
+    return bool(timm.is_model(name.partition(".")[0]))
+
+
 def look_alikes(name: str) -> str:
     """A hint at timm's names that may have been meant."""
     import timm

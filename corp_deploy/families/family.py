@@ -1,0 +1,168 @@
+"""The seam: what a family of models has to tell, and which family a model is of.
+
+A family is a file (or an object) with these functions; it alone spells its library's names. It says where sites are and
+how the model is run, taken apart, built again and exported. What is done at a site is the business of the kind of site.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol, cast
+
+from torch import Tensor, nn
+
+from ground.errors import BadInput
+from ground.ports import OutputPort, Port
+
+from . import timm_vit
+from .architecture import Architecture
+from .sites import Sites
+from .steps import Step
+from .widths import HeadGeometry
+
+Medium = Literal["images", "text"]
+
+
+class InputSpec(Protocol):
+    """What a model takes: its ports, and how raw data becomes them, as text to be kept, compared and shown."""
+
+    @property
+    def ports(self) -> tuple[Port, ...]: ...
+
+    @property
+    def medium(self) -> Medium:
+        """What people give."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first port, behind the batch."""
+        ...
+
+    def as_line(self) -> str:
+        """The preparation for people."""
+        ...
+
+    def as_json(self) -> dict[str, Any]:
+        """The preparation as plain JSON values, in one order."""
+        ...
+
+
+class ImageSpec(InputSpec, Protocol):
+    """Images as a model takes them."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        ...
+
+    def transform(self) -> Callable[[Any], Tensor]:
+        """An RGB image of PIL -> float32 [C,H,W]."""
+        ...
+
+
+class Family(Protocol):
+    """Models that are built alike. Every function but `build` is given a model that the family accepts."""
+
+    @property
+    def NAME(self) -> str:
+        """As config.json of a model directory names the family."""
+        ...
+
+    @property
+    def FIXED_PARTS(self) -> tuple[str, ...]:
+        """Modules inside a top-level one that costs are told of apart."""
+        ...
+
+    def accepts(self, model: nn.Module) -> bool: ...
+
+    def build(self, architecture: Architecture) -> nn.Module:
+        """The dense model with its initial weights, in eval mode, on torch's default device. Raises BadInput where its
+        library can't build it or it is beyond bounds; nothing is looked for on a network.
+        """
+        ...
+
+    def sites(self, model: nn.Module) -> Sites:
+        """Where the model can be reduced, dense or already reduced, and what is refused with the reason."""
+        ...
+
+    def steps(self, model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+        """From the first residual stream to the last, for evaluation, in the order they run; `read`: the tokens behind
+        the last block that count, None for all.
+        """
+        ...
+
+    def embedded(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The residual stream [B,N,C] that enters the first step."""
+        ...
+
+    def token_weights(self, model: nn.Module, inputs: Any) -> Tensor | None:
+        """Weight of each token [B,N] in sums over tokens, 0 for padding; None where all count alike."""
+        ...
+
+    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Any) -> Tensor:
+        """The model's output for the residual stream behind its last step."""
+        ...
+
+    def last_block(self, model: nn.Module) -> nn.Module:
+        """The module whose output is the last residual stream."""
+        ...
+
+    def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
+        """What each token of the residual stream is, in order."""
+        ...
+
+    def depth(self, model: nn.Module) -> int:
+        """How many blocks the model has."""
+        ...
+
+    def input_spec(self, model: nn.Module) -> InputSpec: ...
+
+    def output_ports(self, model: nn.Module) -> tuple[OutputPort, ...]: ...
+
+    def classes(self, model: nn.Module) -> int:
+        """How many classes the model tells apart; 0 for one that has no classifier."""
+        ...
+
+    def exportable(self, model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
+        """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul. `geometry` replaces that of heads whose
+        q/k and v widths differ; None keeps each as it is.
+        """
+        ...
+
+
+_FAMILIES: dict[str, Family] = {family.NAME: family for family in (timm_vit,)}
+
+
+def register(family: Family) -> None:
+    """Make a family known; a later one of the same name takes the place of an earlier one."""
+    _FAMILIES[family.NAME] = family
+
+
+def family_named(name: str) -> Family:
+    """Raises BadInput for a name that no family has."""
+    if name not in _FAMILIES:
+        raise BadInput(f"family {name[:100]!r}: expected one of {', '.join(_FAMILIES)}")
+    return _FAMILIES[name]
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family that accepts a model. Raises BadInput where none does."""
+    for family in _FAMILIES.values():
+        if family.accepts(model):
+            return family
+    raise BadInput(
+        f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs): "
+        "its blocks are built differently, so corp-deploy can't reduce it"
+    )
+
+
+def sites_of(model: nn.Module) -> Sites:
+    """The sites of a model of any family."""
+    return family_of(model).sites(model)
+
+
+def image_spec(model: nn.Module) -> ImageSpec:
+    """How images become the model's input. Raises BadInput for a model that takes something else."""
+    spec = family_of(model).input_spec(model)
+    if spec.medium != "images":
+        raise BadInput(f"the model takes {spec.medium}, not images; give --{spec.medium}")
+    return cast(ImageSpec, spec)

@@ -1,0 +1,53 @@
+"""What a model offers to reduction: its sites, and the places that are refused.
+
+A family finds the sites; a site tells where to listen, what it costs at any width, how it is written down, and makes
+its modules at other widths. What is done to a site is no business of it (see reduction/kinds.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from calib.sites import ChannelTaps, HeadTaps
+
+from .channel_site import ChannelSite
+from .head_site import HeadSite
+from .site import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A place that can't be reduced, why, and the sites that are lost there with their kinds: itself, or all of a
+    block.
+    """
+
+    name: str
+    reason: str
+    sites: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sites:
+    """What a model offers to reduction, channel sites before head sites, each kind in the order they run."""
+
+    every: tuple[Site, ...]
+    refused: tuple[Refusal, ...]
+
+    @property
+    def by_name(self) -> dict[str, Site]:
+        return {site.name: site for site in self.every}
+
+    @property
+    def channels(self) -> tuple[ChannelSite, ...]:
+        return tuple(site for site in self.every if isinstance(site, ChannelSite))
+
+    @property
+    def heads(self) -> tuple[HeadSite, ...]:
+        return tuple(site for site in self.every if isinstance(site, HeadSite))
+
+
+def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps]:
+    """Where calibration listens for every site, in the order they run."""
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return [site.taps() for site in sorted(sites.every, key=lambda site: order[site.name])]

@@ -1,0 +1,130 @@
+"""Channel sites: which widths, what each loses, and the reduction, on moments and on the streams of a closed loop."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from calib.moments import ChannelMoments, SiteMoments
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.modules import with_modules
+from corp_deploy.families.steps import Branch
+from corp_deploy.families.widths import HeadGeometry, aligned_width, aligned_widths
+
+from .branch_sums import channel_sums, dense_advanced, inputs_sums
+from .channel_modules import built, channel_report, layers_of
+from .channels import elimination, mlp_at_site, output_energy
+from .folded_mlp import See, folded_mlp, judged_mlps
+from .kind import ErrorCurve, OnStreams, Reduced
+from .method import Method
+from .streams import Streams
+
+
+class ChannelKind:
+    """See Kind."""
+
+    eliminates: ClassVar[bool] = True
+    moments_type: ClassVar[type[SiteMoments]] = ChannelMoments
+    reads_every_token: ClassVar[bool] = False
+
+    def sparsity(self, method: Method) -> float | None:
+        return method.mlp_sparsity
+
+    def uniform(self, site: ChannelSite, method: Method) -> int | None:
+        if method.mlp_sparsity is None:
+            return None
+        return aligned_width(site.width, method.mlp_kept, method.align_hidden)
+
+    def widths(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
+        return aligned_widths(site.width, method.align_hidden)
+
+    def geometry(self, width: int, method: Method) -> HeadGeometry:
+        return method.geometry
+
+    def refusal(self, site: ChannelSite, method: Method) -> str:
+        return ""
+
+    def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:
+        return None
+
+    def reduced(
+        self,
+        site: ChannelSite,
+        moments: ChannelMoments,
+        method: Method,
+        width: int,
+        *,
+        known: Elimination | None = None,
+        held_out: ChannelMoments | None = None,
+    ) -> Reduced:
+        new = mlp_at_site(moments, layers_of(site), method, width, known)
+        return built(site, new, moments, method, held_out)
+
+    def elimination(self, site: ChannelSite, moments: ChannelMoments, method: Method) -> Elimination:
+        return elimination(moments, layers_of(site), method)
+
+    def curves(
+        self, site: ChannelSite, moments: ChannelMoments, method: Method, known: Elimination | None
+    ) -> list[ErrorCurve]:
+        widths = self.widths(site, method)
+        if len(widths) == 1:
+            return []
+        order = known or self.elimination(site, moments, method)
+        half = halfway(widths, site.width)
+        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), at=widths.index(half), width=half)]
+
+    def layer(self, site: ChannelSite, layer: nn.Module, method: Method, width: int) -> nn.Module:
+        return with_modules(layer, site.name, site.empty(width, output_bias=True)).eval()
+
+    def rebuilt(self, branch: Branch, site: ChannelSite, streams: Streams, method: Method, width: int) -> Reduced:
+        moments, _ = channel_sums(branch, site, streams)
+        return self._on_reduced(branch, site, moments, streams, method, width)
+
+    def on_streams(
+        self, branch: Branch, site: ChannelSite, step: Branch, streams: Streams, method: Method, width: int
+    ) -> OnStreams:
+        """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
+        energy = dense_advanced(step, streams)
+        moments, on_all = channel_sums(branch, site, streams)
+        new = self._on_reduced(branch, site, moments, streams, method, width)
+        if new.kept_K is None:
+            layer = with_modules(branch.layer, site.name, new.modules)
+            return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+        kept_K = new.kept_K
+        return OnStreams(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
+
+    def _on_reduced(
+        self,
+        branch: Branch,
+        site: ChannelSite,
+        moments: ChannelMoments,
+        streams: Streams,
+        method: Method,
+        width: int,
+    ) -> Reduced:
+        """The streams are looked at only where channels are merged."""
+        if method.merges:
+            return _merged(branch, site, moments, streams, method, width)
+        return self.reduced(site, moments, method, width)
+
+
+def halfway(widths: tuple[int, ...], dense: int) -> int:
+    """The width next to half the dense one, which itself is none."""
+    return min(widths[:-1], key=lambda width: abs(2 * width - dense))
+
+
+def _merged(
+    branch: Branch, site: ChannelSite, moments: ChannelMoments, streams: Streams, method: Method, width: int
+) -> Reduced:
+    """Fitted and judged on the reduced stream."""
+    folded = folded_mlp(site, branch.layer, moments, method, width)
+
+    def show(sees: Mapping[str, See]) -> None:
+        for pair in streams:
+            entering_BNC = branch.norm(pair.reduced)
+            sees[site.name](entering_BNC, branch.layer(entering_BNC), False)
+
+    judged = judged_mlps({site.name: folded}, method, show)[site.name]
+    report = channel_report(site, method, judged.recovery, output_energy(moments, folded.layers), None)
+    return Reduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])

@@ -1,0 +1,74 @@
+"""A channel site's layers in and out of a model: its dense ones as tensors, its new ones as modules with a report."""
+
+from torch import Tensor, nn
+
+from calib.moments import ChannelMoments
+from corp_deploy.algebra.channels import ChannelRecovery
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.modules import fill_
+
+from . import channels
+from .channels import ChannelLayers, ChannelsAtSite, output_energy
+from .kind import Reduced
+from .method import Method
+from .report import HeldOut, SiteReport
+
+
+def layers_of(site: ChannelSite) -> ChannelLayers:
+    """The MLP's dense layers in float64."""
+    return ChannelLayers(
+        first_FI=site.first.weight.detach().double(),
+        first_bias_F=None if site.first.bias is None else site.first.bias.detach().double(),
+        second_OF=site.last.weight.detach().double(),
+        second_bias_O=None if site.last.bias is None else site.last.bias.detach().double(),
+    )
+
+
+def placed(
+    site: ChannelSite, first_KI: Tensor, first_bias_K: Tensor | None, weight_OK: Tensor, bias_O: Tensor
+) -> dict[str, nn.Linear]:
+    """Both layers with these weights, the first one first, by module name; the last has a bias where it needs one."""
+    needs_bias = site.last.bias is not None or bool(bias_O.any())
+    modules = site.empty(first_KI.shape[0], output_bias=needs_bias)
+    first, last = modules.values()
+    fill_(first, first_KI, first_bias_K)
+    fill_(last, weight_OK, bias_O)
+    return modules
+
+
+def channel_report(
+    site: ChannelSite, method: Method, recovery: ChannelRecovery, energy: float, held_out: HeldOut | None
+) -> SiteReport:
+    """What happened to one MLP."""
+    return SiteReport(
+        site=site.name,
+        part="mlp",
+        width_dense=site.width,
+        width_asked=site.width * method.mlp_kept,
+        width=recovery.weight_OK.shape[1],
+        energy=energy,
+        error_uncompensated=recovery.residual_uncompensated,
+        error=recovery.residual,
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        held_out=held_out,
+    )
+
+
+def built(
+    site: ChannelSite,
+    new: ChannelsAtSite,
+    moments: ChannelMoments,
+    method: Method,
+    held_out: ChannelMoments | None = None,
+) -> Reduced:
+    """The linear layers that were decided on as modules, and the site's report."""
+    layers = layers_of(site)
+    modules = placed(site, new.first_KI, new.first_bias_K, new.recovery.weight_OK, new.recovery.bias_O)
+    judged = None
+    if held_out is not None:
+        error = channels.error_of(new, layers, held_out)
+        judged = HeldOut(energy=output_energy(held_out, layers), error=error)
+    report = channel_report(site, method, new.recovery, output_energy(moments, layers), judged)
+    return Reduced(modules={**modules}, last=modules[site.last_name], reports=[report], kept_K=new.kept_K)

@@ -1,0 +1,116 @@
+"""Head sites: which widths, what each loses, and the reduction, on moments and on the streams of a closed loop."""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from calib.moments import HeadMoments, SiteMoments
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.algebra.queries_keys import lowrank_spectrum as logits_lost
+from corp_deploy.algebra.values import lowrank_spectrum as outputs_lost
+from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.modules import with_modules
+from corp_deploy.families.steps import Branch
+from corp_deploy.families.widths import (
+    HeadGeometry,
+    HeadWidths,
+    aligned_width,
+    aligned_widths,
+    geometry_of_heads,
+    head_widths,
+)
+
+from .branch_sums import dense_advanced, head_moments, inputs_sums
+from .channel_kind import halfway
+from .head_modules import reduced_heads
+from .kind import ErrorCurve, OnStreams, Reduced
+from .method import Method
+from .streams import Streams
+
+
+class HeadKind:
+    """See Kind."""
+
+    eliminates: ClassVar[bool] = False
+    moments_type: ClassVar[type[SiteMoments]] = HeadMoments
+    reads_every_token: ClassVar[bool] = True
+
+    def sparsity(self, method: Method) -> float | None:
+        return method.attention_sparsity
+
+    def uniform(self, site: HeadSite, method: Method) -> HeadWidths | None:
+        """Where Q/K must stay, only square heads ask for something else: the values."""
+        if not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
+            return None
+        size = aligned_width(site.size, method.attention_kept, method.align_head)
+        return head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk)
+
+    def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
+        sizes = aligned_widths(site.size, method.align_head)
+        return tuple(head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk) for size in sizes)
+
+    def geometry(self, width: HeadWidths, method: Method) -> HeadGeometry:
+        return geometry_of_heads(width, method.geometry)
+
+    def refusal(self, site: HeadSite, method: Method) -> str:
+        return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
+
+    def note(self, site: HeadSite, method: Method, width: HeadWidths | None) -> str | None:
+        if not site.keeps_qk or not (width is not None or (method.reduces_attention and method.attention_sparsity)):
+            return None
+        values = "its values stay too, --heads square reduces them"
+        if width is not None:
+            values = f"{width.v} of {site.v} value dimensions a head stay"
+        return f"{site.name} keeps Q/K: {site.reason}; {values}"
+
+    def reduced(
+        self,
+        site: HeadSite,
+        moments: HeadMoments,
+        method: Method,
+        width: HeadWidths,
+        *,
+        known: Elimination | None = None,
+        held_out: HeadMoments | None = None,
+    ) -> Reduced:
+        return reduced_heads(site, moments, method, width, held_out)
+
+    def elimination(self, site: HeadSite, moments: HeadMoments, method: Method) -> None:
+        """Dimensions are ranked by one look at the moments, at any width."""
+
+    def curves(
+        self, site: HeadSite, moments: HeadMoments, method: Method, known: Elimination | None
+    ) -> list[ErrorCurve]:
+        """Q/K where they may shrink, and the values where they do."""
+        sizes = aligned_widths(site.size, method.align_head)
+        if len(sizes) == 1:
+            return []
+        half = halfway(sizes, site.size)
+        lost: list[tuple[Tensor, HeadWidths]] = []
+        if not site.keeps_qk:
+            lost.append((logits_lost(moments.q_second_HDD, moments.k_centred_HDD), HeadWidths(qk=half, v=site.v)))
+        if site.keeps_qk or method.geometry == "square":
+            weight_OC = site.proj.weight.detach().double()
+            lost_HD = outputs_lost(moments.z_mean_C, moments.z_second_CC, weight_OC, site.heads)
+            lost.append((lost_HD, HeadWidths(qk=site.qk, v=half)))
+        return [
+            ErrorCurve(errors=tuple(float(lost_HD[:, size].sum()) for size in sizes), at=sizes.index(half), width=width)
+            for lost_HD, width in lost
+        ]
+
+    def layer(self, site: HeadSite, layer: nn.Module, method: Method, width: HeadWidths) -> nn.Module:
+        geometry = geometry_of_heads(width, method.geometry)
+        return site.empty(qk=width.qk, v=width.v, geometry=geometry, fused=False).eval()
+
+    def rebuilt(self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths) -> Reduced:
+        moments = head_moments(branch, site, streams, system=method.needs_attention_system)
+        return reduced_heads(site, moments, method, width)
+
+    def on_streams(
+        self, branch: Branch, site: HeadSite, step: Branch, streams: Streams, method: Method, width: HeadWidths
+    ) -> OnStreams:
+        """Other queries and keys make another z, so the reduced layer is run once more."""
+        new = self.rebuilt(branch, site, streams, method, width)
+        energy = dense_advanced(step, streams)
+        layer = with_modules(branch.layer, site.name, new.modules)
+        return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)

@@ -1,0 +1,108 @@
+"""A head site's new attention module, its weights set, with its reports."""
+
+from torch import Tensor
+
+from calib.moments import HeadMoments
+from corp_deploy.algebra.queries_keys import QkRecovery
+from corp_deploy.algebra.values import ValueRecovery
+from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.modules import fill_
+from corp_deploy.families.widths import HeadWidths, geometry_of_heads
+
+from . import heads
+from .heads import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
+from .kind import Reduced
+from .method import Method
+from .report import HeldOut, SiteReport
+
+
+def _qk_held_out(site: str, recovery: QkRecovery, held_out: HeadMoments, method: Method) -> HeldOut:
+    error_H = heads.logit_error(site, held_out, method, recovery.q_map_HRD, recovery.k_map_HRD)
+    energy_H = heads.logit_scale(site, held_out, method)
+    return HeldOut(energy=float(energy_H.sum()), error=float(error_H.sum()))
+
+
+def _qk_report(
+    site: HeadSite, at_site: QkAtSite, method: Method, width: int, held_out: HeadMoments | None
+) -> SiteReport:
+    recovery = at_site.recovery
+    return SiteReport(
+        site=site.name,
+        part="qk",
+        width_dense=site.qk,
+        width_asked=site.qk * method.attention_kept,
+        width=width,
+        energy=float(at_site.energy_H.sum()),
+        error_uncompensated=float(recovery.residual_uncompensated_H.sum()),
+        error=float(recovery.residual_H.sum()),
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        held_out=None if held_out is None else _qk_held_out(site.name, recovery, held_out, method),
+    )
+
+
+def _value_report(
+    site: HeadSite,
+    values: ValueRecovery,
+    moments: HeadMoments,
+    method: Method,
+    width: int,
+    held_out: HeadMoments | None,
+) -> SiteReport:
+    weight_OC, bias_O = _projection(site)
+    return SiteReport(
+        site=site.name,
+        part="v",
+        width_dense=site.v,
+        width_asked=site.v * method.attention_kept,
+        width=width,
+        energy=heads.output_energy(moments, weight_OC),
+        error_uncompensated=values.residual_uncompensated,
+        error=values.residual,
+        r2=values.r2,
+        condition=values.condition,
+        ridge=values.ridge,
+        held_out=None
+        if held_out is None
+        else HeldOut(
+            energy=heads.output_energy(held_out, weight_OC),
+            error=heads.error_of(values, weight_OC, bias_O, held_out),
+        ),
+    )
+
+
+def _projection(site: HeadSite) -> tuple[Tensor, Tensor | None]:
+    """The output projection's dense weight and bias in float64."""
+    bias_O = None if site.proj.bias is None else site.proj.bias.detach().double()
+    return site.proj.weight.detach().double(), bias_O
+
+
+def reduced_heads(
+    site: HeadSite,
+    moments: HeadMoments,
+    method: Method,
+    widths: HeadWidths,
+    held_out: HeadMoments | None = None,
+) -> Reduced:
+    """The new attention module, and a report for Q/K, unless they must stay, and for values that change."""
+    assert widths.qk == site.qk or not site.keeps_qk, (site.name, widths)
+    reports: list[SiteReport] = []
+    if site.keeps_qk:
+        recovery = kept_qk(moments)
+    else:
+        at_site = qk_at_site(site.name, moments, method, site.qkv.weight.detach().double(), widths.qk)
+        recovery = at_site.recovery
+        reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
+    weight_OC, bias_O = _projection(site)
+    values = values_at_site(moments, method, weight_OC, bias_O, site.heads, widths.v)
+    if site.keeps_qk or not leaves_values(method, widths.v, site.v):
+        reports.append(_value_report(site, values, moments, method, widths.v, held_out))
+    geometry = geometry_of_heads(widths, method.geometry)
+    needs_bias = bias_O is not None or bool(values.bias_O.any())
+    module = site.empty(qk=widths.qk, v=widths.v, geometry=geometry, proj_bias=needs_bias)
+    maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)
+    bias = None if site.qkv.bias is None else maps.applied(site.qkv.bias.detach())
+    fill_(module.qkv, maps.applied(site.qkv.weight.detach()), bias)
+    fill_(module.proj, values.weight_OK, values.bias_O)
+    return Reduced(modules={site.name: module}, last=module.proj, reports=reports)

@@ -1,0 +1,47 @@
+"""The statistics of one site out of a moments file, and whether the file is of this model."""
+
+import torch
+from torch import nn
+
+from calib.moments import Moments, SiteMoments, on_device
+from corp_deploy.families.site import Site
+from corp_deploy.store.inputs import model_digest, preprocessing_text
+from ground.errors import BadInput
+
+from .kinds import kind_of
+
+
+def site_moments(site: Site, moments: Moments, device: torch.device) -> SiteMoments:
+    """The statistics of one site, on the device. Raises BadInput when the moments were taken without it."""
+    statistics = moments.sites.get(site.name)
+    if statistics is None or not isinstance(statistics, kind_of(site).moments_type):
+        raise BadInput(
+            f"{site.name}: the moments hold no statistics of this site; calibrate again without leaving it out"
+        )
+    return on_device(statistics, device)
+
+
+def require_apart(moments: Moments, held_out: Moments) -> None:
+    """Raise BadInput unless no image is in both; else a site would judge itself."""
+    common = int(torch.isin(held_out.image_ids, moments.image_ids).sum())
+    if common:
+        raise BadInput(
+            f"held-out moments: {common} of their {held_out.images} images are calibration images too; calibrate them "
+            "apart: calibrate --hold-out N writes both"
+        )
+
+
+def require_same_model(model: nn.Module, moments: Moments) -> None:
+    """Raise BadInput unless the moments were taken on exactly these weights, of images prepared as this model asks."""
+    expected, found = model_digest(model), moments.lineage.get("model", "none")
+    if expected != found:
+        raise BadInput(
+            f"the moments were taken on another model (sha256 {found[:16]}..., this model is {expected[:16]}...); "
+            "calibrate this model, or give the weights the moments were taken with"
+        )
+    wanted, had = preprocessing_text(model), moments.lineage.get("preprocessing", "none")
+    if wanted != had:
+        raise BadInput(
+            f"the moments were taken with another preprocessing: theirs is {had}, this model's is {wanted}; calibrate "
+            "again, or give the same name, --mean, --std, --crop-pct, --interpolation and --crop-mode as for calibrate"
+        )
