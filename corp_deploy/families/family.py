@@ -7,8 +7,10 @@ how the model is run, taken apart, built again and exported. What is done at a s
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
+from calib.inputs import Inputs
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
@@ -90,15 +92,15 @@ class Family(Protocol):
         """
         ...
 
-    def embedded(self, model: nn.Module, inputs: Any) -> Tensor:
+    def embedded(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """The residual stream [B,N,C] that enters the first step."""
         ...
 
-    def token_weights(self, model: nn.Module, inputs: Any) -> Tensor | None:
+    def token_weights(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
         """Weight of each token [B,N] in sums over tokens, 0 for padding; None where all count alike."""
         ...
 
-    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Any) -> Tensor:
+    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
         """The model's output for the residual stream behind its last step."""
         ...
 
@@ -158,6 +160,16 @@ def family_of(model: nn.Module) -> Family:
 def sites_of(model: nn.Module) -> Sites:
     """The sites of a model of any family."""
     return family_of(model).sites(model)
+
+
+def example_of(model: nn.Module) -> Inputs:
+    """One input of nothing but zeros, as the model takes it; masks of ones, so that something is there."""
+    ports = family_of(model).input_spec(model).ports
+    tensors = {
+        port.name: torch.full((1, *port.shape), int(port.name.endswith("mask")), dtype=getattr(torch, port.dtype))
+        for port in ports
+    }
+    return tensors if len(tensors) > 1 else tensors[ports[0].name]
 
 
 def image_spec(model: nn.Module) -> ImageSpec:

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from calib.inputs import Inputs
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from ground.quantity import shown
@@ -172,18 +173,19 @@ def classes(model: nn.Module) -> int:
     return int(_require_vit(model).num_classes)
 
 
-def token_weights(model: nn.Module, inputs: Tensor) -> None:
+def token_weights(model: nn.Module, inputs: Inputs) -> None:
     """Every token of an image counts alike."""
 
 
-def embedded(model: nn.Module, inputs: Tensor) -> Tensor:
+def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     """The residual stream [B,N,C] that enters the first block."""
     vit = _require_vit(model)
+    assert isinstance(inputs, Tensor), type(inputs)
     x_BNC: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(inputs))))
     return x_BNC
 
 
-def finished(model: nn.Module, x_BNC: Tensor, inputs: Tensor) -> Tensor:
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
     """The model's output for the residual stream behind its last block."""
     vit = _require_vit(model)
     outputs: Tensor = vit.forward_head(vit.norm(x_BNC))

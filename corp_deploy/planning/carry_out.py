@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from calib.images import Images
+from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
@@ -76,7 +76,7 @@ def reduce_as_asked(
     moments: Moments,
     asked: ReductionRequest,
     *,
-    images: Images | None = None,
+    images: InputSet | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
@@ -124,7 +124,7 @@ def reduce_checkpoint(
     asked: ReductionRequest,
     *,
     directory: Path,
-    images: Images | None = None,
+    images: InputSet | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:

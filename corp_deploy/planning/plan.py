@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from calib.images import Images
+from calib.input_set import InputSet
+from calib.inputs import moved
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.modules import device
@@ -79,8 +80,8 @@ class WidthPlan:
     eliminations: Mapping[str, Elimination] | None = None
 
 
-def _probe(dense: Checkpoint, moments: Moments, method: Method, images: Images) -> Probe:
-    inputs = next(iter(images.batches(min(PROBE_IMAGES, images.count)))).to(device(dense.model))
+def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
+    inputs = moved(next(iter(images.batches(min(PROBE_IMAGES, images.count)))), device(dense.model))
     known = budgets.eliminations(dense.model, moments, method)
     return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
 
@@ -138,7 +139,7 @@ def _allocated(probe: Probe, budget: Budget) -> WidthPlan:
     )
 
 
-def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: Images | None) -> WidthPlan:
+def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet | None) -> WidthPlan:
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
     if asked.needs_images and images is None:
         raise BadInput(

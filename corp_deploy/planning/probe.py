@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
+from calib.inputs import Inputs, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import family_of, sites_of
@@ -37,7 +38,7 @@ class Probe:
     model: nn.Module
     moments: Moments
     method: Method
-    inputs: Tensor
+    inputs: Inputs
     eliminations: Mapping[str, Elimination]
 
     @property
@@ -49,7 +50,7 @@ class Probe:
         """Squared relative change of the outputs when these sites have these widths and the others stay."""
         reduced = reduce(self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations).model
         with torch.inference_mode():
-            return _change(reduced(self.inputs), self.model(self.inputs))
+            return _change(run_model(reduced, self.inputs), run_model(self.model, self.inputs))
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
@@ -63,7 +64,7 @@ class Probe:
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]
             new = dict(zip(walked, self._reduced(walked), strict=True))
-            dense = self.model(self.inputs)
+            dense = run_model(self.model, self.inputs)
             x_BNC = family.embedded(self.model, self.inputs)
             weights_BN = family.token_weights(self.model, self.inputs)
             for place, step in enumerate(steps):

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, nn
 
 from calib import calibrate as passes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from calib.images import Images
+from calib.input_set import InputSet
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import replaced, with_modules
 from corp_deploy.families.site import Site
@@ -130,7 +130,7 @@ def walk(
 @torch.no_grad()
 def reduce_closed_loop(
     model: nn.Module,
-    images: Images,
+    images: InputSet,
     method: Method,
     *,
     widths: Widths | None = None,

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from calib.images import Images
+from calib.input_set import InputSet
+from calib.inputs import Inputs, each, moved, run_model
 from calib.moments import ChannelMoments, Moments
 from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
@@ -31,12 +32,12 @@ BATCH_SIZE = 32
 class ShownInputs:
     """Images, and by their content which were calibrated on and which are held out; the others are left out."""
 
-    images: Images
+    images: InputSet
     fit_ids: Tensor
     held_out_ids: Tensor
 
     @classmethod
-    def of(cls, images: Images, moments: Moments, held_out: Moments | None) -> "ShownInputs":
+    def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
         """Raises BadInput unless some are of each kind that is there."""
         held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
         rest = images.ids[~torch.isin(images.ids, held_out_ids)]
@@ -59,32 +60,38 @@ class ShownInputs:
         """How many of the images are calibration images."""
         return int(torch.isin(self.images.ids, self.fit_ids).sum())
 
-    def batches(self) -> Iterator[tuple[Tensor, bool]]:
-        """Images of one kind, and whether they are held out."""
+    def batches(self) -> Iterator[tuple[Inputs, bool]]:
+        """Inputs of one kind, and whether they are held out."""
         for batch in self.images.read(BATCH_SIZE):
             for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
                 chosen_B = torch.isin(batch.ids, ids)
                 if chosen_B.any():
-                    yield batch.inputs[chosen_B], is_held
+                    yield each(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]
 
 
 class _Showing:
-    """Each image through the dense model, what enters and leaves its MLPs shown on the way."""
     """Each input through the dense model; what enters and leaves its MLPs is shown, at the tokens that are there."""
+
     def __init__(self, model: nn.Module, shown: ShownInputs) -> None:
         self.model, self.shown = model, shown
         self.is_held = False
+        self.weights_BN: Tensor | None = None
+
+    def _rows(self, x_BNC: Tensor) -> Tensor:
+        return x_BNC if self.weights_BN is None else x_BNC[self.weights_BN > 0.0].unsqueeze(0)
 
     def _hook(self, see: See) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        return lambda _, given, out: see(given[0], out, self.is_held)
+        return lambda _, entering, out: see(self._rows(entering[0]), self._rows(out), self.is_held)
 
     def __call__(self, sees: Mapping[str, See]) -> None:
+        family, where = family_of(self.model), device(self.model)
         with ExitStack() as stack, evaluating(self.model), torch.inference_mode():
             for name, see in sees.items():
                 stack.callback(self.model.get_submodule(name).register_forward_hook(self._hook(see)).remove)
-            for pixels, is_held in self.shown.batches():
-                self.is_held = is_held
-                self.model(pixels.to(device(self.model)))
+            for inputs, is_held in self.shown.batches():
+                here = moved(inputs, where)
+                self.is_held, self.weights_BN = is_held, family.token_weights(self.model, here)
+                run_model(self.model, here)
 
 
 def _folded(
@@ -128,7 +135,7 @@ def merged_sites(
     widths: Widths,
     moments: Moments,
     method: Method,
-    images: Images | None,
+    images: InputSet | None,
     held_out: Moments | None,
 ) -> tuple[dict[str, Reduced], tuple[str, ...]]:
     """The channel sites, by name, where channels are merged, and what is to be said of the images."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from calib.images import Images
+from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
@@ -95,7 +95,7 @@ def reduce(
     widths: Widths | None = None,
     eliminations: Mapping[str, Elimination] | None = None,
     held_out: Moments | None = None,
-    images: Images | None = None,
+    images: InputSet | None = None,
     done: Callable[[int], None] | None = None,
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.

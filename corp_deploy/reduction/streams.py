@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from calib.images import Images
+from calib.input_set import InputSet
+from calib.inputs import moved
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 from ground.errors import BadInput
@@ -101,9 +102,9 @@ class Streams:
             pair.advance(step)
 
 
-def embedded(model: nn.Module, inputs: Images, batch_size: int) -> Iterator[Embedded]:
+def embedded(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Embedded]:
     """The first residual stream of every input, where the model is."""
     family, where = family_of(model), device(model)
     for batch in inputs.batches(batch_size):
-        here = batch.to(where)
+        here = moved(batch, where)
         yield family.embedded(model, here), family.token_weights(model, here)

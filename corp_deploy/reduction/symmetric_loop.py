@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from calib.hooks import evaluating
-from calib.images import Images
+from calib.input_set import InputSet
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import replaced, with_modules
 from corp_deploy.families.steps import Branch
@@ -29,7 +29,7 @@ from .streams import Streams, embedded
 @torch.no_grad()
 def reduce_symmetric_loop(
     model: torch.nn.Module,
-    images: Images,
+    images: InputSet,
     method: Method,
     *,
     widths: Widths | None = None,

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-
-from .images import IMAGE_SIZE, MEAN, STD, load
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
+
+from .images import IMAGE_SIZE, MEAN, STD, load
 
 SEED = 0
 EPOCHS = 50
