@@ -11,7 +11,6 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput as Unlike
-from ground.ports import LOGITS, image_port
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import Located
 from perf.parity.measures import per_image

@@ -16,7 +16,6 @@ from corp_deploy.families.model_cost import macs, parameters
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.files import replacing
-from ground.ports import LOGITS, image_port
 from ground.quantity import shown
 from perf.runners.onnx import onnx_precision
 
