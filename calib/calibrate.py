@@ -17,6 +17,7 @@ from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_s
 from .moments import Moments
 from .resume import Progress, ResumeFile
 from .sites import Site
+from .weights import TokenWeights
 
 ALONE = Ranks()
 
@@ -29,12 +30,14 @@ class Options:
     kept: Mapping[str, Tensor] | None = None
     eps: float = ACTIVE_EPS
     precision: Precision = "float32"
+    token_weights: TokenWeights | None = None
 
     def as_text(self) -> str:
-        """One line that differs when any option does."""
+        """One line that differs when any option does; of token weights it knows whether there are any."""
         kept = {name: kept_HK.tolist() for name, kept_HK in sorted((self.kept or {}).items())}
         digest = hashlib.sha256(repr(kept).encode()).hexdigest()
-        return f"{self.attention_system} {digest} {self.eps!r} {self.precision}"
+        weights = "" if self.token_weights is None else " token weights"
+        return f"{self.attention_system} {digest} {self.eps!r} {self.precision}{weights}"
 
 
 def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device: torch.device | str) -> Collector:
@@ -46,6 +49,7 @@ def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device
         kept=options.kept,
         eps=options.eps,
         precision=options.precision,
+        token_weights=options.token_weights,
     )
 
 

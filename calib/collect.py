@@ -16,6 +16,7 @@ from .moments import Moments
 from .products import Kernel, kernel_for
 from .sites import ChannelTaps, Site
 from .sums import ChannelSums, HeadSums, SiteSums
+from .weights import TokenWeights, Weights, weights_by_tokens
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
@@ -59,11 +60,14 @@ class Collector:
         kept: Mapping[str, Tensor] | None = None,
         eps: float = ACTIVE_EPS,
         precision: Precision = "float32",
+        token_weights: TokenWeights | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.sums = _new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
         self.images = 0
         self._model, self._sites, self._precision = model, sites, precision
+        self._token_weights = token_weights
+        self._weights: Mapping[int, Weights] | None = None
         self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
         self._counted = self._ran = 0
@@ -93,6 +97,7 @@ class Collector:
         size = self._forward_size or count
         for piece in pieces(inputs, size):
             self._counted = batch_size(piece)
+            self._weights = self._weights_of(piece)
             self._forward(filled(piece, size))
         for sums in self.sums.values():
             sums.flush()
@@ -119,6 +124,7 @@ class Collector:
         if not self.images:
             raise BadInput("inputs to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
+        _refuse_weightless(self.sums, self.images)
         sites = {name: sums.moments() for name, sums in self.sums.items()}
         return Moments(sites=sites, lineage=dict(lineage), images=self.images)
 
@@ -128,6 +134,10 @@ class Collector:
         for name, sums in self.sums.items():
             sums.set_to(moments.sites[name], self.device)
         self.images = moments.images
+
+    def _weights_of(self, inputs: Inputs) -> Mapping[int, Weights] | None:
+        weight_BN = None if self._token_weights is None else self._token_weights(inputs)
+        return None if weight_BN is None else weights_by_tokens(weight_BN, batch_size(inputs), self.device)
 
     def _forward(self, inputs: Inputs) -> None:
         self._heard, self._ran = [], batch_size(inputs)
@@ -149,7 +159,8 @@ class Collector:
             )
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
-            self.sums[name].add(role, activation[: self._counted])
+            weights = _weights_for(activation.shape[-2], self._weights, f"{name}: {role}")
+            self.sums[name].add(role, activation[: self._counted], weights)
         if len(self._heard) == self._stop_after:
             raise _AllHeard
 
@@ -169,6 +180,22 @@ def _new_sums(
         else HeadSums(system=attention_system or site.name in kept, kept_HK=kept.get(site.name))
         for site in sites
     }
+
+
+def _weights_for(tokens: int, by_tokens: Mapping[int, Weights] | None, where: str) -> Weights | None:
+    if by_tokens is None:
+        return None
+    if tokens not in by_tokens:
+        raise BadInput(
+            f"{where} has {tokens} tokens, the token weights are for {max(by_tokens)}; give one weight a token"
+        )
+    return by_tokens[tokens]
+
+
+def _refuse_weightless(every: Mapping[str, SiteSums], inputs: int) -> None:
+    for name, sums in every.items():
+        if not sums.tokens:
+            raise BadInput(f"{name}: the token weights of all {inputs} inputs are zero, so there is nothing to sum")
 
 
 def _widest(sites: Sequence[Site]) -> int:
@@ -191,6 +218,7 @@ def collect(
     kept: Mapping[str, Tensor] | None = None,
     eps: float = ACTIVE_EPS,
     precision: Precision = "float32",
+    token_weights: TokenWeights | None = None,
     lineage: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
@@ -199,9 +227,10 @@ def collect(
     `model` must be on `device`; its weights and modes are left as they were. `precision` is the forward pass's; the
     statistics are always float32 products of a few images, float64 sums. `attention_system` also keeps system_HTT;
     `kept` (site name -> kept_HK, sorted dims per head) restricts it to those dims. An MLP channel is active where
-    |x| > `eps`. `progress` hears the number of inputs done so far. Raises BadInput for inputs that are empty, disagree
-    in their batch or are of another precision than float32, for none at all, and for the first site with NaN or Inf
-    activations.
+    |x| > `eps`. `token_weights` gives every batch's weights [B,N]: each token then counts by its own in all statistics.
+    `progress` hears the number of inputs done so far. Raises BadInput for inputs that are empty, disagree in their
+    batch or are of another precision than float32, for none at all, for weights that don't fit, and for the first site
+    with NaN or Inf activations.
     """
     collector = Collector(
         model,
@@ -211,6 +240,7 @@ def collect(
         kept=kept,
         eps=eps,
         precision=precision,
+        token_weights=token_weights,
     )
     with collector:
         for inputs in batches:

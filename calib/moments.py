@@ -5,6 +5,7 @@ the attention's output projection (all heads together); T = D (D + 1) / 2, the e
 D x D matrix in row-major order (torch.triu_indices), not scaled by sqrt(2).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -27,11 +28,19 @@ def _refuse_count(owner: str, name: str, value: int) -> None:
         raise BadInput(f"{owner}.{name}: got {value}, expected at least 1")
 
 
+def _refuse_tokens(owner: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise BadInput(f"{owner}.tokens: got {value}, expected more than 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChannelMoments:
-    """Sums over all tokens of x, the input of an MLP's last linear layer; `active_F` counts |x| > eps."""
+    """Sums over all tokens of x, the input of an MLP's last linear layer; `active_F` counts |x| > eps.
 
-    tokens: int
+    Each token counts by its weight, once unless weights were given; `tokens` is the sum of the weights.
+    """
+
+    tokens: float
     eps: float
     sum_F: Tensor
     gram_FF: Tensor
@@ -39,7 +48,7 @@ class ChannelMoments:
 
     def __post_init__(self) -> None:
         width = self.sum_F.shape[-1]
-        _refuse_count("ChannelMoments", "tokens", self.tokens)
+        _refuse_tokens("ChannelMoments", self.tokens)
         if not self.eps >= 0:
             raise BadInput(f"ChannelMoments.eps: got {self.eps}, expected zero or more")
         for name, shape in (("sum_F", (width,)), ("gram_FF", (width, width)), ("active_F", (width,))):
@@ -70,7 +79,8 @@ class HeadMoments:
     """Sums over images and tokens of q and k as they enter the dot product (before its scale), and of z.
 
     qq_HDD = sum of q q^T; kk_centred_HDD has k centred within each image first; energy_HD = sum over images of
-    ||q_j||^2 ||k_j||^2, the norms taken over one image's tokens.
+    ||q_j||^2 ||k_j||^2, the norms taken over one image's tokens. Where tokens have weights, each counts by its own: in
+    every sum, in every norm, and in the mean that k is centred by; `tokens` is the sum of the weights.
 
     system_HTT = sum over images of half(K'K) half(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
     set. With `kept_HK` (sorted dims per head) it is restricted to those dims, and two sums over images stand in for
@@ -79,7 +89,7 @@ class HeadMoments:
     """
 
     images: int
-    tokens: int
+    tokens: float
     q_sum_HD: Tensor
     k_sum_HD: Tensor
     qq_HDD: Tensor
@@ -95,7 +105,7 @@ class HeadMoments:
 
     def __post_init__(self) -> None:
         _refuse_count("HeadMoments", "images", self.images)
-        _refuse_count("HeadMoments", "tokens", self.tokens)
+        _refuse_tokens("HeadMoments", self.tokens)
         heads, dim, channels = (*self.q_sum_HD.shape[-2:], self.z_sum_C.shape[-1])
         self._refuse({"q_sum_HD": (heads, dim), "k_sum_HD": (heads, dim), "energy_HD": (heads, dim)})
         self._refuse(dict.fromkeys(("qq_HDD", "kk_HDD", "kk_centred_HDD"), (heads, dim, dim)))

@@ -122,12 +122,15 @@ def add_sum(total_F: Tensor, x_BNF: Tensor) -> None:
     total_F.add_(x_BNF.float().sum(1).double().sum(0))
 
 
-def add_active(total_F: Tensor, x_BNF: Tensor, eps: float) -> None:
-    """Adds the number of entries with |x| > eps; counts below 2^24 are exact in float32."""
+def add_active(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | None = None) -> None:
+    """Adds the number of entries with |x| > eps, or the weights of their tokens; below 2^24 float32 counts exactly."""
     above_NF = torch.empty(x_BNF.shape[1:], dtype=torch.float32, device=x_BNF.device)
-    for x_NF in x_BNF:
+    for index, x_NF in enumerate(x_BNF):
         torch.abs(x_NF.float(), out=above_NF)
-        total_F.add_(torch.gt(above_NF, eps, out=above_NF).sum(0))
+        torch.gt(above_NF, eps, out=above_NF)
+        if weight_BN is not None:
+            above_NF.mul_(weight_BN[index, :, None])
+        total_F.add_(above_NF.sum(0))
 
 
 def grams_of_heads(x_BHND: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The running float64 sums of one site, on the device that computes them.
+"""The running float64 sums of one site, on the device that computes them; tokens count by their weights, if any.
 
 Shapes: B images, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of z, T = D (D + 1) / 2.
 """
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .hooks import Role
+from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, half, mirror
+from .weights import Weights, rooted, token_count, weighted
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:
@@ -41,20 +43,21 @@ class ChannelSums:
     """Sums of x [B,N,F]."""
 
     def __init__(self, *, eps: float) -> None:
-        self.eps, self.tokens = eps, 0
+        self.eps = eps
+        self.tokens: float = 0
         self.kernel: Kernel = "blas"
         self.totals: dict[str, Tensor] = {}
 
-    def add(self, role: Role, x_BNF: Tensor) -> None:
+    def add(self, role: Role, x_BNF: Tensor, weights: Weights | None = None) -> None:
         assert role == "x", role
         width, device = x_BNF.shape[-1], x_BNF.device
         if not self.totals:
             self.totals = {name: _zeros(width, device=device) for name in ("sum_F", "active_F")}
             self.totals["gram_FF"] = _zeros(width, width, device=device)
-        add_sum(self.totals["sum_F"], x_BNF)
-        add_active(self.totals["active_F"], x_BNF, self.eps)
-        add_gram(self.totals["gram_FF"], x_BNF, self.kernel)
-        self.tokens += x_BNF.shape[0] * x_BNF.shape[1]
+        add_sum(self.totals["sum_F"], weighted(x_BNF, weights))
+        add_active(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
+        add_gram(self.totals["gram_FF"], rooted(x_BNF, weights), self.kernel)
+        self.tokens += token_count(x_BNF, weights)
 
     def finite(self) -> Tensor:
         """Whether nothing infinite or NaN has entered; a NaN stays in a sum, so the small one tells."""
@@ -67,11 +70,11 @@ class ChannelSums:
         assert isinstance(moments, ChannelMoments), moments
         self.tokens, self.totals = moments.tokens, _totals(moments, device)
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, float]:
         """Images (not counted for an MLP) and tokens."""
         return 0, self.tokens
 
-    def set_counts(self, images: int, tokens: int) -> None:
+    def set_counts(self, images: int, tokens: float) -> None:
         self.tokens = tokens
 
     def moments(self) -> ChannelMoments:
@@ -88,58 +91,47 @@ class HeadSums:
     def __init__(self, *, system: bool, kept_HK: Tensor | None = None) -> None:
         self.system, self.kept_HK = system, kept_HK
         self.kernel: Kernel = "blas"
-        self.images = self.tokens = 0
+        self.images = 0
+        self.tokens: float = 0
         self.totals: dict[str, Tensor] = {}
         self._qq_BHDD: Tensor | None = None
         self._kk_BHDD: Tensor | None = None
         self._removed_HD = torch.empty(0)
         self._held: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, role: Role, activation: Tensor) -> None:
+    def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
         if role == "q":
-            self._add_queries(activation)
+            self._add_queries(activation, weights)
         elif role == "k":
-            self._add_keys(activation)
+            self._add_keys(activation, weights)
         else:
-            self._add_outputs(activation)
+            self._add_outputs(activation, weights)
 
-    def _add_queries(self, q_BHND: Tensor) -> None:
+    def _add_queries(self, q_BHND: Tensor, weights: Weights | None) -> None:
         self._allocate_heads(q_BHND)
-        self._qq_BHDD = grams_of_heads(q_BHND)
-        self.totals["q_sum_HD"].add_(q_BHND.float().sum(2).double().sum(0))
+        self._qq_BHDD = grams_of_heads(rooted(q_BHND, weights))
+        self.totals["q_sum_HD"].add_(weighted(q_BHND, weights).float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
         self._join()
 
-    def _add_keys(self, k_BHND: Tensor) -> None:
-        """Products are taken of c = k - mean, then shifted back in float64: no cancellation either way.
-
-        With r = sum of c, which is only near zero: k'k = c'c + (n mean + r) mean' + mean r'.
-        """
+    def _add_keys(self, k_BHND: Tensor, weights: Weights | None) -> None:
         self._allocate_heads(k_BHND)
-        count = k_BHND.shape[2]
-        mean_BH1D = k_BHND.float().mean(2, keepdim=True)
-        centred_BHND = torch.sub(k_BHND, mean_BH1D, out=torch.empty(k_BHND.shape, device=k_BHND.device))
-        grams_BHDD = grams_of_heads(centred_BHND)
-        rest_BHD = centred_BHND.sum(2).double()
-        mean_BHD = mean_BH1D.squeeze(2).double()
-        left_BHD2 = torch.stack([mean_BHD * count + rest_BHD, mean_BHD], dim=-1)
-        right_BH2D = torch.stack([mean_BHD, rest_BHD], dim=-2)
-        self._kk_BHDD = grams_BHDD + left_BHD2 @ right_BH2D
-        self.totals["k_sum_HD"].add_((mean_BHD * count + rest_BHD).sum(0))
+        keys = centred_keys(k_BHND) if weights is None else weighted_keys(k_BHND, weights)
+        self._kk_BHDD = keys.uncentred_BHDD()
+        self.totals["k_sum_HD"].add_(keys.sum_BHD.sum(0))
         self.totals["kk_HDD"].add_(self._kk_BHDD.sum(0))
-        around_HDD = rest_BHD.permute(1, 2, 0) @ rest_BHD.transpose(0, 1) / count
-        self.totals["kk_centred_HDD"].add_(grams_BHDD.sum(0) - around_HDD)
+        self.totals["kk_centred_HDD"].add_(keys.centred_HDD())
         self._join()
 
-    def _add_outputs(self, z_BNC: Tensor) -> None:
+    def _add_outputs(self, z_BNC: Tensor, weights: Weights | None) -> None:
         channels, device = z_BNC.shape[-1], z_BNC.device
         if "z_sum_C" not in self.totals:
             self.totals["z_sum_C"] = _zeros(channels, device=device)
             self.totals["zz_CC"] = _zeros(channels, channels, device=device)
-        add_sum(self.totals["z_sum_C"], z_BNC)
-        add_gram(self.totals["zz_CC"], z_BNC, self.kernel)
+        add_sum(self.totals["z_sum_C"], weighted(z_BNC, weights))
+        add_gram(self.totals["zz_CC"], rooted(z_BNC, weights), self.kernel)
         self.images += z_BNC.shape[0]
-        self.tokens += z_BNC.shape[0] * z_BNC.shape[1]
+        self.tokens += token_count(z_BNC, weights)
 
     def _allocate_heads(self, x_BHND: Tensor) -> None:
         if "qq_HDD" in self.totals:
@@ -207,11 +199,11 @@ class HeadSums:
             self.kept_HK = moments.kept_HK.to(device)
             self._removed_HD = _ones_outside(self.kept_HK, moments.q_sum_HD.shape[1])
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, float]:
         """Images and tokens."""
         return self.images, self.tokens
 
-    def set_counts(self, images: int, tokens: int) -> None:
+    def set_counts(self, images: int, tokens: float) -> None:
         self.images, self.tokens = images, tokens
 
     def moments(self) -> HeadMoments:

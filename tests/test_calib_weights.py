@@ -1,0 +1,317 @@
+"""Statistics of weighted tokens against float64 loops over inputs and tokens, written here without calib's kernels."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calib.calibrate import Options, calibrate
+from calib.collect import collect
+from calib.inputs import Inputs
+from calib.moments import ChannelMoments, HeadMoments, Moments
+from calib.resume import ResumeFile
+from calib.sites import ChannelTaps, HeadTaps, Site, Tap
+from calib.store import load, save
+from calib.texts import open_texts
+from calib.weights import TokenWeights
+from ground.errors import BadInput
+from tests import tiny_text
+
+COUNT, LENGTH = 21, 11
+
+
+def ids_and_masks(seed: int = 0) -> dict[str, Tensor]:
+    """Random ids; masks with holes, the first token always seen."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, tiny_text.LETTERS, (COUNT, LENGTH), generator=generator)
+    masks = (torch.rand(COUNT, LENGTH, generator=generator) < 0.6).long()
+    masks[:, 0] = 1
+    return {"input_ids": ids, "attention_mask": masks}
+
+
+def mask_of(inputs: Inputs) -> Tensor:
+    assert not isinstance(inputs, Tensor)
+    return inputs["attention_mask"]
+
+
+def sizes_of(inputs: Inputs) -> Tensor:
+    """Weights that are no whole numbers, by what a token is; 0 where the mask is."""
+    assert not isinstance(inputs, Tensor)
+    return inputs["attention_mask"] * (0.3 + (inputs["input_ids"] % 5))
+
+
+def collected(inputs: Mapping[str, Tensor], weights: TokenWeights | None, *, batch: int = 5, **kept: Tensor) -> Moments:
+    encoder = tiny_text.model()
+    parts = [{name: tensor[at : at + batch] for name, tensor in inputs.items()} for at in range(0, COUNT, batch)]
+    return collect(
+        encoder, tiny_text.sites_of(encoder), parts, device="cpu", attention_system=not kept, kept=kept,
+        token_weights=weights, lineage={"model": "m"},
+    )  # fmt: skip
+
+
+def activations(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """q, k [B,H,N,D]; z, x [B,N,C]; the pooled head's input [B,1,F]: of a float32 forward pass, as float64."""
+    encoder = tiny_text.model()
+    seen: dict[str, np.ndarray] = {}
+
+    def keep(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            seen[name] = change(out if name in "qk" else given[0]).double().numpy()
+
+        return hook
+
+    encoder.q.register_forward_hook(keep("q", tiny_text.heads))
+    encoder.k.register_forward_hook(keep("k", tiny_text.heads))
+    encoder.out.register_forward_hook(keep("z", lambda x: x))
+    encoder.fc2.register_forward_hook(keep("x", lambda x: x))
+    encoder.classes.register_forward_hook(keep("pooled", lambda x: x[:, None]))
+    with torch.no_grad():
+        encoder(*inputs.values())
+    return seen
+
+
+def channel_loops(x_BNF: np.ndarray, weight_BN: np.ndarray) -> dict[str, np.ndarray]:
+    width = x_BNF.shape[2]
+    sums = {"sum_F": np.zeros(width), "gram_FF": np.zeros((width, width)), "active_F": np.zeros(width)}
+    for tokens, weights in zip(x_BNF, weight_BN, strict=True):
+        for token, weight in zip(tokens, weights, strict=True):
+            sums["sum_F"] += weight * token
+            sums["gram_FF"] += weight * np.outer(token, token)
+            sums["active_F"] += weight * (np.abs(token) > 1e-3)
+    return sums | {"tokens": weight_BN.sum()}
+
+
+def half_vector(matrix: np.ndarray) -> np.ndarray:
+    return np.array([matrix[i, j] for i in range(len(matrix)) for j in range(i, len(matrix))])
+
+
+def of_one_head(q_ND: np.ndarray, k_ND: np.ndarray, weight_N: np.ndarray, keep: np.ndarray) -> dict[str, np.ndarray]:
+    """One input's share of every statistic of a head: only the tokens whose weight is above zero are looked at."""
+    seen = np.flatnonzero(weight_N)
+    dim = q_ND.shape[1]
+    qq, kk, centred = (np.zeros((dim, dim)) for _ in range(3))
+    mean = sum(weight_N[n] * k_ND[n] for n in seen) / weight_N.sum()
+    for n in seen:
+        qq += weight_N[n] * np.outer(q_ND[n], q_ND[n])
+        kk += weight_N[n] * np.outer(k_ND[n], k_ND[n])
+        centred += weight_N[n] * np.outer(k_ND[n] - mean, k_ND[n] - mean)
+    drop = np.setdiff1d(np.arange(dim), keep)
+    left_out = sum(
+        weight_N[n] * weight_N[m] * (q_ND[n, drop] @ k_ND[m, drop]) ** 2 for n in seen for m in seen
+    )  # fmt: skip
+    return {
+        "q_sum_HD": sum(weight_N[n] * q_ND[n] for n in seen),
+        "k_sum_HD": sum(weight_N[n] * k_ND[n] for n in seen),
+        "qq_HDD": qq,
+        "kk_HDD": kk,
+        "kk_centred_HDD": centred,
+        "energy_HD": np.diag(qq) * np.diag(kk),
+        "system_HTT": np.outer(half_vector(kk[np.ix_(keep, keep)]), half_vector(qq[np.ix_(keep, keep)])),
+        "target_HKK": qq[np.ix_(keep, drop)] @ kk[np.ix_(drop, keep)],
+        "target_energy_H": np.asarray(left_out),
+    }
+
+
+def head_loops(
+    seen: Mapping[str, np.ndarray], weight_BN: np.ndarray, kept: Tensor | None = None
+) -> dict[str, np.ndarray]:
+    sums = channel_loops(seen["z"], weight_BN)
+    heads = []
+    for head in range(tiny_text.HEADS):
+        keep = np.arange(tiny_text.DIM) if kept is None else kept[head].numpy()
+        each = [of_one_head(seen["q"][b, head], seen["k"][b, head], w, keep) for b, w in enumerate(weight_BN)]
+        heads.append({name: np.sum([one[name] for one in each], 0) for name in each[0]})
+    by_head = {name: np.stack([head[name] for head in heads]) for name in heads[0]}
+    return by_head | {"z_sum_C": sums["sum_F"], "zz_CC": sums["gram_FF"], "tokens": sums["tokens"]}
+
+
+def require_equal(site: HeadMoments | ChannelMoments, expected: Mapping[str, np.ndarray], limit: float) -> None:
+    for name in type(site).__slots__:
+        value = getattr(site, name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            difference = np.linalg.norm(value.numpy() - expected[name])
+            assert difference <= limit * np.linalg.norm(expected[name]), name
+    assert site.tokens == pytest.approx(float(expected["tokens"]), rel=1e-12)
+
+
+@pytest.mark.parametrize("weights", [mask_of, sizes_of])
+def test_every_statistic_equals_float64_loops(weights: Callable[[Inputs], Tensor]) -> None:
+    inputs = ids_and_masks()
+    seen, weight_BN = activations(inputs), weights(inputs).double().numpy()
+    moments = collected(inputs, weights).sites
+    attention, mlp, head = moments["attn"], moments["mlp"], moments["head"]
+    assert isinstance(attention, HeadMoments)
+    assert isinstance(mlp, ChannelMoments)
+    assert isinstance(head, ChannelMoments)
+    require_equal(attention, head_loops(seen, weight_BN), 1e-6)
+    require_equal(mlp, channel_loops(seen["x"], weight_BN), 1e-6)
+    require_equal(head, channel_loops(seen["pooled"], np.ones((COUNT, 1))), 1e-6)
+    assert attention.images == COUNT
+
+
+def test_the_system_of_kept_dims_is_weighted() -> None:
+    inputs, kept = ids_and_masks(1), torch.tensor([[0, 2, 5], [1, 3, 4]])
+    attention = collected(inputs, sizes_of, attn=kept).sites["attn"]
+    assert isinstance(attention, HeadMoments)
+    expected = head_loops(activations(inputs), sizes_of(inputs).double().numpy(), kept)
+    require_equal(attention, expected, 1e-6)
+
+
+def moments_equal(a: Moments, b: Moments, limit: float) -> None:
+    for name, site in a.sites.items():
+        other = b.sites[name]
+        assert isinstance(site, HeadMoments | ChannelMoments)
+        require_equal(site, {f: np.asarray(getattr(other, f)) for f in type(other).__slots__}, limit)
+
+
+def test_weights_of_one_are_no_weights() -> None:
+    inputs = ids_and_masks()
+    without = collected(inputs, None)
+    for ones in (torch.ones(COUNT, LENGTH), torch.ones(COUNT, LENGTH, dtype=torch.bool)):
+        moments_equal(collected(inputs, lambda piece, ones=ones: ones[: len(mask_of(piece))]), without, 1e-7)  # type: ignore[misc]
+    moments_equal(collected(inputs, lambda _: None), without, 0.0)
+
+
+def test_twice_the_weight_is_twice_the_token() -> None:
+    """As if each token stood there twice: sums double, what is a product of two Grams is four times as much."""
+    inputs = ids_and_masks()
+    once, twice = (collected(inputs, weights) for weights in (mask_of, lambda piece: 2 * mask_of(piece)))
+    one, two = once.sites["attn"], twice.sites["attn"]
+    assert isinstance(one, HeadMoments)
+    assert isinstance(two, HeadMoments)
+    for name, factor in (("k_centred_HDD", 1), ("z_covariance_CC", 1), ("energy_HD", 4), ("system_HTT", 4)):
+        expected = factor * getattr(one, name)
+        assert float((getattr(two, name) - expected).norm()) < 1e-6 * float(expected.norm()), name
+
+
+def collected_texts(path: Path, length: int) -> Moments:
+    encoder = tiny_text.model()
+    return calibrate(
+        encoder, tiny_text.sites_of(encoder), open_texts(path, encode=tiny_text.encode_to(length)), batch_size=4,
+        device="cpu", options=Options(attention_system=True, token_weights=mask_of), lineage={"model": "m"},
+    )  # fmt: skip
+
+
+def test_how_far_documents_are_padded_does_not_matter(tmp_path: Path) -> None:
+    documents = ["a", "no more than this", "sixteen letters!"[:16], "and something", "x" * 12]
+    (tmp_path / "documents.txt").write_text("\n".join(document[:16] for document in documents))
+    short, long = (collected_texts(tmp_path / "documents.txt", length) for length in (16, 24))
+    moments_equal(short, long, 2e-6)
+    mlp = short.sites["mlp"]
+    assert isinstance(mlp, ChannelMoments)
+    assert mlp.tokens == sum(len(document[:16]) for document in documents)
+    assert isinstance(mlp.tokens, int)
+
+
+class Given(nn.Module):
+    """Tokens [B,N,4] as they are: q, k, z and x of its sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.last = nn.Identity(), nn.Linear(4, 4)
+
+    def forward(self, x_BN4: Tensor, weight_BN: Tensor) -> Tensor:
+        out: Tensor = self.last(self.tokens(x_BN4))
+        return out
+
+    def sites(self) -> list[Site]:
+        tap = Tap(module=self.tokens, take=lambda out: out[:, None])
+        heads = HeadTaps(name="attn", queries=tap, keys=tap, output=self.last)
+        return [heads, ChannelTaps(name="mlp", output=self.last)]
+
+
+def of_tokens(x_BN4: Tensor, weight_BN: Tensor) -> Moments:
+    model, inputs = Given(), {"x": x_BN4, "weights": weight_BN}
+    return collect(
+        model, model.sites(), [inputs], device="cpu", attention_system=True,
+        token_weights=lambda piece: None if isinstance(piece, Tensor) else piece["weights"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
+def test_a_token_without_weight_leaves_no_trace(garbage: float) -> None:
+    x_BN4 = torch.randn(9, 6, 4, generator=torch.Generator().manual_seed(0))
+    weight_BN = torch.ones(9, 6)
+    weight_BN[::2, 4:] = 0.0
+    clean = of_tokens(x_BN4, weight_BN)
+    spoilt_BN4 = x_BN4.masked_fill(weight_BN[..., None] == 0, garbage)
+    moments_equal(of_tokens(spoilt_BN4, weight_BN), clean, 0.0)
+
+
+def test_one_token_has_no_keys_but_their_mean() -> None:
+    """The singular case: what is centred is zero, although keys are large; all else is of rank one for each input."""
+    x_BN4 = 1000.0 + torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(0))
+    weight_BN = torch.zeros(5, 6)
+    weight_BN[:, 2] = 0.3
+    attention = of_tokens(x_BN4, weight_BN).sites["attn"]
+    assert isinstance(attention, HeadMoments)
+    one_B4 = x_BN4[:, 2].double()
+    weight = float(torch.tensor(0.3))
+    assert attention.tokens == pytest.approx(5 * weight)
+    assert float(attention.kk_centred_HDD.abs().max()) < 1e-7 * float(attention.kk_HDD.abs().max())
+    assert torch.allclose(attention.kk_HDD[0], weight * one_B4.T @ one_B4, rtol=1e-6)
+
+
+def test_an_input_without_weight_adds_nothing() -> None:
+    x_BN4 = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
+    weight_BN = torch.ones(4, 6)
+    weight_BN[1] = 0.0
+    with_it, without = of_tokens(x_BN4, weight_BN), of_tokens(x_BN4[[0, 2, 3]], weight_BN[[0, 2, 3]])
+    moments_equal(with_it, without, 1e-6)
+    with pytest.raises(BadInput, match="attn: the token weights of all 4 inputs are zero"):
+        of_tokens(x_BN4, torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("weight_BN", "message"),
+    [
+        (torch.ones(3, 5), r"attn: q has 6 tokens, the token weights are for 5; give one weight a token"),
+        (torch.ones(3, 6, 1), r"got torch.float32 \[3, 6, 1\], expected numbers \[3, tokens\]"),
+        (torch.ones(3, 0), r"got torch.float32 \[3, 0\]"),
+        (torch.full((3, 6), -1.0), "from -1 to -1, expected finite ones of 0 or more"),
+        (torch.full((3, 6), float("nan")), "expected finite ones"),
+        (torch.full((3, 6), float("inf")), "expected finite ones"),
+    ],
+)
+def test_weights_that_are_refused(weight_BN: Tensor, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        of_tokens(torch.zeros(3, 6, 4), weight_BN)
+
+
+def test_weights_of_another_batch_are_refused() -> None:
+    model = Given()
+    inputs = {"x": torch.zeros(3, 6, 4), "weights": torch.ones(3, 6)}
+    with pytest.raises(BadInput, match=r"\[2, 6\], expected numbers \[3, tokens\]"):
+        collect(model, model.sites(), [inputs], device="cpu", token_weights=lambda _: torch.ones(2, 6))
+
+
+def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "documents.txt").write_text("\n".join(f"number {number}" * (number % 3 + 1) for number in range(9)))
+    encoder, state = tiny_text.model(), ResumeFile(path=tmp_path / "state.safetensors", every=4)
+    options = Options(attention_system=True, token_weights=sizes_of)
+
+    def run(options: Options, stop_at: int | None = None) -> Moments:
+        def progress(done: int) -> None:
+            if done == stop_at:
+                raise KeyboardInterrupt
+
+        texts = open_texts(tmp_path / "documents.txt", encode=tiny_text.encode_to(12))
+        return calibrate(
+            encoder, tiny_text.sites_of(encoder), texts, batch_size=2, device="cpu", options=options,
+            lineage={"model": "m"}, checkpoint=state, progress=progress,
+        )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        run(options, stop_at=6)
+    with pytest.raises(BadInput, match="checkpoint of another run: options was"):
+        run(replace(options, token_weights=None))
+    resumed = run(options)
+    state.clear()
+    moments_equal(resumed, run(options), 0.0)
+    save(resumed, tmp_path / "m.safetensors")
+    moments_equal(load(tmp_path / "m.safetensors"), resumed, 0.0)
+    assert not float(resumed.sites["mlp"].tokens).is_integer()
