@@ -70,7 +70,7 @@ def save(moments: Moments, path: Path) -> None:
 class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="mlp"):
     """What is no tensor of ChannelMoments."""
 
-    tokens: int
+    tokens: int | float
     eps: float
 
 
@@ -78,7 +78,7 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What is no tensor of HeadMoments."""
 
     images: int
-    tokens: int
+    tokens: int | float
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
