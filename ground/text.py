@@ -14,3 +14,8 @@ _SHOWN = {
 def printable(text: str) -> str:
     """The text with its control characters written out as \\x1b."""
     return text.translate(_SHOWN)
+
+
+def one_line(text: str) -> str:
+    """The text as it can stand in a comment, which a line break would end."""
+    return printable(text).replace("\n", "\\n")

@@ -50,10 +50,10 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
-def _writer(name: str, reads: tuple[str, ...], makes: tuple[str, ...]) -> Callable[[StageDirs], None]:
-    def does(place: StageDirs) -> None:
+def _writer(name: str, reads: tuple[str, ...], outputs: tuple[str, ...]) -> Callable[[StageDirs], None]:
+    def write(place: StageDirs) -> None:
         seen = b"".join((place.root / each).read_bytes() for each in reads)
-        for each in makes:
+        for each in outputs:
             path = place.into / each
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
@@ -62,7 +62,7 @@ def _writer(name: str, reads: tuple[str, ...], makes: tuple[str, ...]) -> Callab
                 sys.audit("mid-file", str(path))
                 file.write(seen[-64:] * 2)
 
-    return does
+    return write
 
 
 def fake_stages(outside: Path) -> list[Stage]:
@@ -76,19 +76,19 @@ def fake_stages(outside: Path) -> list[Stage]:
     return [
         Stage(
             name=name,
-            makes=makes,
-            does=_writer(name, reads, makes),
+            outputs=outputs,
+            run=_writer(name, reads, outputs),
             reads=reads,
             outside={"source": outside} if name == "one" else {},
             settings={"number": index},
         )
-        for index, (name, reads, makes) in enumerate(shapes)
+        for index, (name, reads, outputs) in enumerate(shapes)
     ]
 
 
 def run_fake(root: Path, outside: Path) -> None:
     with locked(root):
-        run(fake_stages(outside), root, told=lambda stage, why: None)
+        run(fake_stages(outside), root, starts=lambda stage, why: None)
 
 
 def kill_everywhere(home: Path) -> Iterator[tuple[int, bool]]:
@@ -120,13 +120,12 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     """A real release, killed and resumed once for each point; says how many stages stood after each kill."""
     import torch
 
-    from corp_deploy.release import own_steps as release_steps
-    from corp_deploy.release import steps
+    from corp_deploy.release import own_steps, steps
     from corp_deploy.release.baseline import Baseline
-    from corp_deploy.release.pipeline import release
-    from corp_deploy.release.recipe import load_recipe
+    from corp_deploy.release.recipe_file import load_recipe
+    from corp_deploy.release.run import release
 
-    assert release_steps is not steps
+    assert own_steps is not steps
     torch.set_num_threads(1)
     recipe = load_recipe(recipe_path)
     for point in points:

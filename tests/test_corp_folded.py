@@ -24,7 +24,7 @@ from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.release import calls as release_commands
-from corp_deploy.release.recipe import load_recipe
+from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from examples.digits.images import load
 from ground.errors import BadInput
@@ -232,5 +232,5 @@ preset = "{preset}"
     for preset, looks in (("grail", False), ("grail-fold", True), ("fold", True)):
         (tmp_path / "recipe.toml").write_text(recipe.format(preset=preset))
         loaded = load_recipe(tmp_path / "recipe.toml")
-        assert loaded.reduces_on_images == looks
+        assert loaded.reduce.looks_at_images == looks
         assert ("images" in release_commands.reduce(loaded, tmp_path).options) == looks

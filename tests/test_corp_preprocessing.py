@@ -16,7 +16,7 @@ from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.release.recipe import load_recipe
+from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import load_dense
@@ -213,8 +213,8 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(RECIPE)
     recipe = load_recipe(path)
-    assert recipe["model"]["ema"] is False
-    assert recipe.preprocessing == Preprocessing(
+    assert recipe.model.ema is False
+    assert recipe.model.preprocessing == Preprocessing(
         mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear", crop_mode="border"
     )
     kept = tomllib.loads(text_of_recipe(recipe, tmp_path))["model"]

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from corp_deploy.demo import run as demo
 from corp_deploy.demo.calls import ITSELF, DemoScale
 from corp_deploy.release.baseline import Baseline
-from corp_deploy.release.incremental import STATE, Stage, files_of
+from corp_deploy.release.digests import files_of
+from corp_deploy.release.incremental import STATE, Stage
 from corp_deploy.release.pipeline import stages_of
-from corp_deploy.release.recipe import SECTIONS, load_recipe
-from corp_deploy.release.recipe_toml import toml_value
+from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe
 from corp_deploy.store.checkpoint import save
 from ground.files import read_json
 from tests import tiny
@@ -180,7 +181,7 @@ def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch:
     only = [word for stage in names for word in ("--only", stage)]
     run_in(home, ("corp-deploy", "release", "recipe.toml", "-o", "out", *only), monkeypatch)
     stages = {stage.name: stage for stage in stages_of(recipe, out, Baseline())}
-    commands = {stages[name].command: list(stages[name].makes) for name in names[1:]}
+    commands = {stages[name].command: list(stages[name].outputs) for name in names[1:]}
     reproduced(out, tmp_path, commands, monkeypatch)
 
 
@@ -263,11 +264,8 @@ def stages_with(folder: Path, changes: Mapping[str, object]) -> dict[str, Stage]
     tables = tomllib.loads(PLAIN)
     for name, value in changes.items():
         table, key = name.split(".")
-        tables[table] = {**tables[table], key: value}
-    lines = []
-    for table, values in tables.items():
-        lines += [f"[{table}]", *(f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None)]
-    (folder / "recipe.toml").write_text("\n".join(lines))
+        tables[table] = {word: each for word, each in {**tables[table], key: value}.items() if each is not None}
+    (folder / "recipe.toml").write_text(tomli_w.dumps(tables))
     baseline = Baseline(path=folder / "base.json", init=True)
     return {stage.name: stage for stage in stages_of(load_recipe(folder / "recipe.toml"), folder / "out", baseline)}
 
@@ -280,7 +278,7 @@ def decides(stage: Stage) -> dict[str, object]:
 
 def test_no_key_of_a_recipe_is_missing_from_the_commands(tmp_path: Path) -> None:
     """What decides a stage's result is in its command, and what is in its command decides the stage."""
-    keys = {f"{table}.{key}" for table, known in SECTIONS.items() if table not in BY_RECIPE for key in known}
+    keys = {f"{table}.{key}" for table, known in SECTIONS.items() if table not in BY_RECIPE for key in keys_of(known)}
     assert {key for key in keys if key.split(".")[1] not in FILES} == CHANGES.keys()
     for key, (value, companions) in CHANGES.items():
         before, after = (stages_with(tmp_path, companions | own) for own in ({}, {key: value}))

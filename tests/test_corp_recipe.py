@@ -4,13 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
-from corp_deploy.release.recipe import SECTIONS, load_recipe
-from corp_deploy.release.recipe_toml import starter, text_of_recipe, toml_value
+from corp_deploy.release.recipe import ExportTable, ReduceTable
+from corp_deploy.release.recipe_file import MOST_BYTES, SECTIONS, load_recipe
+from corp_deploy.release.recipe_toml import text_of_recipe
+from corp_deploy.release.rendering import rendered
+from corp_deploy.release.starter import starter
 from ground.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
@@ -36,17 +40,17 @@ def written(folder: Path, text: str, name: str = "recipe.toml") -> Path:
 def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST))
     assert recipe.name == "recipe"
-    assert recipe.path("calibration", "images") == tmp_path.resolve() / "train"
-    assert recipe["model"]["model"] == "deit_small_patch16_224"
-    assert not recipe.model_is_directory
+    assert recipe.calibration.images == tmp_path.resolve() / "train"
+    assert recipe.model.model == "deit_small_patch16_224"
+    assert recipe.model.directory is None
     assert [target.name for target in recipe.targets] == ["onnxruntime-cpu"]
     assert recipe.targets[0].precision == "fp32"
-    assert recipe["bench"]["batches"] == [1, 8, 32]
-    assert recipe.method.mlp_sparsity == 0.5
+    assert recipe.bench.batches == (1, 8, 32)
+    assert recipe.reduce.method.mlp_sparsity == 0.5
 
 
 def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
-    assert load_recipe(written(tmp_path, LEAST))["reduce"]["allow_partial"] is False
+    assert load_recipe(written(tmp_path, LEAST)).reduce.allow_partial is False
     allowed = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0.5\nallow_partial = true")))
     (command,) = [stage.command for stage in stages_of(allowed, tmp_path / "out", Baseline()) if stage.name == "reduce"]
     assert command is not None
@@ -158,11 +162,11 @@ def test_the_tokens_that_a_loop_reads_stand_in_the_command(tmp_path: Path, reads
 
 def test_full_widths_can_be_asked_for(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0\nattn = 0")))
-    assert (recipe.method.mlp_sparsity, recipe.method.attention_sparsity) == (0.0, 0.0)
+    assert (recipe.reduce.method.mlp_sparsity, recipe.reduce.method.attention_sparsity) == (0.0, 0.0)
     again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
-    assert again.method == recipe.method
+    assert again.reduce.method == recipe.reduce.method
     alone = load_recipe(written(tmp_path, LEAST))
-    assert (alone.method.mlp_sparsity, alone.method.attention_sparsity) == (0.5, None)
+    assert (alone.reduce.method.mlp_sparsity, alone.reduce.method.attention_sparsity) == (0.5, None)
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
@@ -179,10 +183,10 @@ def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
     written(tmp_path / "base", LEAST + "[bench]\nblock_ms = 5\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
     own = 'extends = "base/base.toml"\n[bench]\nbatches = [1]\n[calibration]\nimages = "own"\n[targets.tensorrt]\n'
     recipe = load_recipe(written(tmp_path, own + "fail_if = ['fused_attention < dense']"))
-    assert recipe["bench"]["block_ms"] == 5
-    assert recipe["bench"]["batches"] == [1]
-    assert recipe.path("calibration", "images") == tmp_path.resolve() / "own"
-    assert recipe.path("held_out", "images") == tmp_path.resolve() / "base" / "val", "relative to where it is written"
+    assert recipe.bench.block_ms == 5
+    assert recipe.bench.batches == (1,)
+    assert recipe.calibration.images == tmp_path.resolve() / "own"
+    assert recipe.held_out.images == tmp_path.resolve() / "base" / "val", "relative to where it is written"
     assert str(recipe.targets[0].profile) == "1:8:64"
     assert recipe.targets[0].rules[0].metric == "fused_attention"
 
@@ -191,7 +195,7 @@ def test_threads_are_for_a_recipe_with_a_target_that_has_them(tmp_path: Path) ->
     text = LEAST + "[bench]\nthreads = 2\n[targets.tensorrt]\n"
     with pytest.raises(BadInput, match=r"\[bench\]: --threads 2 is not honoured by TensorRT"):
         load_recipe(written(tmp_path, text))
-    assert load_recipe(written(tmp_path, text + "[targets.onnxruntime-cpu]"))["bench"]["threads"] == 2
+    assert load_recipe(written(tmp_path, text + "[targets.onnxruntime-cpu]")).bench.threads == 2
 
 
 def test_a_mistake_in_the_base_names_the_base_and_a_circle_is_told(tmp_path: Path) -> None:
@@ -227,13 +231,65 @@ batch = "1:8:64"
 def test_a_model_directory_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "trained").mkdir()
     recipe = load_recipe(written(tmp_path, LEAST.replace("deit_small_patch16_224", "trained")))
-    assert recipe.model_is_directory
-    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))["model"] == recipe["model"]
+    assert recipe.model.directory == tmp_path.resolve() / "trained"
+    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")).model == recipe.model
 
 
-def test_toml_values() -> None:
-    assert toml_value({"a": True, "b b": [1, 0.5, "x\ny"], "none": None}) == '{ a = true, "b b" = [1, 0.5, "x\\ny"] }'
-    assert toml_value("\x7f\x00") == '"\\u007F\\u0000"'
+def test_a_type_refuses_what_a_file_may_not_say() -> None:
+    with pytest.raises(BadInput, match=r"reduce\.macs needs preset best, got 'corp'"):
+        ReduceTable(macs=0.5, preset="corp")
+    with pytest.raises(BadInput, match=r"precision mixed needs export\.keep_fp32"):
+        ExportTable(precisions=("mixed",))
+    with pytest.raises(msgspec.ValidationError, match="unknown field `sparsity`"):
+        msgspec.convert({"sparsity": 0.5}, ReduceTable)
+    with pytest.raises(msgspec.ValidationError, match="< 1"):
+        msgspec.convert({"mlp": 1.0}, ReduceTable)
+
+
+def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, LEAST + "[bench]\nblock_ms = 5\ntime_limit_s = 2.0\n"))
+    command = str(release_commands.bench(recipe, recipe.targets[0]))
+    assert "--time-limit 2.0 --half-width 0.01 --block-ms 5 " in command
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"kwargs.{'a.' * 60}b = 1", "nested too deep"),
+        ("kwargs = { since = 1979-05-27 }", "model.kwargs is .* expected no dates and times"),
+    ],
+)
+def test_arguments_are_values_that_commands_can_carry(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(BadInput, match=rf"recipe\.toml: .*{said}"):
+        load_recipe(written(tmp_path, LEAST.replace("[calibration]", f"{line}\n[calibration]")))
+
+
+def test_a_file_that_is_no_recipe_is_not_read_whole(tmp_path: Path) -> None:
+    path = written(tmp_path, LEAST + "#" * MOST_BYTES)
+    with pytest.raises(BadInput, match=rf"bytes, a recipe has {MOST_BYTES} at most"):
+        load_recipe(path)
+
+
+def test_what_stands_in_a_script_is_quoted_and_ends_no_comment() -> None:
+    stages = [{"name": "one", "why": "a\nrm -rf x", "words": ("corp-deploy", "release", "my recipe; rm -rf x")}]
+    text = rendered("remaining.sh", release="nice\r\nrm -rf x", stages=stages)
+    assert "# What is left of the release of nice\\x0d\\nrm -rf x and needs a machine" in text
+    assert "# one: a\\nrm -rf x\ncorp-deploy release 'my recipe; rm -rf x'\necho " in text
+    assert not [line for line in text.splitlines() if line.startswith("rm")]
+
+
+def test_the_starter_recipe_reads_back_as_what_was_put_into_it(tmp_path: Path) -> None:
+    name = 'odd "name" # é'
+    path = tmp_path / f"{name}.toml"
+    images, held_out = tmp_path / "im#ages", tmp_path / 'held "out"'
+    path.write_text(starter("deit_tiny_patch16_224", path, images=images, held_out=held_out, labels=None))
+    recipe = load_recipe(path)
+    assert (recipe.name, recipe.package.name) == (name, "odd--name-----")
+    assert (recipe.calibration.images, recipe.held_out.images) == (images.resolve(), held_out.resolve())
+    assert recipe.reduce == ReduceTable(mlp=0.5, attn=0.5)
+    assert recipe.export == ExportTable()
+    again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
+    assert again == recipe
 
 
 def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
@@ -241,29 +297,29 @@ def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_pa
     path = tmp_path / "digits.toml"
     path.write_text(starter(str(model), path, images=tmp_path / "cal.npz", held_out=None, labels=None))
     recipe = load_recipe(path)
-    assert Path(recipe["model"]["model"]) == model
-    assert recipe.path("calibration", "images") == tmp_path.resolve() / "cal.npz"
-    assert recipe.path("held_out", "images") == tmp_path.resolve() / "images" / "held-out"
+    assert Path(recipe.model.model) == model
+    assert recipe.calibration.images == tmp_path.resolve() / "cal.npz"
+    assert recipe.held_out.images == tmp_path.resolve() / "images" / "held-out"
     text = path.read_text()
     assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
-    limits = recipe["parity"]
-    assert (limits["min_agreement"], limits["max_error"]) == (0.98, 0.05), "no link of a first release goes unjudged"
+    limits = recipe.parity
+    assert (limits.min_agreement, limits.max_error) == (0.98, 0.05), "no link of a first release goes unjudged"
     with_labels = starter(str(model), path, images=None, held_out=None, labels=tmp_path / "labels.npy")
     path.write_text(with_labels)
-    assert load_recipe(path).path("held_out", "labels") == tmp_path.resolve() / "labels.npy"
+    assert load_recipe(path).held_out.labels == tmp_path.resolve() / "labels.npy"
 
 
 def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     path = tmp_path / "deit.toml"
     path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))
-    assert load_recipe(path).path("model", "weights") == tmp_path.resolve() / "weights.safetensors"
+    assert load_recipe(path).model.weights == tmp_path.resolve() / "weights.safetensors"
     with pytest.raises(BadInput, match="neither a model directory nor a timm name; names that look alike: deit_tiny"):
         starter("deit_tiny_patch61", path, images=None, held_out=None, labels=None)
 
 
 def test_reading_and_planning_import_neither_torch_nor_onnx() -> None:
     code = (
-        "import sys; import corp_deploy.release.pipeline, corp_deploy.commands.release; "
+        "import sys; import corp_deploy.release.run, corp_deploy.commands.release; "
         "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

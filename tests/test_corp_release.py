@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
-from corp_deploy.release import own_steps as release_steps
-from corp_deploy.release import pipeline as releases
-from corp_deploy.release import steps
-from corp_deploy.release.calls import MOMENTS
+from corp_deploy.release import own_steps, pipeline, steps
 from corp_deploy.release.incremental import StageDirs, locked
+from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.manifest import MANIFEST_KIND
@@ -300,9 +298,9 @@ def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("build_lack", "run_lack"):
-        real: Callable[[Target], str | None] = getattr(releases, name)
-        monkeypatch.setattr(releases, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
+    for name in ("missing_to_build", "missing_to_run"):
+        real: Callable[[Target], str | None] = getattr(pipeline, name)
+        monkeypatch.setattr(pipeline, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
 
 
 def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +322,8 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
     assert "stage engine.tensorrt: no GPU" in alone.stderr
 
     with monkeypatch.context() as there:
-        there.setattr(releases, "build_lack", lambda target: None)
-        there.setattr(releases, "run_lack", lambda target: None)
+        there.setattr(pipeline, "missing_to_build", lambda target: None)
+        there.setattr(pipeline, "missing_to_run", lambda target: None)
         play_gpu(there)
         moved = shutil.move(home / "out", home / "elsewhere")
         for words in lines:
@@ -356,8 +354,8 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
     def bench(place: StageDirs, run: Invocation) -> None:
         shutil.copy(place.root / "bench.json", place.into / run["output"])
 
-    there.setattr(release_steps, "write_engines", engines)
-    there.setattr(release_steps, "write_target_parity", parity)
+    there.setattr(own_steps, "write_engines", engines)
+    there.setattr(own_steps, "write_target_parity", parity)
     there.setattr(steps, "write_bench", bench)
 
 

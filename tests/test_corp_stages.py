@@ -1,6 +1,7 @@
 """Stages: what makes one run again, kills at every file operation, the lock, a full disk."""
 
 import errno
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from corp_deploy.release.incremental import STATE, Outcome, Stage, StageDirs, locked, plan, run
 from ground.errors import BadInput
+from ground.files import sha256_of_file
 from tests.killing import fake_stages, tree
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 def finished(stages: list[Stage], root: Path) -> Outcome:
     with locked(root):
-        return run(stages, root, told=lambda stage, why: None)
+        return run(stages, root, starts=lambda stage, why: None)
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def states(stages: list[Stage], root: Path) -> dict[str, str]:
 
 def test_a_second_run_makes_nothing(root: Path, source: Path) -> None:
     before = tree(root)
-    assert finished(fake_stages(source), root).made == ()
+    assert finished(fake_stages(source), root).finished == ()
     assert tree(root) == before
     assert set(states(fake_stages(source), root).values()) == {"cached"}
 
@@ -49,14 +51,14 @@ def test_a_setting_runs_its_stage_and_what_comes_out_different(root: Path, sourc
     stages = fake_stages(source)
     stages[1] = replace(stages[1], settings={"number": 7})
     assert states(stages, root) == {"one": "cached", "two": "runs", "three": "cached", "last": "follows"}
-    assert finished(stages, root).made == ("two",), "two.bin came out the same, so nothing that reads it runs"
+    assert finished(stages, root).finished == ("two",), "two.bin came out the same, so nothing that reads it runs"
 
 
 def test_a_changed_file_outside_runs_all_that_follows_it(root: Path, source: Path) -> None:
     source.write_text("another source")
     rows = {row.stage: row.why for row in plan(fake_stages(source), root)}
     assert rows["one"] == "changed: source"
-    assert finished(fake_stages(source), root).made == ("one",)
+    assert finished(fake_stages(source), root).finished == ("one",)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +74,33 @@ def test_a_lost_or_changed_output_is_made_again(
     before = tree(root)
     harm(root / "two.bin")
     assert {row.stage: row.why for row in plan(fake_stages(source), root)}["two"] == why
-    assert finished(fake_stages(source), root).made == ("two",)
+    assert finished(fake_stages(source), root).finished == ("two",)
     assert tree(root) == before
 
 
-def test_a_damaged_stamp_counts_as_none(root: Path, source: Path) -> None:
-    (root / STATE / "three.json").write_text("{")
-    assert finished(fake_stages(source), root).made == ("three",)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[" * 100_000, "{}", '{"kind": "corp-deploy/stamp", "version": 2, "inputs": {}, "outputs": {}}'),
+        '{"kind": "corp-deploy/stamp", "version": 1, "inputs": {}, "outputs": {"folder/three.bin": 3}}',
+    ],
+)
+def test_a_damaged_stamp_counts_as_none(root: Path, source: Path, text: str) -> None:
+    (root / STATE / "three.json").write_text(text)
+    assert finished(fake_stages(source), root).finished == ("three",)
+
+
+def test_damaged_digests_count_as_none(root: Path, source: Path) -> None:
+    (root / STATE / "digests.json").write_text('{"kind": "corp-deploy/digests", "version": 1, "files": {"a": 1}}')
+    assert finished(fake_stages(source), root).finished == ()
+
+
+def test_a_stamp_can_be_read(root: Path) -> None:
+    """As every release wrote it so far."""
+    stamp = json.loads((root / STATE / "two.json").read_text())
+    assert list(stamp) == ["kind", "version", "inputs", "outputs"]
+    assert (stamp["kind"], stamp["version"], stamp["inputs"]["number"]) == ("corp-deploy/stamp", 1, "1")
+    assert stamp["outputs"] == {"two.bin": sha256_of_file(root / "two.bin")}
 
 
 def test_a_changed_output_of_equal_size_and_time_is_still_seen_when_it_is_young(root: Path, source: Path) -> None:
@@ -86,7 +108,7 @@ def test_a_changed_output_of_equal_size_and_time_is_still_seen_when_it_is_young(
     path = root / "two.bin"
     content = path.read_bytes()
     path.write_bytes(bytes(reversed(content)))
-    assert finished(fake_stages(source), root).made == ("two",)
+    assert finished(fake_stages(source), root).finished == ("two",)
 
 
 def test_files_of_stages_that_are_gone_are_removed_and_a_users_are_not(root: Path, source: Path) -> None:
@@ -101,13 +123,13 @@ def test_files_of_stages_that_are_gone_are_removed_and_a_users_are_not(root: Pat
 
 def test_what_this_machine_lacks_stops_only_what_reads_it(tmp_path: Path, source: Path) -> None:
     stages = fake_stages(source)
-    stages[1] = replace(stages[1], lack=lambda: "no GPU")
+    stages[1] = replace(stages[1], missing=lambda: "no GPU")
     outcome = finished(stages, tmp_path / "out")
-    assert outcome.made == ("one", "three")
+    assert outcome.finished == ("one", "three")
     assert outcome.blocked == {"two": "no GPU", "last": "waits for two"}
     assert states(stages, tmp_path / "out")["last"] == "blocked"
     outcome = finished(fake_stages(source), tmp_path / "out")
-    assert outcome.made == ("two", "last")
+    assert outcome.finished == ("two", "last")
     assert finished(stages, tmp_path / "out").blocked == {}, "done elsewhere is done"
 
 
@@ -142,7 +164,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_file(root: Path, source: Pa
 
     before = tree(root)
     stages = fake_stages(source)
-    stages[1] = replace(stages[1], does=full, settings={"number": 9})
+    stages[1] = replace(stages[1], run=full, settings={"number": 9})
     with pytest.raises(OSError, match="stage two") as caught:
         finished(stages, root)
     assert caught.value.errno == errno.ENOSPC
@@ -155,13 +177,13 @@ import resource, sys
 from pathlib import Path
 from corp_deploy.release.incremental import Stage, StageDirs, locked, run
 root = Path(sys.argv[1])
-def does(place: StageDirs) -> None:
+def write(place: StageDirs) -> None:
     (place.into / "big.bin").write_bytes(b"x" * 100_000)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-stage = Stage(name="big", makes=("big.bin",), does=does)
+stage = Stage(name="big", outputs=("big.bin",), run=write)
 try:
     with locked(root):
-        run([stage], root, told=lambda stage, why: None)
+        run([stage], root, starts=lambda stage, why: None)
 except OSError as error:
     print(error)
 print(sorted(path.name for path in root.rglob("*") if path.is_file()))
@@ -187,6 +209,6 @@ def test_a_folder_is_what_its_names_and_files_are(tmp_path: Path) -> None:
     stages = fake_stages(folder)
     finished(stages, tmp_path / "out")
     (folder / "a.png").rename(folder / "b.png")
-    assert finished(stages, tmp_path / "out").made == ("one",)
+    assert finished(stages, tmp_path / "out").finished == ("one",)
     (tmp_path / "x-00.tar").write_bytes(b"1")
-    assert finished(fake_stages(tmp_path / "x-{00..00}.tar"), tmp_path / "out").made == ("one",)
+    assert finished(fake_stages(tmp_path / "x-{00..00}.tar"), tmp_path / "out").finished == ("one",)

@@ -1,6 +1,6 @@
 """corp-deploy release and corp-deploy check."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from corp_deploy.release.baseline import Baseline
     from corp_deploy.release.incremental import Stage, StageStatus
-    from corp_deploy.release.pipeline import Released
     from corp_deploy.release.recipe import Recipe
+    from corp_deploy.release.run import Released, StageListener
 
 EXIT_MISSING = 4
 
@@ -59,7 +59,7 @@ def release(
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
     from corp_deploy.release.baseline import Baseline
-    from corp_deploy.release.recipe import load_recipe
+    from corp_deploy.release.recipe_file import load_recipe
 
     if init_model is not None:
         _init(recipe, init_model, images, held_out, labels, out)
@@ -70,21 +70,21 @@ def release(
         raise click.UsageError("--images, --held-out and --labels fill in a new recipe; they go with --init")
     if sum(map(bool, (dry_run, plan_only, only))) > 1:
         raise click.UsageError("--dry-run, --plan-only and --only exclude one another")
-    asked, older = load_recipe(recipe), Baseline(path=baseline, init=init_baseline)
+    loaded, older = load_recipe(recipe), Baseline(path=baseline, init=init_baseline)
     if dry_run:
-        _dry_run(asked, output, older, out)
+        _dry_run(loaded, output, older, out)
     elif plan_only:
-        _plan_only(asked, output, older, out)
+        _plan_only(loaded, output, older, out)
     elif only:
-        _only(asked, output, only, older, out)
+        _only(loaded, output, only, older, out)
     else:
-        _release(ctx, asked, output, older, out)
+        _release(ctx, loaded, output, older, out)
 
 
 def _init(
     recipe: Path, model: str, images: Path | None, held_out: Path | None, labels: Path | None, out: Output
 ) -> None:
-    from corp_deploy.release.recipe_toml import starter
+    from corp_deploy.release.starter import starter
     from ground.files import write_text
 
     if recipe.exists():
@@ -103,7 +103,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
 
 
 def _dry_run(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
-    from corp_deploy.release.pipeline import plan_release
+    from corp_deploy.release.run import plan_release
 
     planned = plan_release(recipe, output, baseline)
     open_stages = sum(row.state != "cached" for row in planned)
@@ -111,7 +111,7 @@ def _dry_run(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) 
 
 
 def _plan_only(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
-    from corp_deploy.release.pipeline import write_script
+    from corp_deploy.release.run import write_script
 
     script, planned = write_script(recipe, output, baseline)
     if not planned:
@@ -120,38 +120,41 @@ def _plan_only(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output
     _rows(planned, out, f"{script}: run it where the targets are, in this directory, then run release again")
 
 
-def _told(out: Output) -> Callable[["Stage", str], None]:
-    return lambda stage, why: out.note(f"{stage.name}: {why}")
+def _noted(out: Output) -> "StageListener":
+    def note(stage: "Stage", why: str) -> None:
+        out.note(f"{stage.name}: {why}")
+
+    return note
 
 
-def _say_of_weights(made: Sequence[str], output: Path, out: Output) -> None:
+def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
     """Which weights the dense model was just given and what was left out or changed, as every other command says."""
     from ground.files import read_json
 
-    if "dense" in made:
+    if "dense" in finished:
         lineage = read_json(output / "dense" / "config.json", kind="corp-deploy/model")["lineage"]
         for note in lineage.get("source", {}).get("notes", ()):
             out.note(note)
 
 
 def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
-    from corp_deploy.release.pipeline import run_only
+    from corp_deploy.release.run import run_only
 
-    outcome = run_only(recipe, output, names, baseline, told=_told(out))
-    _say_of_weights(outcome.made, output, out)
-    done = f"made {', '.join(outcome.made)}" if outcome.made else "nothing to do"
-    out.result({"made": outcome.made, "cached": outcome.cached}, done)
+    outcome = run_only(recipe, output, names, baseline, starts=_noted(out))
+    _say_of_weights(outcome.finished, output, out)
+    done = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
+    out.result({"made": outcome.finished, "cached": outcome.cached}, done)
 
 
 def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
-    from corp_deploy.release.pipeline import release as make_release
+    from corp_deploy.release.run import release as make_release
 
-    done = make_release(recipe, output, baseline, told=_told(out))
+    done = make_release(recipe, output, baseline, starts=_noted(out))
     outcome = done.outcome
-    _say_of_weights(outcome.made, output, out)
+    _say_of_weights(outcome.finished, output, out)
     record = {
         "directory": str(output),
-        "made": outcome.made,
+        "made": outcome.finished,
         "cached": outcome.cached,
         "blocked": dict(outcome.blocked),
         "gate": done.verdict,
@@ -166,10 +169,10 @@ def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Base
 
 
 def _summary(done: "Released") -> str:
-    made, cached = done.outcome.made, done.outcome.cached
-    if not made:
+    finished, cached = done.outcome.finished, done.outcome.cached
+    if not finished:
         return f"nothing to do: all {len(cached)} stages are up to date"
-    return f"{len(made)} stages done, {len(cached)} kept as they were"
+    return f"{len(finished)} stages done, {len(cached)} kept as they were"
 
 
 def _gate_rows(output: Path) -> "list[Table]":
@@ -194,9 +197,9 @@ def check(ctx: click.Context, directory: Path, out: Output) -> None:
     """
     from corp_deploy.release.check import check as check_release
 
-    found = check_release(directory)
-    replayed = "samples replayed" if found.graphs_replayed else "samples not replayed, as files differ"
-    verdict = f"{len(found.differs)} differ" if found.differs else "all as they were made"
-    out.result(asdict(found), *found.differs, f"{directory}: {found.files} files, {replayed}: {verdict}")
-    if found.differs:
+    checked = check_release(directory)
+    replayed = "samples replayed" if checked.graphs_replayed else "samples not replayed, as files differ"
+    verdict = f"{len(checked.differs)} differ" if checked.differs else "all as they were made"
+    out.result(asdict(checked), *checked.differs, f"{directory}: {checked.files} files, {replayed}: {verdict}")
+    if checked.differs:
         ctx.exit(1)

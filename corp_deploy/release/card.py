@@ -10,8 +10,8 @@ from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
-from .calls import bench_name
-from .recipe import Recipe
+from .names import GATE, MODELS, PARITY, SUMMARY, bench_name
+from .recipe import Recipe, ReduceTable
 
 MODEL = "corp-deploy/model"
 
@@ -33,12 +33,18 @@ def _held_out(site: dict[str, Any]) -> str:
     return "-"
 
 
+def _asked(table: ReduceTable) -> str:
+    budgets = [
+        f"{share:.0%} of the {name} may stay"
+        for name, share in (("macs", table.macs), ("params", table.params))
+        if share is not None
+    ]
+    shares = f"{table.mlp or 0.0:.0%} of the MLP channels and {table.attn or 0.0:.0%} of the head dimensions removed"
+    return f"{budgets[0] if budgets else shares}; preset `{table.preset}`, heads `{table.heads}`"
+
+
 def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
-    wanted = recipe["reduce"]
-    budget = next((f"{wanted[name]:.0%} of the {name} may stay" for name in ("macs", "params") if wanted[name]), None)
-    mlp, attn = (wanted[name] or 0.0 for name in ("mlp", "attn"))
-    asked = budget or f"{mlp:.0%} of the MLP channels and {attn:.0%} of the head dimensions removed"
-    yield f"Asked for: {asked}; preset `{wanted['preset']}`, heads `{wanted['heads']}`. No labels, no training."
+    yield f"Asked for: {_asked(recipe.reduce)}. No labels, no training."
     if coverage := config["lineage"]["reduction"].get("coverage"):
         yield f"Done: {coverage['verdict']}."
         yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage["refused"].items())
@@ -63,7 +69,7 @@ def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 
 
 def _calibrated(root: Path, config: dict[str, Any]) -> Iterator[str]:
-    moments = read_json(root / "moments.json", kind="corp-deploy/moments-reference")
+    moments = read_json(root / SUMMARY, kind="corp-deploy/moments-reference")
     yield f"{moments['images']} unlabelled images, digest `{config['lineage']['images'][:16]}`; moments"
     yield f"`{moments['sha256'][:16]}` ({moments['size_bytes'] / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""
@@ -102,8 +108,8 @@ def _speed(path: Path) -> Iterator[str]:
         sides = [row.sides[name].p50_ms for name in names]
         cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
         gain = row.speedup
-        told = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})"
-        yield f"| {row.batch} | {cells} | {told} |"
+        times = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+        yield f"| {row.batch} | {cells} | {times} |"
     for warning in bench.warnings:
         yield f"\nNote: {warning}"
 
@@ -112,15 +118,15 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield f"* Agreement was measured on {parity.images.count} images; on images of another kind it may be lower."
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
-    wanted = recipe["parity"]
-    yield f"* Limits set: agreement at least {wanted['min_agreement']}, logit error at most {wanted['max_error']}."
+    limits = recipe.parity
+    yield f"* Limits set: agreement at least {limits.min_agreement}, logit error at most {limits.max_error}."
 
 
 def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
     """The card's text, from the records of a release and the commands that made it."""
-    config = read_json(root / "reduced" / "config.json", kind=MODEL)
-    parity = load_parity(root / "parity.json")
-    gate = load_gate(root / "gate.json")
+    config = read_json(root / MODELS["reduced"][0], kind=MODEL)
+    parity = load_parity(root / PARITY)
+    gate = load_gate(root / GATE)
     shape = "x".join(map(str, config["input"]["shape"]))
     lines = [f"# {recipe.name}", ""]
     lines += [

@@ -8,7 +8,7 @@ from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
 from ground.files import read_json, regular, sha256_of_file, whole
 
-from .pipeline import MANIFEST, SUMS
+from .names import MANIFEST, SUMS
 from .samples import replay
 
 
@@ -26,24 +26,24 @@ def _sums(path: Path) -> dict[str, str]:
         lines = regular(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
-    found = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
-    if not found or len(found) != len(lines):
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
+    if not sums or len(sums) != len(lines):
         raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
-    outside = [name for name in found if Path(name).is_absolute() or ".." in Path(name).parts]
+    outside = [name for name in sums if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
-    return found
+    return sums
 
 
 def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
     """What differs, by name."""
-    found = {}
+    changed = {}
     for name, digest in known.items():
         if not (folder / name).is_file():
-            found[name] = f"{name}: missing"
+            changed[name] = f"{name}: missing"
         elif (now := sha256_of_file(folder / name)) != digest:
-            found[name] = f"{name}: sha256 {now[:16]}..., {SUMS} says {digest[:16]}..."
-    return found
+            changed[name] = f"{name}: sha256 {now[:16]}..., {SUMS} says {digest[:16]}..."
+    return changed
 
 
 def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What the stages of a release do that no other command does; see steps for the rest. Everything heavy is imported
 here, so a run with nothing to do never waits for it.
 
-Every function reads what earlier stages left in `place.root` and writes below `place.into` only.
+Every function reads what earlier stages left in `dirs.root` and writes below `dirs.into` only.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from corp_deploy.families.preprocessing import recorded_preprocessing
 from corp_deploy.invocation.call import Invocation
+from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
@@ -20,6 +22,7 @@ from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.manifest import MANIFEST_KIND
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
 from ground.files import read_json, sha256_of_file, write_json, write_text
@@ -28,57 +31,69 @@ from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
 
-from .calls import SAMPLES, SUBJECTS, bench_name, parity_name
 from .card import card
-from .incremental import StageDirs
+from .digests import files_of
+from .incremental import Stage, StageDirs
+from .names import (
+    CARD,
+    GATE,
+    MANIFEST,
+    MODELS,
+    RECIPE,
+    REPORTS,
+    SAMPLES,
+    SAMPLES_RECORD,
+    SUBJECTS,
+    SUMS,
+    answers_name,
+    artefact_name,
+    bench_name,
+    graph_name,
+    page_name,
+    parities_of,
+    parity_name,
+    plan_name,
+)
 from .recipe import Recipe, Target
 from .samples import KIND as SAMPLES_KIND
 from .samples import REPLAY_ERROR, replayed
-from .targets import artefact_name, graph_name, plan_name
 
 
-def write_dense(place: StageDirs, recipe: Recipe) -> None:
+def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
-    given = recipe["model"]
+    table = recipe.model
     dense = load_dense(
-        given["model"],
-        weights=recipe.optional_path("model", "weights"),
-        kwargs=given["kwargs"],
-        ema=given["ema"],
-        preprocessing=recipe.preprocessing,
+        table.model, weights=table.weights, kwargs=table.kwargs, ema=table.ema, preprocessing=table.preprocessing
     )
-    save(dense, place.into / "dense")
+    save(dense, dirs.into / "dense")
 
 
-def write_samples(place: StageDirs, recipe: Recipe) -> None:
+def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     """A few preprocessed held-out images, and what every graph answers to them."""
-    held_out = recipe["held_out"]
-    model = load_checkpoint(place.root / "dense").model
-    source = images_for_model(
-        model, recipe.path("held_out", "images"), samples=held_out["samples"], seed=held_out["seed"]
-    )
-    count = min(recipe["samples"]["count"], source.count)
+    held_out = recipe.held_out
+    model = load_checkpoint(dirs.root / "dense").model
+    source = images_for_model(model, held_out.images, samples=held_out.samples, seed=held_out.seed)
+    count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
-    folder = place.into / "samples"
-    folder.mkdir()
-    np.save(place.into / SAMPLES, images)
+    (dirs.into / SAMPLES).parent.mkdir()
+    np.save(dirs.into / SAMPLES, images)
     graphs = {}
     for subject in SUBJECTS:
-        for precision in recipe["export"]["precisions"]:
-            name = f"{subject}/{graph_name(precision)}"
-            expected = f"samples/{subject}.{precision}.npy"
-            with OnnxRunner(place.root / name) as runner:
-                np.save(place.into / expected, replayed(runner, images))
+        for precision in recipe.export.precisions:
+            name, expected = f"{subject}/{graph_name(precision)}", answers_name(subject, precision)
+            with OnnxRunner(dirs.root / name) as runner:
+                np.save(dirs.into / expected, replayed(runner, images))
             graphs[name] = {"expected": expected, "max_relative_error": REPLAY_ERROR[precision]}
     record = {"kind": SAMPLES_KIND, "version": 1, "images": SAMPLES, "count": count, "graphs": graphs}
-    write_json(folder / "samples.json", record)
+    write_json(dirs.into / SAMPLES_RECORD, record)
 
 
 def _limits(recipe: Recipe) -> ParityLimits:
-    return ParityLimits(**{key: recipe["parity"][key] for key in ("min_agreement", "max_error", "half_factor")})
+    parity = recipe.parity
+    return ParityLimits(min_agreement=parity.min_agreement, max_error=parity.max_error, half_factor=parity.half_factor)
 
 
-def write_engines(place: StageDirs, target: Target, invocation: Invocation) -> None:
+def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
     """Dense and reduced plans with their records."""
     for subject in SUBJECTS:
         options = BuildOptions(
@@ -88,8 +103,8 @@ def write_engines(place: StageDirs, target: Target, invocation: Invocation) -> N
             sms=target.sms,
             command=str(invocation),
         )
-        path = place.into / plan_name(target, subject)
-        write_engine(build_engine(place.root / subject / graph_name(target.precision), options), path)
+        path = dirs.into / plan_name(target, subject)
+        write_engine(build_engine(dirs.root / subject / graph_name(target.precision), options), path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,61 +119,106 @@ def _candidate(target: Target, root: Path) -> Candidate:
     name = artefact_name(target, "reduced")
     if target.is_engine:
         return candidate_from_path(name, below=root)
-    half = target.precision != "fp32"
-    label = f"{target.name} {target.precision}"
-    return CudaCandidate(label=label, name=target.name, form="graph", path=root / name, shown=Path(name), half=half)
+    return CudaCandidate(
+        label=f"{target.name} {target.precision}",
+        name=target.name,
+        form="graph",
+        path=root / name,
+        shown=Path(name),
+        half=target.precision != "fp32",
+    )
 
 
-def write_target_parity(place: StageDirs, recipe: Recipe, target: Target) -> None:
+def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None:
     """The chain down to what the target runs, on the samples, which travel with the release."""
-    dense = load_checkpoint(place.root / "dense")
-    fitting = [
-        size for size in recipe["parity"]["batches"] if target.profile.smallest <= size <= target.profile.largest
-    ]
+    dense = load_checkpoint(dirs.root / "dense")
+    profile = target.profile
+    fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     proof = prove(
         dense,
-        [candidate_from_path("reduced", below=place.root), _candidate(target, place.root)],
-        given_from_images(images_for_model(dense.model, place.root / SAMPLES)),
-        batches=fitting or [target.profile.tuned],
+        [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
+        given_from_images(images_for_model(dense.model, dirs.root / SAMPLES)),
+        batches=fitting or [profile.tuned],
         limits=_limits(recipe),
     )
-    save_proof(proof, place.into / parity_name(target))
+    save_proof(proof, dirs.into / parity_name(target))
 
 
-def write_gate(place: StageDirs, recipe: Recipe, older: Path | None, starting: bool) -> None:
+def write_gate(dirs: StageDirs, recipe: Recipe, older: Path | None, starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, then each target's own."""
-    records = ["parity.json", *(parity_name(target) for target in recipe.targets)]
-    rows = [parity_row(place.root / name) for name in dict.fromkeys(records)]
+    rows = [parity_row(dirs.root / name) for name in parities_of(recipe)]
     for target in recipe.targets:
-        now = evidence_of_files(place.root / bench_name(recipe, target), place.root / parity_name(target))
+        now = evidence_of_files(dirs.root / bench_name(recipe, target), dirs.root / parity_name(target))
         if target == recipe.targets[0]:
             rows += judged_rows(recipe.rules, now, older, starting=starting)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
-    save_gate(Gate(rules=tuple(rows)), place.into / "gate.json")
+    save_gate(Gate(rules=tuple(rows)), dirs.into / GATE)
 
 
-def _record(place: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:
+def _lineage(root: Path) -> dict[str, Any]:
+    """Where the reduced model comes from, without how it was reduced."""
+    lineage = read_json(root / MODELS["reduced"][0], kind="corp-deploy/model")["lineage"]
+    return {key: value for key, value in lineage.items() if key not in ("reduction", "command")}
+
+
+def _record(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:
     """Everything the report shows; lineage and commands come from here, since the manifest is made after it."""
-    lineage = read_json(place.root / "reduced" / "config.json", kind="corp-deploy/model")["lineage"]
-    kept = {key: value for key, value in lineage.items() if key not in ("reduction", "command")}
-    return record_of_directory(place.root) | {
+    return record_of_directory(dirs.root) | {
         "title": f"{recipe.name}: dense against reduced",
-        "lineage": kept | {"recipe": sha256_of_file(place.root / "recipe.toml")},
+        "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / RECIPE)},
         "commands": list(commands),
     }
 
 
-def write_report(place: StageDirs, recipe: Recipe, commands: Sequence[str]) -> None:
+def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
-    record = _record(place, recipe, commands)
-    for name, writer in (("report.html", html), ("report.md", markdown), ("report.xml", junit)):
-        write_text(place.into / name, writer(record))
+    record = _record(dirs, recipe, commands)
+    for name, writer in zip(REPORTS, (html, markdown, junit), strict=True):
+        write_text(dirs.into / name, writer(record))
     for target in recipe.targets[1:]:
         own = record | {
             "title": f"{recipe.name} on {target.name}: dense against reduced",
-            "bench": read_json(place.root / bench_name(recipe, target), kind="bench"),
-            "parity": read_json(place.root / parity_name(target), kind="parity"),
+            "bench": read_json(dirs.root / bench_name(recipe, target), kind="bench"),
+            "parity": read_json(dirs.root / parity_name(target), kind="parity"),
         }
-        write_text(place.into / f"report.{target.name}.html", html(own))
-    write_text(place.into / "MODEL_CARD.md", card(place.root, recipe, commands))
+        write_text(dirs.into / page_name(target), html(own))
+    write_text(dirs.into / CARD, card(dirs.root, recipe, commands))
+
+
+def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
+    """The command that made each file that ships, by its name."""
+    return {
+        path.relative_to(root).as_posix(): stage.command
+        for stage in stages
+        for name in stage.outputs
+        for path in files_of(root / name)
+        if not name.startswith(".")
+    }
+
+
+def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: str) -> None:
+    """manifest.json over the files of all stages, then SHA256SUMS over them and the manifest."""
+    root = dirs.root
+    files = {
+        name: {
+            "sha256": sha256_of_file(root / name),
+            "size_bytes": (root / name).stat().st_size,
+            "made_by": maker,
+        }
+        for name, maker in sorted(_made_by(root, stages).items())
+    }
+    manifest = {
+        "kind": MANIFEST_KIND,
+        "version": 1,
+        "command": command,
+        "versions": versions(),
+        "lineage": _lineage(root),
+        "preprocessing": recorded_preprocessing(root / MODELS["dense"][0]),
+        "stages": [stage.name for stage in stages],
+        "files": files,
+    }
+    write_json(dirs.into / MANIFEST, manifest)
+    digests = {name: str(entry["sha256"]) for name, entry in files.items()}
+    digests[MANIFEST] = sha256_of_file(dirs.into / MANIFEST)
+    write_text(dirs.into / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))

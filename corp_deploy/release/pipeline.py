@@ -1,73 +1,88 @@
-"""A release: the stages of a recipe, in order, and the verbs that run, plan and script them. Imports no torch."""
+"""The stages of a recipe, in an order in which each finds what it reads. Imports no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from corp_deploy import __version__
-from corp_deploy.families.preprocessing import recorded_preprocessing
-from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
-from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, refuse_beside_directory
-from corp_deploy.store.manifest import MANIFEST_KIND
-from ground.errors import BadInput, Missing
-from ground.files import read_json, sha256_of_file, write_json, write_text
+from ground.files import write_text
 from ground.gpu import missing_gpu
 
-from . import calls as commands
+from . import calls
 from .baseline import Baseline
-from .calls import HELD_OUT_MOMENTS, MOMENTS, SAMPLES, SUBJECTS, SUMMARY, bench_name, graphs_of, parity_name
-from .incremental import Outcome, Stage, StageDirs, StageStatus, files_of, locked, run
-from .incremental import plan as plan_stages
-from .recipe import Recipe, Target
+from .incremental import Stage, StageDirs
+from .names import (
+    CARD,
+    GATE,
+    HELD_OUT_MOMENTS,
+    MANIFEST,
+    MODELS,
+    MOMENTS,
+    PARITY,
+    RECIPE,
+    REPORTS,
+    REPOSITORY,
+    SAMPLES,
+    SAMPLES_RECORD,
+    SUBJECTS,
+    SUMMARY,
+    SUMS,
+    answers_name,
+    artefact_name,
+    bench_name,
+    graph_name,
+    graphs_of,
+    outputs_name,
+    page_name,
+    parities_of,
+    parity_name,
+    plan_name,
+)
+from .recipe import Recipe, Table, Target
 from .recipe_toml import text_of_recipe
-from .targets import artefact_name, build_lack, graph_name, plan_name, run_lack
+from .targets import missing_to_build, missing_to_run
 
-SCRIPT, SUMS, MANIFEST = "remaining.sh", "SHA256SUMS", "manifest.json"
-MODELS = tuple(f"{name}/{file}" for name in SUBJECTS for file in ("config.json", "model.safetensors"))
 TORCH = ("torch", "timm", "numpy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """What a run did and the gate's verdict; both gate fields are None while stages wait for another machine."""
-
-    outcome: Outcome
-    verdict: str | None
-    exit_code: int | None
 
 
 def _tool(*packages: str) -> dict[str, str]:
     """Versions that a stage's result depends on. A GPU's stages name none: that machine has others."""
-    found = versions()
-    return {"corp-deploy": __version__} | {name: found[name] for name in packages if name in found}
+    here = versions()
+    return {"corp-deploy": __version__} | {name: here[name] for name in packages if name in here}
 
 
-def _step(name: str, *words: Any) -> Callable[[StageDirs], None]:
-    """A function of release_steps, imported when it is called."""
+def _settings(name: str, table: Table, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    return {f"{name}.{key}": value for key, value in asdict(table).items() if key not in without}
 
-    def does(place: StageDirs) -> None:
-        from . import own_steps as release_steps
+
+def _own(name: str, *words: Any) -> Callable[[StageDirs], None]:
+    """What no command does, imported when it is called."""
+
+    def run(dirs: StageDirs) -> None:
+        from . import own_steps
 
         functions: dict[str, Callable[..., object]] = {
-            "dense": release_steps.write_dense,
-            "samples": release_steps.write_samples,
-            "engine": release_steps.write_engines,
-            "target-parity": release_steps.write_target_parity,
-            "gate": release_steps.write_gate,
-            "report": release_steps.write_report,
+            "dense": own_steps.write_dense,
+            "samples": own_steps.write_samples,
+            "engine": own_steps.write_engines,
+            "target-parity": own_steps.write_target_parity,
+            "gate": own_steps.write_gate,
+            "report": own_steps.write_report,
+            "manifest": own_steps.write_release_manifest,
         }
-        functions[name](place, *words)
+        functions[name](dirs, *words)
 
-    return does
+    return run
 
 
-def _run(invocation: Invocation) -> Callable[[StageDirs], None]:
-    """The step of a command, run from the values that are printed; imported when it is called."""
+def _of_command(invocation: Invocation) -> Callable[[StageDirs], None]:
+    """What a command does, run from the values that are printed; imported when it is called."""
 
-    def does(place: StageDirs) -> None:
+    def run(dirs: StageDirs) -> None:
         from . import steps
 
         functions: dict[str, Callable[[StageDirs, Invocation], object]] = {
@@ -78,374 +93,243 @@ def _run(invocation: Invocation) -> Callable[[StageDirs], None]:
             "bench": steps.write_bench,
             "package": steps.write_package,
         }
-        functions[invocation.command](place, invocation)
+        functions[invocation.command](dirs, invocation)
 
-    return does
+    return run
 
 
-def _model_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
-    model, calibration, wanted = recipe["model"], recipe["calibration"], recipe["reduce"]
-    weights = recipe.optional_path("model", "weights")
-    outside = {"model": Path(model["model"])} if recipe.model_is_directory else {}
-    if weights is not None:
-        outside["weights"] = weights
-    name = {} if recipe.model_is_directory else {"model.model": model["model"]}
-
-    def write_recipe(place: StageDirs) -> None:
-        write_text(place.into / "recipe.toml", text_of_recipe(recipe, root))
-
+def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
     text = text_of_recipe(recipe, root)
-    yield Stage(
+    return Stage(
         name="recipe",
-        makes=("recipe.toml",),
-        does=write_recipe,
+        outputs=(RECIPE,),
+        run=lambda dirs: write_text(dirs.into / RECIPE, text),
         settings={"recipe": text},
-        command=str(commands.only("recipe")),
+        command=str(calls.only("recipe")),
     )
-    yield Stage(
+
+
+def _dense_stage(recipe: Recipe) -> Stage:
+    model = recipe.model
+    outside = {"model": model.directory, "weights": model.weights}
+    name = {} if model.directory is not None else {"model.model": model.model}
+    return Stage(
         name="dense",
-        makes=MODELS[:2],
-        does=_step("dense", recipe),
-        outside=outside,
-        settings={
-            **name,
-            **{f"model.{key}": value for key, value in model.items() if key not in ("model", "weights")},
-            "versions": _tool(*TORCH),
-        },
-        command=str(commands.only("dense")),
+        outputs=MODELS["dense"],
+        run=_own("dense", recipe),
+        outside={label: path for label, path in outside.items() if path is not None},
+        settings=name | _settings("model", model, without=("model", "weights")) | {"versions": _tool(*TORCH)},
+        command=str(calls.only("dense")),
     )
-    on_gpu = calibration["device"] == "cuda"
-    held_out = [] if calibration["hold_out"] is None else [HELD_OUT_MOMENTS]
-    calibrate = commands.calibrate(recipe, root)
+
+
+def _held_out_moments(recipe: Recipe) -> tuple[str, ...]:
+    return () if recipe.calibration.hold_out is None else (HELD_OUT_MOMENTS,)
+
+
+def _moments_stage(recipe: Recipe, root: Path) -> Stage:
+    calibration, calibrate = recipe.calibration, calls.calibrate(recipe, root)
+    on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
-    drawn = {key: value for key, value in calibration.items() if key not in ("images", "workers", "attention_system")}
+    drawn = _settings("calibration", calibration, without=("images", "workers", "attention_system"))
     system = {key: calibrate[key] for key in ("attention_system", "attn", "align") if calibrate[key] is not None}
-    yield Stage(
+    return Stage(
         name="moments",
-        makes=(MOMENTS, SUMMARY, *held_out),
-        does=_run(calibrate),
-        reads=MODELS[:2],
-        outside={"calibration.images": recipe.path("calibration", "images")},
-        settings={f"calibration.{key}": value for key, value in drawn.items()}
-        | {**system, "versions": _tool(*() if on_gpu else TORCH)},
-        lack=missing_gpu if on_gpu else lambda: None,
+        outputs=(MOMENTS, SUMMARY, *_held_out_moments(recipe)),
+        run=_of_command(calibrate),
+        reads=MODELS["dense"],
+        outside={"calibration.images": calibration.images},
+        settings=drawn | system | {"versions": _tool(*() if on_gpu else TORCH)},
+        missing=missing_gpu if on_gpu else lambda: None,
         command=str(calibrate),
     )
-    reduce = commands.reduce(recipe, root)
+
+
+def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
+    calibration, reduce = recipe.calibration, calls.reduce(recipe, root)
+    drawn = {f"calibration.{key}": getattr(calibration, key) for key in ("samples", "seed", "max_bad")}
     looks = "images" in reduce.options
-    looked_at = {f"calibration.{key}": calibration[key] for key in ("samples", "seed", "max_bad")} if looks else {}
-    yield Stage(
+    return Stage(
         name="reduce",
-        makes=MODELS[2:],
-        does=_run(reduce),
-        reads=(*MODELS[:2], MOMENTS, *held_out),
-        outside={"calibration.images": recipe.path("calibration", "images")} if looks else {},
-        settings={f"reduce.{key}": value for key, value in wanted.items()} | looked_at | {"versions": _tool(*TORCH)},
+        outputs=MODELS["reduced"],
+        run=_of_command(reduce),
+        reads=(*MODELS["dense"], MOMENTS, *_held_out_moments(recipe)),
+        outside={"calibration.images": calibration.images} if looks else {},
+        settings=_settings("reduce", recipe.reduce) | (drawn if looks else {}) | {"versions": _tool(*TORCH)},
         command=str(reduce),
     )
 
 
-def _graph_stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
-    precisions = recipe["export"]["precisions"]
-    for subject, model in zip(SUBJECTS, (MODELS[:2], MODELS[2:]), strict=True):
-        export = commands.export(recipe, subject)
-        yield Stage(
-            name=f"export.{subject}",
-            makes=graphs_of(recipe, subject),
-            does=_run(export),
-            reads=model,
-            settings={f"export.{key}": value for key, value in recipe["export"].items()}
-            | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
-            command=str(export),
-        )
-    graphs = (*graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced"))
-    held_out = recipe["held_out"]
-    drawn = {f"held_out.{key}": held_out[key] for key in ("samples", "seed")}
-    images = {"held_out.images": recipe.path("held_out", "images")}
-    answers = [f"samples/{subject}.{precision}.npy" for subject in SUBJECTS for precision in precisions]
-    yield Stage(
-        name="samples",
-        makes=(SAMPLES, "samples/samples.json", *answers),
-        does=_step("samples", recipe),
-        reads=(*MODELS[:2], *graphs),
-        outside=images,
-        settings={**drawn, "samples.count": recipe["samples"]["count"], "versions": _tool(*TORCH, "onnxruntime")},
-        command=str(commands.only("samples")),
+def _export_stage(recipe: Recipe, subject: str) -> Stage:
+    export = calls.export(recipe, subject)
+    return Stage(
+        name=f"export.{subject}",
+        outputs=graphs_of(recipe, subject),
+        run=_of_command(export),
+        reads=MODELS[subject],
+        settings=_settings("export", recipe.export) | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
+        command=str(export),
     )
-    labels = recipe.optional_path("held_out", "labels")
-    verify = commands.verify(recipe, root)
-    yield Stage(
+
+
+def _drawn_held_out(recipe: Recipe) -> dict[str, Any]:
+    return {"held_out.samples": recipe.held_out.samples, "held_out.seed": recipe.held_out.seed}
+
+
+def _samples_stage(recipe: Recipe) -> Stage:
+    pairs = [(subject, precision) for subject in SUBJECTS for precision in recipe.export.precisions]
+    return Stage(
+        name="samples",
+        outputs=(SAMPLES, SAMPLES_RECORD, *(answers_name(subject, precision) for subject, precision in pairs)),
+        run=_own("samples", recipe),
+        reads=(*MODELS["dense"], *graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced")),
+        outside={"held_out.images": recipe.held_out.images},
+        settings=_drawn_held_out(recipe)
+        | {"samples.count": recipe.samples.count, "versions": _tool(*TORCH, "onnxruntime")},
+        command=str(calls.only("samples")),
+    )
+
+
+def _parity_stage(recipe: Recipe, root: Path) -> Stage:
+    verify, held_out = calls.verify(recipe, root), recipe.held_out
+    outside = {"held_out.images": held_out.images}
+    return Stage(
         name="parity",
-        makes=("parity.json", "parity.npz"),
-        does=_run(verify),
-        reads=(*MODELS, MOMENTS, *graphs_of(recipe, "reduced")),
-        outside=images | ({} if labels is None else {"held_out.labels": labels}),
-        settings={f"parity.{key}": value for key, value in recipe["parity"].items()}
-        | {**drawn, "versions": _tool(*TORCH, "onnxruntime")},
+        outputs=(PARITY, outputs_name(PARITY)),
+        run=_of_command(verify),
+        reads=(*MODELS["dense"], *MODELS["reduced"], MOMENTS, *graphs_of(recipe, "reduced")),
+        outside=outside if held_out.labels is None else outside | {"held_out.labels": held_out.labels},
+        settings=_settings("parity", recipe.parity)
+        | _drawn_held_out(recipe)
+        | {"versions": _tool(*TORCH, "onnxruntime")},
         command=str(verify),
     )
 
 
-def _engine_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
-    graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
-    name = f"engine.{target.name}"
+def _engine_stage(target: Target) -> Stage:
     plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
-    yield Stage(
-        name=name,
-        makes=(*plans, *(f"{plan}.json" for plan in plans)),
-        does=_step("engine", target, commands.only(name)),
-        reads=graphs,
+    command = calls.only(f"engine.{target.name}")
+    return Stage(
+        name=f"engine.{target.name}",
+        outputs=(*plans, *(f"{plan}.json" for plan in plans)),
+        run=_own("engine", target, command),
+        reads=tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS),
         settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()},
-        lack=lambda: build_lack(target),
-        command=str(commands.only(name)),
+        missing=lambda: missing_to_build(target),
+        command=str(command),
+    )
+
+
+def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
+    name = f"parity.{target.name}"
+    return Stage(
+        name=name,
+        outputs=(parity_name(target), outputs_name(parity_name(target))),
+        run=_own("target-parity", recipe, target),
+        reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads))),
+        settings=_settings("parity", recipe.parity) | {"versions": _tool()},
+        missing=lambda: missing_to_run(target),
+        command=str(calls.only(name)),
     )
 
 
 def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
-    if target.is_engine:
-        yield from _engine_stages(recipe, target)
-    local = target.name == "onnxruntime-cpu"
     artefacts = tuple(artefact_name(target, subject) for subject in SUBJECTS)
     records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
     graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
     reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, SAMPLES)))
+    local = target.name == "onnxruntime-cpu"
+    if target.is_engine:
+        yield _engine_stage(target)
     if not local:
-        parity = parity_name(target)
-        yield Stage(
-            name=f"parity.{target.name}",
-            makes=(parity, f"{parity.removesuffix('.json')}.npz"),
-            does=_step("target-parity", recipe, target),
-            reads=tuple(dict.fromkeys((*MODELS, *reads))),
-            settings={f"parity.{key}": value for key, value in recipe["parity"].items()} | {"versions": _tool()},
-            lack=lambda: run_lack(target),
-            command=str(commands.only(f"parity.{target.name}")),
-        )
-    bench = commands.bench(recipe, target)
+        yield _target_parity_stage(recipe, target, reads)
+    bench = calls.bench(recipe, target)
     yield Stage(
         name=f"bench.{target.name}",
-        makes=(bench_name(recipe, target),),
-        does=_run(bench),
+        outputs=(bench_name(recipe, target),),
+        run=_of_command(bench),
         reads=reads,
-        settings={f"bench.{key}": value for key, value in recipe["bench"].items()}
+        settings=_settings("bench", recipe.bench)
         | {"precision": target.precision, "versions": _tool(*(("onnxruntime",) if local else ()))},
-        lack=lambda: run_lack(target),
+        missing=lambda: missing_to_run(target),
         command=str(bench),
     )
 
 
-def _package_stage(recipe: Recipe, root: Path, records: Sequence[str]) -> Stage:
+def _package_stage(recipe: Recipe, root: Path) -> Stage:
     """The Triton model repository of everything that was built."""
-    package, labels = commands.package(recipe, root), recipe.optional_path("package", "labels")
+    package, labels = calls.package(recipe, root), recipe.package.labels
     plans = [artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
+    records = (*plans, *(f"{plan}.json" for plan in plans), *_benches(recipe), *parities_of(recipe))
     return Stage(
         name="package",
-        makes=("repository/",),
-        does=_run(package),
-        reads=(*graphs_of(recipe, "reduced"), *plans, *(f"{plan}.json" for plan in plans), *records),
+        outputs=(f"{REPOSITORY}/",),
+        run=_of_command(package),
+        reads=(*graphs_of(recipe, "reduced"), *records),
         outside={} if labels is None else {"package.labels": labels},
-        settings={"package.name": recipe["package"]["name"], "versions": _tool()},
+        settings={"package.name": recipe.package.name, "versions": _tool()},
         command=str(package),
     )
 
 
-def _gate_stages(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Iterator[Stage]:
-    benches = tuple(bench_name(recipe, target) for target in recipe.targets)
-    parities = tuple(dict.fromkeys(("parity.json", *map(parity_name, recipe.targets))))
-    older = baseline.older(root / benches[0])
-    rules = {"gate.fail_if": recipe["gate"]["fail_if"]}
-    rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
-    gate = Stage(
+def _benches(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(bench_name(recipe, target) for target in recipe.targets)
+
+
+def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
+    older = baseline.older(root / _benches(recipe)[0])
+    rules = {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
+    rules["gate.fail_if"] = list(recipe.gate.fail_if)
+    return Stage(
         name="gate",
-        makes=("gate.json",),
-        does=_step("gate", recipe, older, baseline.init),
-        reads=(*benches, *parities),
+        outputs=(GATE,),
+        run=_own("gate", recipe, older, baseline.init),
+        reads=(*_benches(recipe), *parities_of(recipe)),
         outside={} if older is None else {"baseline": older},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": _tool()},
-        command=str(commands.gate(recipe, root, baseline)),
+        command=str(calls.gate(recipe, root, baseline)),
     )
-    packages = [] if recipe["package"]["name"] is None else [_package_stage(recipe, root, (*benches, *parities))]
-    yield from (gate, *packages)
-    printed = [stage.command for stage in (*before, gate, *packages)]
-    pages = tuple(f"report.{target.name}.html" for target in recipe.targets[1:])
-    yield Stage(
+
+
+def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
+    commands = [stage.command for stage in before]
+    return Stage(
         name="report",
-        makes=("report.html", "report.md", "report.xml", "MODEL_CARD.md", *pages),
-        does=_step("report", recipe, printed),
-        reads=("recipe.toml", "reduced/config.json", "moments.json", *benches, *parities, "gate.json"),
-        settings={"commands": printed, "versions": _tool()},
-        command=str(commands.only_beside("report", baseline, root)),
+        outputs=(*REPORTS, CARD, *(page_name(target) for target in recipe.targets[1:])),
+        run=_own("report", recipe, commands),
+        reads=(RECIPE, MODELS["reduced"][0], SUMMARY, *_benches(recipe), *parities_of(recipe), GATE),
+        settings={"commands": commands, "versions": _tool()},
+        command=str(calls.only_beside("report", baseline, root)),
     )
 
 
-def _write_manifest(place: StageDirs, stages: Sequence[Stage], command: str) -> None:
-    """manifest.json over all that was made, then SHA256SUMS over that and the manifest."""
-    made_by = {
-        path.relative_to(place.root).as_posix(): stage.command
-        for stage in stages
-        for name in stage.makes
-        for path in files_of(place.root / name)
-    }
-    shipped = sorted(name for name in made_by if not name.startswith("."))
-    files = {
-        name: {
-            "sha256": sha256_of_file(place.root / name),
-            "size_bytes": (place.root / name).stat().st_size,
-            "made_by": made_by[name],
-        }
-        for name in shipped
-    }
-    lineage = read_json(place.root / "reduced" / "config.json", kind="corp-deploy/model")["lineage"]
-    kept = {key: value for key, value in lineage.items() if key not in ("reduction", "command")}
-    manifest = {
-        "kind": MANIFEST_KIND,
-        "version": 1,
-        "command": command,
-        "versions": versions(),
-        "lineage": kept,
-        "preprocessing": recorded_preprocessing(place.root / MODELS[0]),
-        "stages": [stage.name for stage in stages],
-        "files": files,
-    }
-    write_json(place.into / MANIFEST, manifest)
-    digests = {name: str(entry["sha256"]) for name, entry in files.items()}
-    digests[MANIFEST] = sha256_of_file(place.into / MANIFEST)
-    write_text(place.into / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+def _manifest_stage(root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
+    command = str(calls.whole(baseline, root))
+    return Stage(
+        name="manifest",
+        outputs=(MANIFEST, SUMS),
+        run=_own("manifest", before, command),
+        reads=tuple(name for stage in before for name in stage.outputs if not name.startswith(".")),
+        settings={"versions": versions(), "commands": [command, *(stage.command for stage in before)]},
+    )
 
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
-    """Every stage of the recipe, in an order in which each finds what it reads."""
-    stages = [*_model_stages(recipe, root), *_graph_stages(recipe, root)]
+    """Every stage of the recipe."""
+    stages = [
+        _recipe_stage(recipe, root),
+        _dense_stage(recipe),
+        _moments_stage(recipe, root),
+        _reduce_stage(recipe, root),
+        *(_export_stage(recipe, subject) for subject in SUBJECTS),
+        _samples_stage(recipe),
+        _parity_stage(recipe, root),
+    ]
     for target in recipe.targets:
         stages += _target_stages(recipe, target)
-    stages += _gate_stages(recipe, root, stages, baseline)
-    before = tuple(stages)
-    command = str(commands.whole(baseline, root))
-    reads = tuple(name for stage in before for name in stage.makes if not name.startswith("."))
-    last = Stage(
-        name="manifest",
-        makes=(MANIFEST, SUMS),
-        does=lambda place: _write_manifest(place, before, command),
-        reads=reads,
-        settings={"versions": versions(), "commands": [command, *(stage.command for stage in before)]},
-    )
-    return [*before, last]
-
-
-def _require_model(recipe: Recipe) -> None:
-    """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
-    model = recipe["model"]
-    if not recipe.model_is_directory:
-        require_local_name(model["model"])
-        if model["weights"] is None:
-            raise BadInput(f"model.weights: the timm model {model['model']!r} needs the weights of a trained model")
-    elif Path(model["model"]).is_dir() and is_ours(config_of_directory(Path(model["model"]))):
-        others = {f"model.{key}": value for key, value in model.items() if key != "model"}
-        refuse_beside_directory(Path(model["model"]), others)
-
-
-def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
-    """Raise BadInput, naming the key, when something outside that a release needs is not there."""
-    paths = {
-        "calibration.images": recipe.path("calibration", "images"),
-        "held_out.images": recipe.path("held_out", "images"),
-    }
-    for table, key in (("model", "weights"), ("held_out", "labels"), ("package", "labels")):
-        given = recipe.optional_path(table, key)
-        if given is not None:
-            paths[f"{table}.{key}"] = given
-    _require_model(recipe)
-    if recipe.model_is_directory:
-        paths["model.model"] = Path(recipe["model"]["model"]) / "config.json"
-    for key, path in paths.items():
-        if not files_of(path):
-            raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
-    asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
-    baseline.require()
-    if asking and baseline.path is None:
-        raise BadInput(f"gate.fail_if: {asking[0]!r} needs --baseline FILE, at first with --init-baseline")
-
-
-def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[StageStatus]:
-    """What `release` would do now; writes nothing."""
-    require_inputs(recipe, baseline)
-    return plan_stages(stages_of(recipe, root, baseline), root)
-
-
-def _run_all(recipe: Recipe, root: Path, baseline: Baseline, told: Callable[[Stage, str], None]) -> Outcome:
-    """In two parts: whether the baseline is this very record is known only when the bench stands."""
-    stages = stages_of(recipe, root, baseline)
-    gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
-    first = run(stages[:gate], root, told=told, whole=False)
-    if first.blocked:
-        return first
-    rest = run(stages_of(recipe, root, baseline), root, told=told)
-    made = (*first.made, *rest.made)
-    return Outcome(made=made, cached=tuple(name for name in rest.cached if name not in made), blocked=rest.blocked)
-
-
-def release(
-    recipe: Recipe, root: Path, baseline: Baseline, *, told: Callable[[Stage, str], None] = lambda stage, why: None
-) -> Released:
-    """Make what is not done. Raises BadInput when another process works in the directory."""
-    require_inputs(recipe, baseline)
-    root.mkdir(parents=True, exist_ok=True)
-    with locked(root):
-        outcome = _run_all(recipe, root, baseline, told)
-        if outcome.blocked:
-            return Released(outcome=outcome, verdict=None, exit_code=None)
-        gate = read_json(root / "gate.json", kind="gate")
-        baseline.start(root / bench_name(recipe, recipe.targets[0]), exit_code=gate["exit_code"])
-    return Released(outcome=outcome, verdict=gate["verdict"], exit_code=gate["exit_code"])
-
-
-def run_only(
-    recipe: Recipe, root: Path, names: Sequence[str], baseline: Baseline, *, told: Callable[[Stage, str], None]
-) -> Outcome:
-    """The named stages alone, from what stands in the directory. Raises Missing when this machine can't do one."""
-    stages = stages_of(recipe, root, baseline)
-    known = {stage.name for stage in stages}
-    for name in names:
-        if name not in known:
-            raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(known))}")
-    chosen = [stage for stage in stages if stage.name in names]
-    with locked(root):
-        outcome = run(chosen, root, told=told, whole=False)
-    if outcome.blocked:
-        raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
-    return outcome
-
-
-def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, list[StageStatus]]:
-    """remaining.sh: the stages that this machine can't do, for one that can, to be run in the same directory.
-
-    Returns its path and the stages in it.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    stages = stages_of(recipe, root, baseline)
-    with locked(root):
-        run(stages[:1], root, told=lambda stage, why: None, whole=False)
-        planned = {row.stage: row for row in plan_stages(stages, root)}
-        wanted = [stage for stage in stages if _elsewhere(stage, planned[stage.name])]
-        write_text(root / SCRIPT, _script(recipe, wanted, planned))
-        (root / SCRIPT).chmod(0o755)
-    return root / SCRIPT, [planned[stage.name] for stage in wanted]
-
-
-def _elsewhere(stage: Stage, row: StageStatus) -> bool:
-    return row.state != "cached" and stage.lack() is not None
-
-
-def _script(recipe: Recipe, stages: Sequence[Stage], planned: dict[str, StageStatus]) -> str:
-    lines = [
-        "#!/bin/sh",
-        f"# What is left of the release of {recipe.name} and needs a machine with the targets' GPU and libraries.",
-        "# Run it there in a copy of this directory (or the directory itself), bring the files back, .stages included,",
-        "# and run `corp-deploy release` again: it takes what was made here.",
-        "set -eu",
-        'cd "$(dirname "$0")"',
-        'command -v corp-deploy >/dev/null || { echo "corp-deploy is not installed here" >&2; exit 4; }',
-        "",
-    ]
-    for stage in stages:
-        lines += [f"# {stage.name}: {planned[stage.name].why}", str(commands.only(stage.name))]
-    return "\n".join([*lines, 'echo "done: bring this directory back and run corp-deploy release again"', ""])
+    stages.append(_gate_stage(recipe, root, baseline))
+    if recipe.package.name is not None:
+        stages.append(_package_stage(recipe, root))
+    stages.append(_report_stage(recipe, root, tuple(stages), baseline))
+    stages.append(_manifest_stage(root, tuple(stages), baseline))
+    return stages

@@ -7,7 +7,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from export.engine.options import BatchProfile
-from ground.text import printable
+from ground.text import one_line
 
 from .server_releases import IMAGE
 from .signature import Tensor
@@ -59,13 +59,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"sh": shlex.quote, "comment": _one_line}
+    environment.filters |= {"sh": shlex.quote, "comment": one_line}
     return environment
-
-
-def _one_line(words: str) -> str:
-    """What can't end the line that a comment is."""
-    return printable(words).replace("\n", "\\n")
 
 
 def _shapes(inputs: Sequence[Tensor], profile: BatchProfile) -> Iterator[str]:

@@ -1,0 +1,78 @@
+"""Digests of files, remembered by size and time of change, and of folders, over names and files. Imports no torch."""
+
+import re
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ground.errors import BadInput
+from ground.files import sha256_of_file, sha256_of_text, write_json
+
+# A file that was written this recently may change again without its time of change moving.
+SETTLED_NS = 2_000_000_000
+
+
+class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/digests"):
+    """By absolute path: size in bytes, time of change in nanoseconds, sha256."""
+
+    version: Literal[1] = 1
+    files: dict[str, tuple[int, int, str]]
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that a path stands for, in a fixed order: itself, all below a folder, or numbered shards such as
+    x-{00..07}.tar; none when there are none.
+    """
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(each for each in path.rglob("*") if each.is_file())
+    if "{" in path.name and path.parent.is_dir():
+        return sorted(path.parent.glob(re.sub(r"\{[^}]*\}", "*", path.name)))
+    return []
+
+
+class Digests:
+    """Digests that are kept in `file` from one run to the next; a file that can't be read counts as none."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known = self._read()
+        self._saved = dict(self._known)
+
+    def _read(self) -> dict[str, tuple[int, int, str]]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=KnownDigests).files
+        except (OSError, msgspec.DecodeError, RecursionError):
+            return {}
+
+    def save(self) -> None:
+        """Write what is new; nothing when nothing is."""
+        if self._known == self._saved and self._file.is_file():
+            return
+        self._saved = dict(self._known)
+        write_json(self._file, msgspec.to_builtins(KnownDigests(files=self._known)))
+
+    def of_file(self, path: Path) -> str:
+        status = path.stat()
+        key, mark = str(path.resolve()), (status.st_size, status.st_mtime_ns)
+        known = self._known.get(key)
+        if known is not None and known[:2] == mark:
+            return known[2]
+        digest = sha256_of_file(path)
+        self._known.pop(key, None)
+        if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
+            self._known[key] = (*mark, digest)
+        return digest
+
+    def of_path(self, path: Path) -> str:
+        """Of a file, or of a folder or shards by names and files. Raises BadInput when nothing is there."""
+        if path.is_file():
+            return self.of_file(path)
+        files = files_of(path)
+        if not files:
+            raise BadInput(f"{path}: no such file or folder, or nothing in it; check the recipe")
+        base = path if path.is_dir() else path.parent
+        return sha256_of_text("".join(f"{self.of_file(each)} {each.relative_to(base).as_posix()}\n" for each in files))

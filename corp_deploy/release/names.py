@@ -1,0 +1,73 @@
+"""How the files of a release are called, relative to its directory. Imports no torch."""
+
+from corp_deploy.store.manifest import NAME as MANIFEST
+
+from .recipe import Recipe, Target
+
+__all__ = ["MANIFEST"]
+
+RECIPE = "recipe.toml"
+SUMS = "SHA256SUMS"
+SCRIPT = "remaining.sh"
+SUBJECTS = ("dense", "reduced")
+MODELS = {subject: (f"{subject}/config.json", f"{subject}/model.safetensors") for subject in SUBJECTS}
+MOMENTS = ".stages/moments.safetensors"
+HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
+SUMMARY = "moments.json"
+SAMPLES = "samples/images.npy"
+SAMPLES_RECORD = "samples/samples.json"
+PARITY = "parity.json"
+GATE = "gate.json"
+CARD = "MODEL_CARD.md"
+REPORTS = ("report.html", "report.md", "report.xml")
+REPOSITORY = "repository"
+
+
+def graph_name(precision: str) -> str:
+    """model.onnx for fp32, model.fp16.onnx for fp16."""
+    return "model.onnx" if precision == "fp32" else f"model.{precision}.onnx"
+
+
+def graphs_of(recipe: Recipe, subject: str) -> tuple[str, ...]:
+    """The files of a subject's graphs, one a precision."""
+    return tuple(f"{subject}/{graph_name(precision)}" for precision in recipe.export.precisions)
+
+
+def answers_name(subject: str, precision: str) -> str:
+    """What a graph answers to the samples."""
+    return f"samples/{subject}.{precision}.npy"
+
+
+def plan_name(target: Target, subject: str) -> str:
+    """Where a target's engine stands in a release: beside the graph it was built from, where `package` looks for it."""
+    return f"{subject}/model.{target.name}.plan"
+
+
+def artefact_name(target: Target, subject: str) -> str:
+    """What the target runs: a plan, or the graph itself in ONNX Runtime."""
+    return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
+
+
+def bench_name(recipe: Recipe, target: Target) -> str:
+    """bench.json of the first target, bench.TARGET.json of the others."""
+    return "bench.json" if target == recipe.targets[0] else f"bench.{target.name}.json"
+
+
+def parity_name(target: Target) -> str:
+    """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
+    return PARITY if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
+
+
+def outputs_name(parity: str) -> str:
+    """The outputs that a parity record was measured on, beside it."""
+    return f"{parity.removesuffix('.json')}.npz"
+
+
+def parities_of(recipe: Recipe) -> tuple[str, ...]:
+    """Every parity record of a release, each once."""
+    return tuple(dict.fromkeys((PARITY, *map(parity_name, recipe.targets))))
+
+
+def page_name(target: Target) -> str:
+    """The report of a target that is not the first."""
+    return f"report.{target.name}.html"

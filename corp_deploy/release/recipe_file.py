@@ -1,0 +1,179 @@
+"""A recipe from its TOML file and those it extends. A refusal names the file and key, what was got and expected."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from ground.errors import BadInput
+from ground.files import regular
+
+from .recipe import Recipe, Table, TargetName, TargetTable
+
+MOST_BYTES = 2**20
+DEEPEST = 40
+Tables = dict[str, dict[str, Any]]
+
+
+def _sections() -> dict[str, type[Table]]:
+    """The tables of a recipe but for [targets], whose own are of one kind."""
+    return {field.name: field.type for field in msgspec.structs.fields(Recipe) if field.encode_name != "targets"}
+
+
+SECTIONS: Mapping[str, type[Table]] = _sections()
+TARGETS: tuple[TargetName, ...] = get_args(TargetName)
+
+
+def keys_of(table: type[Table]) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.encode_name: field for field in msgspec.structs.fields(table)}
+
+
+def schema_of(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
+    """What a key's type says of itself beside its bounds: a description, and whether a list's items must differ."""
+    info = msgspec.inspect.type_info(field.type)
+    kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))
+
+
+def _text(path: Path) -> str:
+    try:
+        size = regular(path).stat().st_size
+        if size <= MOST_BYTES:
+            return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such recipe; write one with: corp-deploy release {path} --init MODEL") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: can't be read ({error})") from None
+    raise BadInput(f"{path}: {size} bytes, a recipe has {MOST_BYTES} at most")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = _text(path)
+    try:
+        raw = tomllib.loads(text)
+    except RecursionError:
+        raise BadInput(f"{path}: not a recipe: its values are nested too deep") from None
+    except ValueError as error:
+        raise BadInput(f"{path}: not TOML: {error}") from None
+    _refuse_depth(path, raw)
+    return raw
+
+
+def _refuse_depth(path: Path, raw: dict[str, Any]) -> None:
+    """Raise BadInput for tables in tables without end, which dotted keys write on one line."""
+    level: list[Any] = [raw]
+    for _ in range(DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise BadInput(f"{path}: not a recipe: its values are nested too deep")
+
+
+def _refuse_unknown(where: str, words: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for word in words:
+        if word not in known:
+            close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            raise BadInput(f"{where}: unknown key {word!r}; {hint}")
+
+
+def _model_text(folder: Path, model: str) -> str:
+    """A directory, relative to the recipe, as an absolute path; a timm name, and one that names a network, as it is."""
+    model = model.removeprefix("local-dir:")
+    beside = folder / model
+    if ":" in model and not beside.is_dir():
+        return model
+    return str(beside.resolve()) if "/" in model or beside.is_dir() else model
+
+
+def typed_value(name: str, field: msgspec.structs.FieldInfo, value: object, folder: Path) -> Any:
+    """A key's value by its type, paths made absolute. Raises BadInput, naming the key, for another."""
+
+    def location(_: type, text: Any) -> Path:
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError("no path")
+        return (folder / text).resolve()
+
+    schema = schema_of(field)
+    try:
+        typed = msgspec.convert(value, field.type, dec_hook=location)
+        refused = schema.get("uniqueItems", False) and len({*typed}) < len(typed)
+    except msgspec.ValidationError:
+        refused = True
+    if refused:
+        raise BadInput(f"{name} is {value!r:.200}, expected {schema['description']}")
+    return typed
+
+
+def _table(path: Path, name: str, raw: object, kind: type[Table]) -> dict[str, Any]:
+    """The keys that the file gives, typed."""
+    if not isinstance(raw, dict):
+        raise BadInput(f"{path}: {name} is {raw!r:.200}, expected a table: [{name}]")
+    keys = keys_of(kind)
+    _refuse_unknown(f"{path}: [{name}]", raw, keys)
+    try:
+        return {word: typed_value(f"{name}.{word}", keys[word], value, path.parent) for word, value in raw.items()}
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
+    """Those of one file; a target's has a dotted name."""
+    _refuse_unknown(str(path), raw, ("extends", *SECTIONS, "targets"))
+    tables = {name: _table(path, name, raw[name], kind) for name, kind in SECTIONS.items() if name in raw}
+    if "model" in tables.get("model", {}):
+        tables["model"]["model"] = _model_text(path.parent, tables["model"]["model"])
+    targets = raw.get("targets", {})
+    if not isinstance(targets, dict):
+        raise BadInput(f"{path}: targets is {targets!r}, expected tables such as [targets.onnxruntime-cpu]")
+    _refuse_unknown(f"{path}: [targets]", targets, TARGETS)
+    for name in targets:
+        tables[f"targets.{name}"] = _table(path, f"targets.{name}", targets[name], TargetTable)
+    return tables
+
+
+def _with_bases(path: Path, seen: tuple[Path, ...]) -> Tables:
+    """The file's tables over those of the recipe it extends: tables are merged key by key, lists are replaced."""
+    if path in seen:
+        raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*seen, path))}")
+    raw = _read(path)
+    own = _tables(path, raw)
+    if "extends" not in raw:
+        return own
+    base = raw["extends"]
+    if not isinstance(base, str) or not base.strip():
+        raise BadInput(f"{path}: extends is {base!r}, expected the path of another recipe")
+    merged = _with_bases((path.parent / base).resolve(), (*seen, path))
+    return merged | {name: merged.get(name, {}) | table for name, table in own.items()}
+
+
+def _built(path: Path, name: str, table: Mapping[str, Any], kind: type[Table]) -> Any:
+    missing = [word for word, field in keys_of(kind).items() if field.required and word not in table]
+    if missing:
+        raise BadInput(f"{path}: {name}.{missing[0]} is missing; write it under [{name}]")
+    try:
+        return kind(**table)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe and what it extends. Raises BadInput, naming file and key, for anything that will not do.
+
+    Whether the model and images exist is not asked here: see run.require_inputs.
+    """
+    path = path.resolve()
+    tables = _with_bases(path, ())
+    tables["release"] = {"name": path.stem} | tables.get("release", {})
+    sections: dict[str, Any] = {name: _built(path, name, tables.get(name, {}), kind) for name, kind in SECTIONS.items()}
+    targets = [name for name in tables if name not in SECTIONS]
+    if targets:
+        own = {name.removeprefix("targets."): _built(path, name, tables[name], TargetTable) for name in targets}
+        sections["target_tables"] = own
+    recipe: Recipe = _built(path, "", sections, Recipe)
+    return recipe

@@ -1,0 +1,113 @@
+"""The values that keys of a recipe may have, a type each; its description says in a refusal what was expected."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from msgspec import Meta
+
+from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
+from corp_deploy.reduction.method import PRESETS, MlpRanking, QkRanking
+from ground import quantities
+from ground.quantity import BATCH, Count, Quantity
+
+
+def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
+    """The bounds of a quantity for numbers that are written as whole ones, or with a point."""
+    low, high = kind(quantity.low), kind(quantity.high)
+    assert (low, high) == (quantity.low, quantity.high), quantity
+    if isinstance(quantity, Count):
+        return Meta(ge=low, le=high, description=str(quantity))
+    bounds: dict[str, Any] = {
+        "gt" if quantity.low_open else "ge": low,
+        "lt" if quantity.high_open else "le": high,
+    }
+    return Meta(**bounds, description=str(quantity))
+
+
+def _one_of(*words: str) -> Meta:
+    return Meta(pattern=rf"\A(?:{'|'.join(words)})\Z", description=f"one of {', '.join(words)}")
+
+
+def _of(literal: Any) -> Meta:
+    return Meta(description=f"one of {', '.join(get_args(literal))}")
+
+
+def _list_of(words: str, *, least: int = 0, different: bool = True) -> Meta:
+    """A list of at least so many values; uniqueItems is JSON Schema's word, and the reader holds to it."""
+    return Meta(min_length=least, description=words, extra_json_schema={"uniqueItems": different})
+
+
+_NOT_EMPTY = "a text that is not empty"
+
+Text: TypeAlias = Annotated[str, Meta(pattern=r"\S", description=_NOT_EMPTY)]
+Texts: TypeAlias = Annotated[tuple[Text, ...], _list_of("a list of different texts")]
+Location: TypeAlias = Annotated[Path, Meta(description=_NOT_EMPTY)]
+"""A file or folder: written relative to the recipe, read as an absolute path."""
+Flag: TypeAlias = Annotated[bool, Meta(description="true or false")]
+Arguments: TypeAlias = Annotated[dict[str, Any], Meta(description="a table of arguments")]
+ServedName: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z",
+        description="letters, digits, '_', '.' and '-', starting with a letter or digit",
+    ),
+]
+
+_Device = Literal["cpu", "cuda"]
+_Heads = Literal["padded", "square", "ragged", "auto"]
+_Precision = Literal["fp32", "fp16", "mixed"]
+_Reads = Literal["all", "pooled"]
+_System = Literal["whole", "kept"]
+
+Device: TypeAlias = Annotated[_Device, _of(_Device)]
+Heads: TypeAlias = Annotated[_Heads, _of(_Heads)]
+Precision: TypeAlias = Annotated[_Precision, _of(_Precision)]
+Precisions: TypeAlias = Annotated[
+    tuple[Precision, ...], _list_of(f"a list of {', '.join(get_args(_Precision))}", least=1)
+]
+Reads: TypeAlias = Annotated[_Reads, _of(_Reads)]
+AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]
+ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description="true, false or 'symmetric'")]
+SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]
+SelectHead: TypeAlias = Annotated[QkRanking, _of(QkRanking)]
+Preset: TypeAlias = Annotated[str, _one_of(*PRESETS)]
+Interpolation: TypeAlias = Annotated[str, _one_of(*INTERPOLATIONS)]
+CropMode: TypeAlias = Annotated[str, _one_of(*CROP_MODES)]
+
+Batch: TypeAlias = Annotated[int, _in(BATCH, int)]
+Batches: TypeAlias = Annotated[
+    tuple[Batch, ...], _list_of(f"a list of different whole numbers from {BATCH.low} to {BATCH.high}", least=1)
+]
+Images: TypeAlias = Annotated[int, _in(quantities.IMAGES, int)]
+BadImages: TypeAlias = Annotated[int, _in(quantities.BAD_IMAGES, int)]
+Seed: TypeAlias = Annotated[int, _in(quantities.SEED, int)]
+Workers: TypeAlias = Annotated[int, _in(quantities.WORKERS, int)]
+Threads: TypeAlias = Annotated[int, _in(quantities.THREADS, int)]
+Rounds: TypeAlias = Annotated[int, _in(quantities.ROUNDS, int)]
+Multiple: TypeAlias = Annotated[int, _in(quantities.ALIGNMENT, int)]
+
+# A number that is written without a point stays as it is written, in commands and in stamps.
+Share: TypeAlias = Annotated[int, _in(quantities.SHARE, int)] | Annotated[float, _in(quantities.SHARE, float)]
+ShareRemoved: TypeAlias = (
+    Annotated[int, _in(quantities.SHARE_REMOVED, int)] | Annotated[float, _in(quantities.SHARE_REMOVED, float)]
+)
+ShareKept: TypeAlias = (
+    Annotated[int, _in(quantities.SHARE_KEPT, int)] | Annotated[float, _in(quantities.SHARE_KEPT, float)]
+)
+Ridge: TypeAlias = Annotated[int, _in(quantities.RIDGE, int)] | Annotated[float, _in(quantities.RIDGE, float)]
+RelativeError: TypeAlias = Annotated[int, _in(quantities.ERROR, int)] | Annotated[float, _in(quantities.ERROR, float)]
+Factor: TypeAlias = Annotated[int, _in(quantities.FACTOR, int)] | Annotated[float, _in(quantities.FACTOR, float)]
+Seconds: TypeAlias = Annotated[int, _in(quantities.SECONDS, int)] | Annotated[float, _in(quantities.SECONDS, float)]
+Milliseconds: TypeAlias = (
+    Annotated[int, _in(quantities.MILLISECONDS, int)] | Annotated[float, _in(quantities.MILLISECONDS, float)]
+)
+_Mean: TypeAlias = Annotated[int, _in(quantities.MEAN, int)] | Annotated[float, _in(quantities.MEAN, float)]
+_Std: TypeAlias = Annotated[int, _in(quantities.DEVIATION, int)] | Annotated[float, _in(quantities.DEVIATION, float)]
+
+
+def _channels(quantity: Quantity) -> Meta:
+    return _list_of(f"a list with {quantity} for all channels, or one for each", least=1, different=False)
+
+
+Means: TypeAlias = Annotated[tuple[_Mean, ...], _channels(quantities.MEAN)]
+Deviations: TypeAlias = Annotated[tuple[_Std, ...], _channels(quantities.DEVIATION)]

@@ -1,0 +1,136 @@
+"""What is done with the stages of a recipe: planned, run, run one by one, or written as a script. Imports no torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from corp_deploy.families.timm_names import require_local_name
+from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
+from ground.errors import BadInput, Missing
+from ground.files import read_json, write_text
+
+from . import calls, incremental
+from .baseline import Baseline
+from .digests import files_of
+from .incremental import Outcome, Stage, StageStatus, locked
+from .names import GATE, SCRIPT, bench_name
+from .pipeline import stages_of
+from .recipe import ModelTable, Recipe
+from .rendering import rendered
+
+StageListener = Callable[[Stage, str], None]
+"""Hears each stage before it runs, and why it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """What a run did and the gate's verdict; both gate fields are None while stages wait for another machine."""
+
+    outcome: Outcome
+    verdict: str | None
+    exit_code: int | None
+
+
+def _unheard(stage: Stage, why: str) -> None:
+    pass
+
+
+def _require_model(model: ModelTable) -> None:
+    """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
+    if model.directory is None:
+        require_local_name(model.model)
+        if model.weights is None:
+            raise BadInput(f"model.weights: the timm model {model.model!r} needs the weights of a trained model")
+    elif model.directory.is_dir() and is_ours(config_of_directory(model.directory)):
+        others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__ if key != "model"}
+        refuse_beside_directory(model.directory, others)
+
+
+def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
+    """Raise BadInput, naming the key, when something outside that a release needs is not there."""
+    _require_model(recipe.model)
+    paths = {
+        "calibration.images": recipe.calibration.images,
+        "held_out.images": recipe.held_out.images,
+        "model.weights": recipe.model.weights,
+        "held_out.labels": recipe.held_out.labels,
+        "package.labels": recipe.package.labels,
+        "model.model": None if recipe.model.directory is None else recipe.model.directory / CONFIG,
+    }
+    for key, path in paths.items():
+        if path is not None and not files_of(path):
+            raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
+    asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
+    baseline.require()
+    if asking and baseline.path is None:
+        raise BadInput(f"gate.fail_if: {asking[0]!r} needs --baseline FILE, at first with --init-baseline")
+
+
+def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[StageStatus]:
+    """What `release` would do now; writes nothing."""
+    require_inputs(recipe, baseline)
+    return incremental.plan(stages_of(recipe, root, baseline), root)
+
+
+def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListener) -> Outcome:
+    """In two parts: whether the baseline is this very record is known only when the bench stands."""
+    stages = stages_of(recipe, root, baseline)
+    gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
+    first = incremental.run(stages[:gate], root, starts=starts, whole=False)
+    if first.blocked:
+        return first
+    rest = incremental.run(stages_of(recipe, root, baseline), root, starts=starts)
+    finished = (*first.finished, *rest.finished)
+    cached = tuple(name for name in rest.cached if name not in finished)
+    return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
+
+
+def release(recipe: Recipe, root: Path, baseline: Baseline, *, starts: StageListener = _unheard) -> Released:
+    """Run what is not done. Raises BadInput when another process works in the directory."""
+    require_inputs(recipe, baseline)
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root):
+        outcome = _run_all(recipe, root, baseline, starts)
+        if outcome.blocked:
+            return Released(outcome=outcome, verdict=None, exit_code=None)
+        gate = read_json(root / GATE, kind="gate")
+        baseline.start(root / bench_name(recipe, recipe.targets[0]), exit_code=gate["exit_code"])
+    return Released(outcome=outcome, verdict=gate["verdict"], exit_code=gate["exit_code"])
+
+
+def run_only(
+    recipe: Recipe, root: Path, names: Sequence[str], baseline: Baseline, *, starts: StageListener = _unheard
+) -> Outcome:
+    """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
+    stages = stages_of(recipe, root, baseline)
+    known = {stage.name for stage in stages}
+    for name in names:
+        if name not in known:
+            raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(known))}")
+    chosen = [stage for stage in stages if stage.name in names]
+    with locked(root):
+        outcome = incremental.run(chosen, root, starts=starts, whole=False)
+    if outcome.blocked:
+        raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
+    return outcome
+
+
+def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, list[StageStatus]]:
+    """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
+
+    Returns its path and the stages in it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    stages = stages_of(recipe, root, baseline)
+    with locked(root):
+        incremental.run(stages[:1], root, starts=_unheard, whole=False)
+        pairs = zip(stages, incremental.plan(stages, root), strict=True)
+        elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
+        write_text(root / SCRIPT, _script(recipe, elsewhere))
+        (root / SCRIPT).chmod(0o755)
+    return root / SCRIPT, elsewhere
+
+
+def _script(recipe: Recipe, statuses: Sequence[StageStatus]) -> str:
+    rows = [{"name": status.stage, "why": status.why, "words": calls.only(status.stage).words} for status in statuses]
+    return rendered("remaining.sh", release=recipe.name, stages=rows)

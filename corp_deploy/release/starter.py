@@ -1,0 +1,59 @@
+"""A commented recipe to start from."""
+
+import re
+from pathlib import Path
+
+from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, model_of_snapshot
+from ground.errors import BadInput
+from ground.files import read_json, whole
+
+from .recipe_toml import relative_text
+from .rendering import rendered
+
+
+def _description(folder: Path) -> str:
+    """What a model directory, or a snapshot of one of timm's repositories, holds."""
+    config = config_of_directory(folder)
+    if not is_ours(config):
+        return model_of_snapshot(folder, config)[0]
+    with whole(str(folder / CONFIG)):
+        config = read_json(folder / CONFIG, kind="corp-deploy/model")
+        shape = "x".join(map(str, config["input"]["shape"]))
+        return f"{config['timm']['name']}, images {shape}, {len(config['sites'])} sites"
+
+
+def _require_timm_name(model: str) -> None:
+    from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
+
+    require_local_name(model)
+    if not is_timm_name(model):
+        raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
+
+
+def starter(model: str, path: Path, *, images: Path | None, held_out: Path | None, labels: Path | None) -> str:
+    """A commented recipe for a model directory or timm name, to be written to `path`.
+
+    Raises BadInput for a model that is neither.
+    """
+    folder = Path(model.removeprefix("local-dir:"))
+    directory, description = None, ""
+    if folder.is_dir():
+        directory, description = relative_text(folder.resolve(), path.parent), _description(folder)
+    else:
+        _require_timm_name(model)
+
+    def placed(place: Path | None, otherwise: str) -> str:
+        return otherwise if place is None else relative_text(place.resolve(), path.parent)
+
+    return rendered(
+        "starter.toml",
+        file=path.name,
+        name=path.stem,
+        model=model,
+        directory=directory,
+        description=description,
+        images=placed(images, "images/calibration"),
+        held_out=placed(held_out, "images/held-out"),
+        labels=None if labels is None else relative_text(labels.resolve(), path.parent),
+        served=re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-") or "model",
+    )
