@@ -293,7 +293,7 @@ def test_the_starter_recipe_reads_back_as_what_was_put_into_it(tmp_path: Path) -
 
 
 def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
-    model = ROOT / "examples" / "digits" / "model"
+    model = (ROOT / "examples" / "digits" / "model").resolve()
     path = tmp_path / "digits.toml"
     path.write_text(starter(str(model), path, images=tmp_path / "cal.npz", held_out=None, labels=None))
     recipe = load_recipe(path)
