@@ -1,10 +1,13 @@
-"""The knapsack against every combination there is."""
+"""The knapsack against every combination there is, and against a solver of integer programs."""
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, milp
+from scipy.sparse import block_diag
 
 from corp_deploy.algebra.knapsack import Allocation, Choices, allocate
 from ground.errors import BadInput
@@ -104,3 +107,80 @@ def test_a_deep_model_is_no_trouble() -> None:
     got = allocate(sites, budget)
     check(sites, budget, got)
     assert got.cost > 0.999 * budget
+
+
+# Against scipy.optimize.milp: whole numbers, so that the solver's tolerances decide nothing
+
+
+def by_integer_program(sites: list[Choices], budget: float) -> float:
+    """The least error: one switch for each width of each site, one switch a site is on, the cost is within budget."""
+    costs = np.asarray([cost for site in sites for cost in site.costs])
+    errors = np.asarray([error for site in sites for error in site.errors])
+    one_each = block_diag([np.ones((1, len(site.widths))) for site in sites])
+    constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None], -np.inf, budget)]
+    solved = milp(errors, integrality=np.ones(len(errors)), bounds=(0, 1), constraints=constraints,
+                  options={"mip_rel_gap": 0.0})  # fmt: skip
+    assert solved.success, solved.message
+    return float(errors @ np.round(solved.x))
+
+
+def site_of(place: int, costs: list[int], errors: list[int]) -> Choices:
+    widths = tuple(8 * (n + 1) for n in range(len(costs)))
+    return Choices(
+        site=f"site {place}", widths=widths, costs=tuple(map(float, costs)), errors=tuple(map(float, errors))
+    )
+
+
+def random_sites(seed: int, sites: int, widths: int, most: int) -> list[Choices]:
+    rng = np.random.default_rng(seed)
+    return [site_of(i, rng.integers(0, most, widths).tolist(), rng.integers(0, most, widths).tolist())
+            for i in range(sites)]  # fmt: skip
+
+
+def falling_sites(seed: int, sites: int, widths: int) -> list[Choices]:
+    """As a model's are: the wider, the dearer and the better; costs in proportion to the width."""
+    rng = np.random.default_rng(seed)
+    return [site_of(i, (np.arange(1, widths + 1) * int(rng.integers(1, 9))).tolist(),
+                    np.sort(rng.integers(0, 1000, widths))[::-1].tolist()) for i in range(sites)]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_an_integer_program_finds_nothing_better(seed: int, share: float) -> None:
+    sites = random_sites(seed, 8, 6, 50) if seed % 2 else falling_sites(seed, 14, 10)
+    least, most = (sum(end(site.costs) for site in sites) for end in (min, max))
+    budget = float(round(least + share * (most - least)))
+    got = allocate(sites, budget)
+    check(sites, budget, got)
+    assert got.error == by_integer_program(sites, budget)
+
+
+DEGENERATE = {
+    "all widths cost the same": [site_of(i, [3, 3, 3], [5, 2 + i, 9]) for i in range(4)],
+    "no width costs anything": [site_of(i, [0, 0], [i, 1]) for i in range(3)],
+    "no width loses anything": [site_of(i, [1, 2, 3], [0, 0, 0]) for i in range(4)],
+    "a site without a choice": [site_of(0, [7], [3]), site_of(1, [1, 9], [8, 0]), site_of(2, [2], [0])],
+    "the same site many times": [site_of(i, [1, 2, 4, 8], [8, 4, 2, 1]) for i in range(12)],
+    "one price for all": [site_of(i, [0, 1, 2, 3], [3, 2, 1, 0]) for i in range(10)],
+    "dearer and worse": [site_of(i, [1, 2, 3], [1, 5, 7]) for i in range(5)],
+    "sums that meet the budget alone": [site_of(i, [0, weight], [weight, 0]) for i, weight in
+                                        enumerate((31, 57, 11, 23, 43, 19, 37, 29, 53, 41))],
+    "one site outweighs the rest": [site_of(9, [0, 10**6], [10**6, 0]), *falling_sites(3, 5, 5)],
+    "costs of very different size": [site_of(0, [1, 10**7], [9, 0]), site_of(1, [1, 10], [5, 0]),
+                                     site_of(2, [0, 1], [1, 0])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sites", DEGENERATE.values(), ids=DEGENERATE.keys())
+def test_degenerate_problems_have_the_integer_programs_optimum(sites: list[Choices]) -> None:
+    """At every budget between the least and the most, or at many of them."""
+    least, most = (int(sum(end(site.costs) for site in sites)) for end in (min, max))
+    for budget in sorted({*np.linspace(least, most, 15).astype(int).tolist(), least, most}):
+        got = allocate(sites, float(budget))
+        check(sites, float(budget), got)
+        assert got.error == by_integer_program(sites, float(budget)), budget
+
+
+def test_two_sites_of_one_name_are_no_problem_to_solve() -> None:
+    with pytest.raises(AssertionError, match="site 0"):
+        allocate([site_of(0, [1], [1]), site_of(0, [2], [2])], 10.0)

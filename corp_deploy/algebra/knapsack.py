@@ -82,6 +82,8 @@ def allocate(sites: Sequence[Choices], budget: float) -> Allocation:
 
     Raises BadInput when even the cheapest choices cost more than the budget.
     """
+    names = [site.site for site in sites]
+    assert len(set(names)) == len(names), names
     least = sum(min(site.costs) for site in sites)
     if least > budget * (1.0 + 1e-12):
         raise BadInput(f"budget {budget:g} is less than the {least:g} that the narrowest widths cost; raise the budget")

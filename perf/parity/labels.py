@@ -19,8 +19,8 @@ def wilson(hits: int, images: int) -> tuple[float, float]:
     share = hits / images
     shrink = 1 + Z95**2 / images
     centre = (share + Z95**2 / (2 * images)) / shrink
-    half = Z95 / shrink * math.sqrt(share * (1 - share) / images + Z95**2 / (4 * images**2))
-    return (0.0 if hits == 0 else centre - half), (1.0 if hits == images else centre + half)
+    half_width = Z95 / shrink * math.sqrt(share * (1 - share) / images + Z95**2 / (4 * images**2))
+    return (0.0 if hits == 0 else centre - half_width), (1.0 if hits == images else centre + half_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
