@@ -101,7 +101,8 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
 
 def _refuse_kind(head: Head, *, kind: str, version: int, where: str) -> None:
     if head.kind != kind:
-        raise BadInput(f"{where}: expected a {kind} record, got {str(head.kind)[:100]!r}")
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise BadInput(f"{where}: expected {article} {kind} record, got {str(head.kind)[:100]!r}")
     if head.version != version:
         raise BadInput(
             f"{where}: {kind} record of version {str(head.version)[:100]}; this tool reads version {version}"

@@ -718,6 +718,7 @@ RECORD_CHANGES: dict[str, tuple[object, ...]] = {
     "kernels": (True, -1, 1.5, "x"),
     "kernel_kinds": (None, [], {"a": []}, {"a": -1}),
     "options": (None, [], {"a": []}),
+    "roles": (3, [], {"logits": "poem"}, {"logits": 3}),
     "onnx_sha256": (None, 3, "abc"),
     "backend": (None, 3, []),
 }

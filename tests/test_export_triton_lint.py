@@ -217,7 +217,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "model.py": (unlink("vit_cpu/1/model.py"), "vit_cpu/1", "model.py is missing"),
     "onnx": (unlink("vit_onnx/1/model.onnx"), "vit_onnx/1", "model.onnx is missing"),
     "plan": (overwrite("vit/1/model.sm86.plan", b"x"), "vit/1/model.sm86.plan", "its bytes are not those"),
-    "record": (overwrite("vit/1/model.sm86.plan.json", b"{}"), "vit/1/model.sm86.plan.json", "expected an object"),
+    "record": (
+        overwrite("vit/1/model.sm86.plan.json", b"{}"),
+        "vit/1/model.sm86.plan.json",
+        "expected an engine record",
+    ),
     "no record": (unlink("vit/1/model.sm86.plan.json"), "vit/1/model.sm86.plan", "there is no record"),
     "cut graph": (overwrite("vit_onnx/1/model.onnx", b"\x08\x0a"), "vit_onnx/1/model.onnx", "cut short"),
     "labels": (overwrite("vit/1/labels.txt", b"a\nb\n"), "vit/1/labels.txt", "2 labels for 5 outputs"),

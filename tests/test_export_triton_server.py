@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from export.graph.to_onnx import onnx_from_model, save
 from export.triton.config import Serving
@@ -18,7 +19,7 @@ from export.triton.lint import lint_repository
 from export.triton.package import Package
 from export.triton.repository import write_repository
 from export.triton.versions import serve_version
-from ground.ports import LOGITS, image_port
+from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.export_served import write_onnx, write_plan
 from tests.export_text import CHANNELS, TOKENS, TextEncoder, in_torch, sentences, write_text_onnx
 from tests.export_vit import Vit
@@ -175,6 +176,39 @@ def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp
     one = dict(list(sentences(2).items())[:1])
     status, answer = server.ask("models/text_cpu/infer", post=True, content=text_request(one))
     assert (status, "expected 2 inputs but got 1" in answer["error"]) == (400, True), answer
+
+
+class Gated(nn.Module):
+    """Every type that a graph takes, together."""
+
+    def forward(self, x: Tensor, keep: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        kept = x.masked_fill(~keep, 0.0)
+        return kept.sum(1) * counts.to(x.dtype), kept
+
+
+def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_path: Path) -> None:
+    inputs = [
+        Port(name="x", shape=(6, 4)),
+        Port(name="keep", shape=(6, 4), dtype="bool"),
+        Port(name="counts", shape=(1,), dtype="int32"),
+    ]
+    outputs = [LOGITS, OutputPort(name="kept", role="feature map")]
+    save(onnx_from_model(Gated(), inputs, outputs, precision="fp32", metadata={}), tmp_path / "gated.onnx")
+    package = Package(name="gated", cpu_onnx=tmp_path / "gated.onnx", labels=tuple("abcd"))
+    write_repository(package, served.repository)
+    assert served.server.load("gated_cpu") is None
+    rng = np.random.default_rng(0)
+    x, keep = rng.standard_normal((3, 6, 4)).astype(np.float32), rng.integers(0, 2, (3, 6, 4)).astype(bool)
+    counts = rng.integers(1, 9, (3, 1)).astype(np.int32)
+    entries = [
+        {"name": name, "datatype": kind, "shape": list(array.shape), "data": array.ravel().tolist()}
+        for name, kind, array in (("x", "FP32", x), ("keep", "BOOL", keep), ("counts", "INT32", counts))
+    ]
+    status, answer = served.server.ask("models/gated_cpu/infer", post=True, content={"inputs": entries})
+    assert status == 200, answer
+    answers = {each["name"]: np.reshape(each["data"], each["shape"]) for each in answer["outputs"]}
+    np.testing.assert_allclose(answers["kept"], x * keep, rtol=1e-6)
+    np.testing.assert_allclose(answers["logits"], (x * keep).sum(1) * counts, rtol=0, atol=1e-4)
 
 
 def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:

@@ -51,12 +51,13 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
     """
     from export.triton.lint import lint_repository
 
-    found = lint_repository(repository, server)
+    findings = lint_repository(repository, server)
     rows = [
-        {"severity": f.severity, "file": str(f.path), "line": f.line, "what": f.what, "remedy": f.remedy} for f in found
+        {"severity": f.severity, "file": str(f.path), "line": f.line, "what": f.what, "remedy": f.remedy}
+        for f in findings
     ]
-    out.result({"findings": rows}, *(str(each) for each in found), f"{repository}: {len(found)} findings")
-    if any(each.severity == "error" for each in found):
+    out.result({"findings": rows}, *(str(each) for each in findings), f"{repository}: {len(findings)} findings")
+    if any(each.severity == "error" for each in findings):
         ctx.exit(1)
 
 

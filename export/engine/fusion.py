@@ -63,13 +63,13 @@ class Fusion:
     @property
     def fused_sites(self) -> tuple[str, ...]:
         """Attention sites that have a fused kernel in every profile."""
-        found = Counter(
+        fused = Counter(
             site
             for kernel in self.kernels
             if kernel.is_fused_attention
             for site in {site_of(node) for node in kernel.nodes}
         )
-        return tuple(site for site in self.attention_sites if found[site] >= self.profiles)
+        return tuple(site for site in self.attention_sites if fused[site] >= self.profiles)
 
     @property
     def fused_attention(self) -> int:

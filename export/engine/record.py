@@ -4,20 +4,33 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
 
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
-from ground.files import object_from_text
 from ground.ports import Role
+from ground.records import record_from_text
 
 from .options import BatchProfile
 
 VERSION = 1
 KIND = "engine"
+
+
+def _require_count(name: str, value: int | None, least: int) -> None:
+    if value is not None and not least <= value < 1 << 63:
+        raise BadInput(f"{name} must be at least {least}, got {value!s:.100}")
+
+
+def _require_ports(name: str, ports: tuple[GraphPort, ...]) -> None:
+    if not ports:
+        raise BadInput(f"{name}: none are named")
+    for port in ports:
+        sizes = [size for size in port.shape if isinstance(size, int)]
+        if not port.shape or any(not 1 <= size < 1 << 63 for size in sizes):
+            raise BadInput(f"{name}: {port.name[:100]!r} must have sizes of at least 1, got {str(port.shape)[:100]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +67,22 @@ class EngineRecord:
 
     def __post_init__(self) -> None:
         for name in ("onnx_sha256", "plan_sha256"):
-            if len(getattr(self, name)) != 64:
-                raise BadInput(f"engine record: {name} must have 64 hex digits, got {getattr(self, name)!r}")
-        if not 0.0 <= self.half_weight_share <= 1.0 or self.plan_bytes < 1 or self.build_seconds < 0.0:
-            raise BadInput(f"engine record: impossible share, size or time in {self}")
+            if not re.fullmatch("[0-9a-f]{64}", getattr(self, name)):
+                raise BadInput(f"{name} must have 64 hex digits, got {getattr(self, name)[:100]!r}")
+        for name, least in (("onnx_bytes", 1), ("plan_bytes", 1), ("kernels", 0)):
+            _require_count(name, getattr(self, name), least)
+        for kind, count in self.kernel_kinds.items():
+            _require_count(f"kernel_kinds: {kind[:100]!r}", count, 0)
+        for name in ("half_weight_share", "half_kernel_share"):
+            share = getattr(self, name)
+            if share is not None and not 0.0 <= share <= 1.0:
+                raise BadInput(f"{name} must lie in [0, 1], got {share}")
+        if not 0.0 <= self.build_seconds < math.inf:
+            raise BadInput(f"build_seconds must be at least 0 and finite, got {self.build_seconds}")
+        for profile in self.profiles:
+            BatchProfile.from_text(profile)
+        _require_ports("inputs", self.inputs)
+        _require_ports("outputs", self.outputs)
 
     @property
     def fused_attention(self) -> int | None:
@@ -75,96 +100,9 @@ def record_path(plan_path: Path) -> Path:
     return plan_path.with_name(plan_path.name + ".json")
 
 
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-def _whole(value: object, least: int = 0) -> bool:
-    return type(value) is int and least <= value < 1 << 63
-
-
-def _share(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
-
-
-def _seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(_text, value))
-
-
-def _profiles(value: object) -> bool:
-    try:
-        return isinstance(value, list) and all(_text(each) and BatchProfile.from_text(each) for each in value)
-    except BadInput:
-        return False
-
-
-def _ports(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_port, value))
-
-
-def _is_port(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"name", "dtype", "shape"}
-        and _text(value["name"])
-        and _text(value["dtype"])
-        and isinstance(value["shape"], list)
-        and bool(value["shape"])
-        and all(_text(size) or _whole(size, 1) for size in value["shape"])
-    )
-
-
-def _or_none(check: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or check(value)
-
-
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("backend", "library_version", "command", "precision"), _text),
-    **dict.fromkeys(("onnx_sha256", "plan_sha256"), _digest),
-    **dict.fromkeys(("onnx_bytes", "plan_bytes"), lambda value: _whole(value, 1)),
-    **dict.fromkeys(("inputs", "outputs"), _ports),
-    **dict.fromkeys(("targets", "attention_sites"), _texts),
-    "profiles": _profiles,
-    "half_weight_share": _share,
-    "half_kernel_share": _or_none(_share),
-    "build_seconds": _seconds,
-    "kernel_kinds": lambda value: isinstance(value, dict) and all(map(_whole, value.values())),
-    "options": lambda value: (
-        isinstance(value, dict) and all(isinstance(each, str | int | float) for each in value.values())
-    ),
-    "roles": lambda value: isinstance(value, dict) and all(each in get_args(Role) for each in value.values()),
-    "fused_attention_sites": _or_none(_texts),
-    "gpu": _or_none(_text),
-    "kernels": _or_none(_whole),
-}
-
-
 def record_from_json(text: str, where: str = "engine record") -> EngineRecord:
     """Reads `EngineRecord.to_json`; BadInput for anything else."""
-    content = {"roles": {}, **object_from_text(text, where=where)}  # records of classifiers need not name any
-    if content.get("kind") != KIND or content.get("version") != VERSION:
-        raise BadInput(f"{where}: expected an object of kind {KIND!r} and version {VERSION}")
-    names = {entry.name for entry in fields(EngineRecord)}
-    absent = sorted(names - content.keys())
-    if absent:
-        raise BadInput(f"{where}: {', '.join(absent)} is missing")
-    bad = sorted(name for name, check in _CHECKS.items() if not check(content[name]))
-    if bad:
-        raise BadInput(f"{where}: {', '.join(bad)} can't be that of an engine; build it again")
-    values: dict[str, Any] = {name: content[name] for name in names}
-    for name in ("inputs", "outputs"):
-        values[name] = tuple(GraphPort(**{**port, "shape": tuple(port["shape"])}) for port in values[name])
-    for name in ("targets", "profiles", "attention_sites", "fused_attention_sites"):
-        values[name] = None if values[name] is None else tuple(values[name])
-    return EngineRecord(**values)
+    return record_from_text(text, EngineRecord, where=where, kind=KIND, version=VERSION, remedy="build it again")
 
 
 def precision_of(half_weight_share: float) -> str:

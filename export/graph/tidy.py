@@ -78,15 +78,15 @@ def merge_initializers(graph: GraphProto) -> None:
 
 def name_by_site(graph: GraphProto, sites: Mapping[str, str], parameters: Collection[str]) -> None:
     """`blocks.3.attn/MatMul_1`: the module path, the operator, a running number where one path has several."""
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     border = {value.name for value in (*graph.input, *graph.output)}
     renamed: dict[str, str] = {}
     unnamed = {tensor.name for tensor in graph.initializer if tensor.name not in parameters}
     for node in graph.node:
         site = sites[node.output[0]]
         stem = f"{site}/{node.op_type}" if site else node.op_type
-        node.name = f"{stem}_{taken[stem]}" if taken[stem] else stem
-        taken[stem] += 1
+        node.name = f"{stem}_{counts[stem]}" if counts[stem] else stem
+        counts[stem] += 1
         for index, name in enumerate(node.output):
             if name and name not in border:
                 renamed[name] = f"{node.name}:{index}"

@@ -28,8 +28,8 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     models = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not models:
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
-    found = [finding for model in models for finding in _lint_model(model, release)]
-    return tuple(sorted(set(found), key=_order))
+    findings = [finding for model in models for finding in _lint_model(model, release)]
+    return tuple(sorted(set(findings), key=_order))
 
 
 def _order(finding: LintFinding) -> tuple[str, int, int, str]:
@@ -69,14 +69,14 @@ def _identity(model: Path, config: Message, path: Path) -> Iterator[LintFinding]
         )
     platform, backend = config.text("platform"), config.text("backend")
     if platform and backend and PLATFORMS.get(platform, backend) != backend:
-        told = f"platform {platform!r} belongs to the backend {PLATFORMS[platform]!r}, not to {backend!r}"
-        yield finding(path, ERROR, told, "keep the right one", config.line_of("backend"))
+        fault = f"platform {platform!r} belongs to the backend {PLATFORMS[platform]!r}, not to {backend!r}"
+        yield finding(path, ERROR, fault, "keep the right one", config.line_of("backend"))
     if not platform and not backend:
         yield finding(path, ERROR, "neither backend nor platform is named", 'write backend: "..."', 1)
     for group in config.messages("instance_group"):
         if group.text("kind") == "KIND_CPU" and _backend(config) == "tensorrt":
-            told, remedy = "TensorRT plans don't run on the CPU", "write kind: KIND_GPU, or serve the ONNX model there"
-            yield finding(path, ERROR, told, remedy, group.line_of("kind"))
+            fault, remedy = "TensorRT plans don't run on the CPU", "write kind: KIND_GPU, or serve the ONNX model there"
+            yield finding(path, ERROR, fault, remedy, group.line_of("kind"))
     yield from _versions(model, config, path)
 
 
@@ -90,8 +90,8 @@ def _versions(model: Path, config: Message, path: Path) -> Iterator[LintFinding]
     policy = config.message("version_policy") or Message((), 1)
     for field in (policy.message("specific") or Message((), 1)).all("versions"):
         if field.value not in have:
-            told = f"version {field.value} is to be served, on disk are {', '.join(map(str, have)) or 'none'}"
-            yield finding(path, ERROR, told, "name a version that is there, or package it again", field.line)
+            fault = f"version {field.value} is to be served, on disk are {', '.join(map(str, have)) or 'none'}"
+            yield finding(path, ERROR, fault, "name a version that is there, or package it again", field.line)
 
 
 def _served_versions(model: Path, config: Message) -> tuple[int, ...]:

@@ -26,14 +26,14 @@ def own_limits(config: Message) -> Iterator[Complaint]:
     if batching is not None and limit > 0:
         for field in batching.all("preferred_batch_size"):
             if isinstance(field.value, int) and not 1 <= field.value <= limit:
-                told = f"preferred batch {field.value} is outside 1 to max_batch_size {limit}"
-                yield _error(field.line, told, f"prefer sizes up to {limit}")
+                fault = f"preferred batch {field.value} is outside 1 to max_batch_size {limit}"
+                yield _error(field.line, fault, f"prefer sizes up to {limit}")
     cuda = (config.message("optimization") or Message((), 0)).message("cuda") or Message((), 0)
     for spec in cuda.messages("graph_spec"):
         size = spec.number("batch_size")
         if size > limit:
-            told = f"a CUDA graph for batch {size} is beyond max_batch_size {limit}"
-            yield _error(spec.line, told, f"name sizes up to {limit}, those that were measured")
+            fault = f"a CUDA graph for batch {size} is beyond max_batch_size {limit}"
+            yield _error(spec.line, fault, f"name sizes up to {limit}, those that were measured")
     if cuda.messages("graph_spec") and cuda.one("graphs") is None:
         yield _warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
 
@@ -51,8 +51,8 @@ def _borders(
         tensor = known[name]
         if message.text("data_type") != tensor.data_type:
             line, got = message.line_of("data_type"), message.text("data_type") or "nothing"
-            told = f"{field} {name} is {tensor.data_type} in {source}, got {got}"
-            yield _error(line, told, f"write data_type: {tensor.data_type}")
+            fault = f"{field} {name} is {tensor.data_type} in {source}, got {got}"
+            yield _error(line, fault, f"write data_type: {tensor.data_type}")
         yield from _dims(message, tensor, field, batched, source)
     for name in known.keys() - described.keys():
         line = config.line_of(field)
@@ -67,31 +67,31 @@ def _dims(message: Message, tensor: Tensor, field: str, batched: bool, source: s
     fits = len(got) == len(wanted) and all(-1 in pair or pair[0] == pair[1] for pair in zip(got, wanted, strict=True))
     if fits:
         return
-    told = f"{field} {tensor.name} has dims {list(wanted)} in {source}, got {list(got)}"
+    fault = f"{field} {tensor.name} has dims {list(wanted)} in {source}, got {list(got)}"
     remedy = f"write dims: {list(wanted)}"
     if got == tensor.dims(batched=not batched):
         remedy += ", without the batch" if batched else ", with the batch: max_batch_size is 0"
-    yield _error(message.line_of("dims"), told, remedy)
+    yield _error(message.line_of("dims"), fault, remedy)
 
 
 def _batches(config: Message, signature: Signature, source: str) -> Iterator[Complaint]:
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     fixed, largest = signature.fixed_batch, signature.largest_batch
     if fixed is not None and limit > 0:
-        told = f"max_batch_size is {limit}, but {source} takes batches of {fixed} only"
-        yield _error(line, told, f"write max_batch_size: 0 and put {fixed} in front of the dims")
+        fault = f"max_batch_size is {limit}, but {source} takes batches of {fixed} only"
+        yield _error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
     elif fixed is None and limit == 0:
-        told = f"max_batch_size is 0, but the batch of {source} is open"
-        yield _warning(line, told, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
+        fault = f"max_batch_size is 0, but the batch of {source} is open"
+        yield _warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
     elif largest is not None and limit > largest:
-        told = f"max_batch_size is {limit}, but {source} was built for batches up to {largest}"
-        yield _error(line, told, f"write max_batch_size: {largest}, or build a profile up to {limit}")
+        fault = f"max_batch_size is {limit}, but {source} was built for batches up to {largest}"
+        yield _error(line, fault, f"write max_batch_size: {largest}, or build a profile up to {limit}")
     elif largest is not None and 0 < limit < largest:
-        told = f"max_batch_size is {limit}, though {source} takes batches up to {largest}"
-        yield _warning(line, told, f"write max_batch_size: {largest}")
+        fault = f"max_batch_size is {limit}, though {source} takes batches up to {largest}"
+        yield _warning(line, fault, f"write max_batch_size: {largest}")
     if limit > 0 and signature.smallest_batch > 1:
-        told = f"{source} takes no batch below {signature.smallest_batch}, so a request of one is refused"
-        yield _error(line, told, "build the profile from 1 on")
+        fault = f"{source} takes no batch below {signature.smallest_batch}, so a request of one is refused"
+        yield _error(line, fault, "build the profile from 1 on")
 
 
 def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[Complaint]:
@@ -102,32 +102,32 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[C
         size = sample.number("batch_size")
         warmed.add(size)
         if not 1 <= size <= max(limit, 1):
-            told = f"warm-up {sample.text('name')!r} has batch {size}, outside 1 to {max(limit, 1)}"
-            yield _error(sample.line_of("batch_size"), told, "warm up sizes that the model takes")
+            fault = f"warm-up {sample.text('name')!r} has batch {size}, outside 1 to {max(limit, 1)}"
+            yield _error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
         yield from _warmup_inputs(sample, known, batched)
     wanted = set(signature.profile_batches) if batched else {1}
     cold = sorted(size for size in wanted - warmed if size <= max(limit, 1))
     if cold:
-        told = f"no warm-up for batch {', '.join(map(str, cold))}, whose first request will be slow"
-        yield _warning(config.line_of("model_warmup"), told, "add a model_warmup entry for each")
+        fault = f"no warm-up for batch {', '.join(map(str, cold))}, whose first request will be slow"
+        yield _warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
 
 
 def _warmup_inputs(sample: Message, known: dict[str, Tensor], batched: bool) -> Iterator[Complaint]:
-    given = {entry.text("key"): entry for entry in sample.messages("inputs")}
+    filled = {entry.text("key"): entry for entry in sample.messages("inputs")}
     where = f"warm-up {sample.text('name')!r}"
-    for name in sorted(given.keys() ^ known.keys()):
-        told = f"{where} fills {name!r}, which is no input" if name in given else f"{where} does not fill {name!r}"
-        yield _error(sample.line, told, f"fill {', '.join(known)}")
-    for name in given.keys() & known.keys():
-        value = given[name].message("value") or Message((), given[name].line)
+    for name in sorted(filled.keys() ^ known.keys()):
+        fault = f"{where} fills {name!r}, which is no input" if name in filled else f"{where} does not fill {name!r}"
+        yield _error(sample.line, fault, f"fill {', '.join(known)}")
+    for name in filled.keys() & known.keys():
+        value = filled[name].message("value") or Message((), filled[name].line)
         got = tuple(entry.value for entry in value.all("dims") if isinstance(entry.value, int))
         wanted = known[name].dims(batched=batched)
         if len(got) != len(wanted) or any(w not in (-1, g) or g < 1 for g, w in zip(got, wanted, strict=True)):
-            told = f"{where} gives {name} dims {list(got)}, it takes {list(wanted)}"
-            yield _error(value.line_of("dims"), told, f"write dims: {list(wanted)}")
+            fault = f"{where} gives {name} dims {list(got)}, it takes {list(wanted)}"
+            yield _error(value.line_of("dims"), fault, f"write dims: {list(wanted)}")
         if value.text("data_type") != known[name].data_type:
-            told = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {known[name].data_type}"
-            yield _error(value.line_of("data_type"), told, f"write data_type: {known[name].data_type}")
+            fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {known[name].data_type}"
+            yield _error(value.line_of("data_type"), fault, f"write data_type: {known[name].data_type}")
         if not any(value.one(source) for source in ("zero_data", "random_data", "input_data_file")):
             yield _error(value.line, f"{where} has no data for {name}", "add zero_data: true")
 

@@ -24,8 +24,8 @@ def lint_version(
     files = _artifact_files(config, backend)
     for name, line in files.items():
         if not (folder / name).is_file():
-            told = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
-            yield finding(path if line else folder, ERROR, told, "build or package it again", line)
+            fault = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
+            yield finding(path if line else folder, ERROR, fault, "build or package it again", line)
             continue
         if backend == "tensorrt":
             yield from _lint_plan(folder / name, config, path, release)
@@ -56,8 +56,8 @@ def _graph_file(folder: Path, config: Message, backend: str) -> Path | None:
 def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     beside = record_path(plan)
     if not beside.is_file():
-        told = f"there is no record {beside.name}, so the plan can't be compared with its config here"
-        yield finding(plan, WARNING, told, "keep the record beside the plan")
+        fault = f"there is no record {beside.name}, so the plan can't be compared with its config here"
+        yield finding(plan, WARNING, fault, "keep the record beside the plan")
         return
     try:
         record = record_from_json(beside.read_text(), where=beside.name)
@@ -68,15 +68,15 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
     if record.plan_sha256 != sha256_of(plan.read_bytes()):
         yield finding(plan, ERROR, f"its bytes are not those that {beside.name} describes", "package it again")
     if record.backend != "tensorrt":
-        told = f"it was built for {record.backend}, which Triton does not load"
-        yield finding(plan, ERROR, told, "build it with TensorRT, by the build script")
+        fault = f"it was built for {record.backend}, which Triton does not load"
+        yield finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
     yield from _capability(plan, record, config, path)
     for complaint in against_artifact(config, signature, plan.name):
         yield from_complaint(path, complaint)
     if release is not None:
         compatible = record.options.get("version_compatible") is True
-        for told in plan_warnings(release, record.library_version, version_compatible=compatible):
-            yield finding(plan, WARNING, told, "see the build script beside the ONNX model")
+        for fault in plan_warnings(release, record.library_version, version_compatible=compatible):
+            yield finding(plan, WARNING, fault, "see the build script beside the ONNX model")
 
 
 def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[LintFinding]:
@@ -85,8 +85,8 @@ def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -
         if not re.fullmatch(r"\d{1,2}\.\d", key):
             yield finding(path, ERROR, f'compute capability {key!r} is not like "8.6"', "write it so", entry.line)
         elif entry.text("value") == plan.name and record.targets != (key.replace(".", ""),):
-            told = f"{plan.name} stands for compute capability {key}, it was built for SM {', '.join(record.targets)}"
-            yield finding(path, ERROR, told, "name the plan of that GPU", entry.line)
+            fault = f"{plan.name} stands for compute capability {key}, it was built for SM {', '.join(record.targets)}"
+            yield finding(path, ERROR, fault, "name the plan of that GPU", entry.line)
 
 
 def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
@@ -98,8 +98,8 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
     for complaint in against_artifact(config, signature, graph.name):
         yield from_complaint(path, complaint)
     if release is not None:
-        for told in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
-            yield finding(graph, WARNING, told, "or take a newer server")
+        for fault in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
+            yield finding(graph, WARNING, fault, "or take a newer server")
 
 
 def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
@@ -114,5 +114,5 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
         labels = [text for text in file.read_text(errors="replace").splitlines() if text.strip()]
         classes = next((field.value for field in reversed(output.all("dims"))), None)
         if isinstance(classes, int) and classes > 0 and len(labels) != classes:
-            told = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"
-            yield finding(file, ERROR, told, "write one line per class")
+            fault = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"
+            yield finding(file, ERROR, fault, "write one line per class")

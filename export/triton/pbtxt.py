@@ -172,10 +172,10 @@ class _Reader:
 
     def _accept(self, text: str | None) -> bool:
         token = self._peek()
-        found = token.kind == "end" if text is None else token.kind == "mark" and token.text == text
-        if found:
+        matches = token.kind == "end" if text is None else token.kind == "mark" and token.text == text
+        if matches:
             self._next()
-        return found
+        return matches
 
 
 def _number(token: _Token) -> int | float:

@@ -118,26 +118,28 @@ def _write_model(package: Package, model: Model, repository: Path, staging: Path
 def _own_warnings(
     package: Package, models: list[Model], records: tuple[EngineRecord, ...], repository: Path
 ) -> list[str]:
-    found = []
+    warnings = []
     for name in (model.variant.name for model in models):
         newest = max(versions_of(repository / name))
         if package.serving.policy == "latest" and newest > package.version:
-            found.append(f"{name}: the server takes version {newest}, the newest, and not {package.version}")
+            warnings.append(f"{name}: the server takes version {newest}, the newest, and not {package.version}")
     if records and package.onnx is not None:
         digest = sha256_of(package.onnx.read_bytes())
         if any(record.onnx_sha256 != digest for record in records):
-            found.append(
+            warnings.append(
                 f"{package.name}: the plan was built from another ONNX than {package.onnx}; the script takes the latter"
             )
     fixed = [model.variant for model in models if model.variant.max_batch == 0]
     for variant in fixed:
         took = f"takes batches of {variant.signature.fixed_batch} only"
-        found.append(f"{variant.name}: it {took}, so it is served without batching; export with an open batch")
+        warnings.append(f"{variant.name}: it {took}, so it is served without batching; export with an open batch")
     for model in models:
         smallest = model.variant.signature.smallest_batch
         if smallest > 1:
-            found.append(f"{model.variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on")
-    return found
+            warnings.append(
+                f"{model.variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on"
+            )
+    return warnings
 
 
 def _server_warnings(
@@ -145,17 +147,17 @@ def _server_warnings(
 ) -> list[str]:
     if release is None:
         return []
-    found: list[str] = []
+    warnings: list[str] = []
     for record in records:
         compatible = record.options.get("version_compatible") is True
-        found += plan_warnings(release, record.library_version, version_compatible=compatible)
+        warnings += plan_warnings(release, record.library_version, version_compatible=compatible)
     for model in models:
         signature, name = model.variant.signature, model.variant.name
         if model.variant.backend == "onnxruntime":
-            told = onnx_warnings(release, opset=signature.opset, ir=signature.ir)
-            found += [f"{name}: {text}" for text in told]
+            notes = onnx_warnings(release, opset=signature.opset, ir=signature.ir)
+            warnings += [f"{name}: {text}" for text in notes]
         elif model.variant.backend == "python":
-            found.append(
+            warnings.append(
                 f"{name}: {release.image} has no ONNX Runtime in its Python {release.python}; pip install it there"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(warnings))

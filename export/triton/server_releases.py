@@ -79,12 +79,12 @@ def plan_warnings(release: ServerRelease, library_version: str, *, version_compa
 def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:
     """Why this server's ONNX Runtime may not read a graph; empty when it is known to."""
     runs = f"{release.image} has ONNX Runtime {release.onnxruntime}, which reads"
-    found = []
+    warnings = []
     if opset > release.opset:
-        found.append(f"the graph uses opset {opset} and {runs} up to {release.opset}; export with --opset 20")
+        warnings.append(f"the graph uses opset {opset} and {runs} up to {release.opset}; export with --opset 20")
     if ir > release.ir:
-        found.append(f"the graph has IR version {ir} and {runs} up to {release.ir}; export it with an older onnx")
-    return found
+        warnings.append(f"the graph has IR version {ir} and {runs} up to {release.ir}; export it with an older onnx")
+    return warnings
 
 
 def _table() -> Any:
