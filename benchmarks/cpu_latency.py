@@ -19,8 +19,9 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import HeadGeometry, aligned_width
+from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
-from corp_deploy.proof.speed import RunOptions, measure
+from corp_deploy.proof.speed import measure
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record

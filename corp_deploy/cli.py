@@ -32,7 +32,7 @@ from .commands.package import lint_repo, package, serve_version
 from .commands.reduce import reduce_command
 from .commands.release import check, release
 from .commands.report import report
-from .commands.sweep import sweep
+from .commands.sweep import sweep_command
 from .commands.verify import verify
 
 
@@ -107,7 +107,7 @@ for _command in (
     redundancy,
     latency_table,
     reduce_command,
-    sweep,
+    sweep_command,
     export_command,
     build,
     audit,

@@ -9,12 +9,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from corp_deploy.cli import main
-from corp_deploy.commands.options import ModelChoice
+from corp_deploy.commands.model_choice import ModelChoice
 from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.honours import Axis, words_of
+from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
 from corp_deploy.proof import speed as side_by_side
-from corp_deploy.proof.speed import RunOptions, measure
+from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx

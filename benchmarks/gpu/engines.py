@@ -137,7 +137,8 @@ def speed(variant: str, setting: Setting, runs: Callable[[Path, Path], Any]) -> 
 
 
 def in_tensorrt(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.proof.speed import RunOptions, measure
+    from corp_deploy.invocation.running import RunOptions
+    from corp_deploy.proof.speed import measure
     from perf.timing.laps import Plan
 
     for path in (dense, reduced):
@@ -148,7 +149,8 @@ def in_tensorrt(dense: Path, reduced: Path) -> Any:
 
 
 def in_onnxruntime(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.proof.speed import RunOptions, measure
+    from corp_deploy.invocation.running import RunOptions
+    from corp_deploy.proof.speed import measure
     from perf.timing.laps import Plan
 
     return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=RunOptions(provider="cuda"))

@@ -2,15 +2,109 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.views.console import Output
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, given_options, output_options
+from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
+
+if TYPE_CHECKING:
+    from perf.timing.laps import Plan
+
+
+def _run_options(**_: object) -> RunOptions:
+    """As typed, since a default is no wish."""
+    return RunOptions.from_options(explicit_options())
+
+
+run_options = value_options(
+    "running",
+    _run_options,
+    click.option(
+        "--backend",
+        type=click.Choice(["onnxruntime", "torch"]),
+        default="onnxruntime",
+        show_default=True,
+        help="What runs them; a model directory is exported to FP32 first for onnxruntime.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        show_default=True,
+        help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}",
+    ),
+    click.option(
+        "--provider",
+        type=click.Choice(["cpu", "cuda", "tensorrt"]),
+        default="cpu",
+        show_default=True,
+        help="ONNX Runtime's execution provider; another than asked for is never used in its place. "
+        + BENCH.help("provider"),
+    ),
+    click.option(
+        "--mode",
+        type=click.Choice(["eager", "compiled", "cuda_graph"]),
+        default="eager",
+        show_default=True,
+        help=BENCH.help("mode"),
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["fp32", "fp16", "bf16"]),
+        default="fp32",
+        show_default=True,
+        help=f"What weights are cast to; graphs and engines have theirs. {BENCH.help('dtype')}",
+    ),
+    click.option("--streams", type=Number(STREAMS), default=1, show_default=True, help="Above 1: throughput only."),
+    click.option(
+        "--flush-l2", is_flag=True, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
+    ),
+    click.option(
+        "--threads",
+        type=Number(THREADS),
+        default=None,
+        help=f"CPU threads of both; default: the runtime's choice. {BENCH.help('threads')}",
+    ),
+)
+
+
+def _plan(time_limit: float, half_width: float, block_ms: float, min_rounds: int) -> "Plan":
+    from perf.timing.laps import Plan
+
+    return Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)
+
+
+plan_options = value_options(
+    "plan",
+    _plan,
+    click.option(
+        "--time-limit",
+        type=Number(SECONDS),
+        default=20.0,
+        show_default=True,
+        help="Seconds per batch size, at most.",
+    ),
+    click.option(
+        "--half-width",
+        type=Number(SHARE_KEPT),
+        default=0.01,
+        show_default=True,
+        help="Stop when the speed-up is known this well (share of its value, either side).",
+    ),
+    click.option(
+        "--block-ms", type=Number(MILLISECONDS), default=25.0, show_default=True, help="How long a block lasts."
+    ),
+    click.option(
+        "--min-rounds", type=Number(ROUNDS), default=16, show_default=True, help="Rounds at least, of 4 blocks."
+    ),
+)
 
 
 @click.command()
@@ -18,68 +112,8 @@ from .options import ANY_PATH, BATCHES, FILE, given_options, output_options
 @click.argument("reduced", type=ANY_PATH)
 @click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
 @click.option("--batch", type=BATCHES, default="1,8,32", show_default=True, help="Batch sizes to measure.")
-@click.option(
-    "--backend",
-    type=click.Choice(["onnxruntime", "torch"]),
-    default="onnxruntime",
-    show_default=True,
-    help="What runs them; a model directory is exported to FP32 first for onnxruntime.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}",
-)
-@click.option(
-    "--provider",
-    type=click.Choice(["cpu", "cuda", "tensorrt"]),
-    default="cpu",
-    show_default=True,
-    help="ONNX Runtime's execution provider; another than asked for is never used in its place. "
-    + BENCH.help("provider"),
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["eager", "compiled", "cuda_graph"]),
-    default="eager",
-    show_default=True,
-    help=BENCH.help("mode"),
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["fp32", "fp16", "bf16"]),
-    default="fp32",
-    show_default=True,
-    help=f"What weights are cast to; graphs and engines have theirs. {BENCH.help('dtype')}",
-)
-@click.option("--streams", type=Number(STREAMS), default=1, show_default=True, help="Above 1: throughput only.")
-@click.option(
-    "--flush-l2", is_flag=True, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
-)
-@click.option(
-    "--threads",
-    type=Number(THREADS),
-    default=None,
-    help=f"CPU threads of both; default: the runtime's choice. {BENCH.help('threads')}",
-)
-@click.option(
-    "--time-limit",
-    type=Number(SECONDS),
-    default=20.0,
-    show_default=True,
-    help="Seconds per batch size, at most.",
-)
-@click.option(
-    "--half-width",
-    type=Number(SHARE_KEPT),
-    default=0.01,
-    show_default=True,
-    help="Stop when the speed-up is known this well (share of its value, either side).",
-)
-@click.option("--block-ms", type=Number(MILLISECONDS), default=25.0, show_default=True, help="How long a block lasts.")
-@click.option("--min-rounds", type=Number(ROUNDS), default=16, show_default=True, help="Rounds at least, of 4 blocks.")
+@run_options
+@plan_options
 @click.option(
     "--images",
     type=FILE,
@@ -92,13 +126,10 @@ def bench(
     reduced: Path,
     output: Path,
     batch: tuple[int, ...],
-    time_limit: float,
-    half_width: float,
-    block_ms: float,
-    min_rounds: int,
+    running: RunOptions,
+    plan: "Plan",
     images: Path | None,
     out: Output,
-    **_running: object,  # read as given, since a default is no wish
 ) -> None:
     """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
 
@@ -106,14 +137,11 @@ def bench(
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
-    from corp_deploy.proof.speed import RunOptions, measure
+    from corp_deploy.proof.speed import measure
     from corp_deploy.views.speed import best_batch, speed_record, speed_table
     from ground.files import replacing
     from perf.record.runs import save_bench
-    from perf.timing.laps import Plan
 
-    running = RunOptions(**{name: value for name, value in given_options().items() if name in BENCH.options})
-    plan = Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)
     with out.progress("measuring", 100, unit="%") as done:
         measured = measure(
             dense,

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,10 +14,11 @@ from corp_deploy.views.console import Output
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
-from .options import FILE, given_options, output_options
+from .options import FILE, explicit_options, output_options, value_options
 
 if TYPE_CHECKING:
-    from export.engine.options import BatchProfile
+    from export.engine.build import Engine
+    from export.engine.options import BatchProfile, BuildOptions
 
 
 def _command_line() -> str:
@@ -23,112 +26,140 @@ def _command_line() -> str:
     return " ".join(["corp-deploy", *sys.argv[1:]])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """What builds an engine, or an optimised graph, and what shapes it."""
+
+    backend: str
+    device: str
+    precision: str | None
+    batch: "tuple[BatchProfile, ...]"
+    sm: tuple[str, ...]
+    timing_cache: Path | None
+    optimization_level: int | None
+    workspace_mib: int | None
+    version_compatible: bool
+    sparse: bool
+
+    @property
+    def way(self) -> str:
+        """Its name in the table of options."""
+        return f"{self.backend}-{self.device}" if self.backend == "onnxruntime" else self.backend
+
+    def _options(self) -> "BuildOptions":
+        from export.engine.options import BuildOptions
+
+        return BuildOptions(
+            backend=self.backend,
+            precision=self.precision,
+            profiles=self.batch,
+            sms=self.sm,
+            timing_cache=self.timing_cache,
+            optimization_level=self.optimization_level,
+            workspace_bytes=None if self.workspace_mib is None else self.workspace_mib * 2**20,
+            version_compatible=self.version_compatible,
+            sparse=self.sparse,
+            command=_command_line(),
+        )
+
+    def build(self, graph: Path, done: Callable[[int], None]) -> "Engine":
+        """Build it; `done` hears the builder's steps, where it has any."""
+        from export.engine.build import build_engine
+        from export.engine.ort_artifact import build_ort_artifact
+
+        if self.backend == "onnxruntime":
+            return build_ort_artifact(graph, device=self.device, precision=self.precision, command=_command_line())
+
+        def progress(phase: str, steps: int, _: int) -> None:
+            if phase == "Building engine":
+                done(steps)
+
+        return build_engine(graph, self._options(), progress=progress)
+
+
+def _engine_choice(**options: Any) -> EngineChoice:
+    choice = EngineChoice(**options)
+    BUILD.refuse([("", choice.way)], explicit_options())
+    return choice
+
+
+engine_options = value_options(
+    "engine",
+    _engine_choice,
+    click.option(
+        "--backend",
+        type=click.Choice(["tensorrt", "tensorrt-rtx", "onnxruntime"]),
+        default="tensorrt",
+        show_default=True,
+        help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU.",
+    ),
+    click.option(
+        "--batch",
+        type=Profile(),
+        multiple=True,
+        help=f"A profile min:opt:max, such as 1:8:64; may be given several times. {BUILD.help('batch')}",
+    ),
+    click.option(
+        "--sm",
+        multiple=True,
+        help=f"A target such as 86; may be given several times; none is portable. {BUILD.help('sm')}",
+    ),
+    click.option(
+        "--precision", type=click.Choice(["fp32", "fp16", "mixed"]), default=None, help="Refuse other graphs."
+    ),
+    click.option(
+        "--timing-cache",
+        type=FILE,
+        default=None,
+        help=f"TensorRT's timing cache: read, reused, written whole. {BUILD.help('timing_cache')}",
+    ),
+    click.option(
+        "--optimization-level",
+        type=Number(OPTIMIZATION_LEVEL),
+        default=None,
+        help=f"The builder's effort. {BUILD.help('optimization_level')}",
+    ),
+    click.option(
+        "--workspace-mib",
+        type=Number(WORKSPACE_MIB),
+        default=None,
+        help=f"Limit of the builder's workspace. {BUILD.help('workspace_mib')}",
+    ),
+    click.option(
+        "--version-compatible",
+        is_flag=True,
+        help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}",
+    ),
+    click.option(
+        "--sparse",
+        is_flag=True,
+        help=f"Sparse kernels where weights are 2:4; refused where none are. {BUILD.help('sparse')}",
+    ),
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help=BUILD.help("device")
+    ),
+)
+
+
 @click.command()
 @click.argument("graph", type=FILE)
 @click.option(
     "--output", "-o", type=FILE, required=True, help="Plan (or optimised graph) to write; its record goes beside."
 )
-@click.option(
-    "--backend",
-    type=click.Choice(["tensorrt", "tensorrt-rtx", "onnxruntime"]),
-    default="tensorrt",
-    show_default=True,
-    help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU.",
-)
-@click.option(
-    "--batch",
-    type=Profile(),
-    multiple=True,
-    help=f"A profile min:opt:max, such as 1:8:64; may be given several times. {BUILD.help('batch')}",
-)
-@click.option(
-    "--sm",
-    multiple=True,
-    help=f"A target such as 86; may be given several times; none is portable. {BUILD.help('sm')}",
-)
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "mixed"]), default=None, help="Refuse other graphs.")
-@click.option(
-    "--timing-cache",
-    type=FILE,
-    default=None,
-    help=f"TensorRT's timing cache: read, reused, written whole. {BUILD.help('timing_cache')}",
-)
-@click.option(
-    "--optimization-level",
-    type=Number(OPTIMIZATION_LEVEL),
-    default=None,
-    help=f"The builder's effort. {BUILD.help('optimization_level')}",
-)
-@click.option(
-    "--workspace-mib",
-    type=Number(WORKSPACE_MIB),
-    default=None,
-    help=f"Limit of the builder's workspace. {BUILD.help('workspace_mib')}",
-)
-@click.option(
-    "--version-compatible",
-    is_flag=True,
-    help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}",
-)
-@click.option(
-    "--sparse",
-    is_flag=True,
-    help=f"Sparse kernels where weights are 2:4; refused where none are. {BUILD.help('sparse')}",
-)
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help=BUILD.help("device")
-)
+@engine_options
 @output_options
-def build(
-    graph: Path,
-    output: Path,
-    backend: str,
-    batch: "tuple[BatchProfile, ...]",
-    sm: tuple[str, ...],
-    precision: str | None,
-    timing_cache: Path | None,
-    optimization_level: int | None,
-    workspace_mib: int | None,
-    version_compatible: bool,
-    sparse: bool,
-    device: str,
-    out: Output,
-) -> None:
+def build(graph: Path, output: Path, engine: EngineChoice, out: Output) -> None:
     """Build an engine from a typed ONNX graph and write its record beside it.
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
     from corp_deploy.views.engine import engine_table
-    from export.engine.build import build_engine, write_engine
-    from export.engine.options import BuildOptions
-    from export.engine.ort_artifact import build_ort_artifact
+    from export.engine.build import write_engine
 
-    way = f"{backend}-{device}" if backend == "onnxruntime" else backend
-    BUILD.refuse([("", way)], given_options())
     with out.progress("building", None, unit="steps") as done:
-
-        def told(phase: str, steps: int, _: int) -> None:
-            if phase == "Building engine":
-                done(steps)
-
-        if backend == "onnxruntime":
-            engine = build_ort_artifact(graph, device=device, precision=precision, command=_command_line())
-        else:
-            options = BuildOptions(
-                backend=backend,
-                precision=precision,
-                profiles=batch,
-                sms=sm,
-                timing_cache=timing_cache,
-                optimization_level=optimization_level,
-                workspace_bytes=None if workspace_mib is None else workspace_mib * 2**20,
-                version_compatible=version_compatible,
-                sparse=sparse,
-                command=_command_line(),
-            )
-            engine = build_engine(graph, options, progress=told)
-    write_engine(engine, output)
-    out.result(json.loads(engine.record.to_json()), engine_table(engine.record), f"{output}: written")
+        built = engine.build(graph, done)
+    write_engine(built, output)
+    out.result(json.loads(built.record.to_json()), engine_table(built.record), f"{output}: written")
 
 
 @click.command()
@@ -158,18 +189,17 @@ def audit(
 
     Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
     """
-    from corp_deploy.views.engine import audit_table
+    from corp_deploy.views.engine import audit_table, lost_lines
     from export.engine.audit import audit_fusion, audit_to_json
     from ground.files import write_text
 
-    AUDIT.refuse([("", backend)], given_options())
+    AUDIT.refuse([("", backend)], explicit_options())
     targets = sm if backend == "tensorrt-rtx" else ()
     with out.progress("auditing", None, unit="steps"):
-        found = audit_fusion(dense, reduced, backend=backend, sms=targets, command=_command_line())
-    text = audit_to_json(found, dense=dense.name, reduced=reduced.name)
+        audits = audit_fusion(dense, reduced, backend=backend, sms=targets, command=_command_line())
+    text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
     if output is not None:
         write_text(output, text)
-    lost = [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in found if each.lost]
-    out.result(json.loads(text), audit_table(found), *lost)
-    if not all(each.passed for each in found):
+    out.result(json.loads(text), audit_table(audits), *lost_lines(audits))
+    if not all(each.passed for each in audits):
         ctx.exit(1)

@@ -1,5 +1,6 @@
 """corp-deploy calibrate."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,108 +10,135 @@ from corp_deploy.invocation.table import CALIBRATE
 from corp_deploy.views.console import Output
 from ground.quantities import IMAGES, SHARE_REMOVED
 
+from .image_choice import ImageChoice, decoding_options, drawing_options, image_options, images_option
+from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number, Numbers
-from .options import (
-    FILE,
-    ModelChoice,
-    batch_size_option,
-    given_options,
-    images_option,
-    max_bad_option,
-    model_options,
-    output_options,
-    samples_option,
-    seed_option,
-    workers_option,
-)
+from .options import FILE, batch_size_option, explicit_options, output_options, value_options
 from .repeat import command_again
 
 if TYPE_CHECKING:
     from calib.collect import Precision
+    from corp_deploy.reduction.calibrate import Statistics
+    from corp_deploy.reduction.moments_files import Restriction
 
 
-def _refuse_half_asked(
-    system: bool, no_attention: bool, attn: object, first_pass: object, align: dict[str, int] | None
-) -> None:
-    if system and no_attention:
-        raise click.UsageError("--attention-system and --no-attention exclude each other; give one")
-    if attn is not None and not system:
-        raise click.UsageError("--attn restricts the per-image system; give --attention-system with it")
-    if attn is None and (first_pass is not None or align is not None):
-        raise click.UsageError("--moments and --align belong to --attention-system --attn S; give them together")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsChoice:
+    """Which statistics of which sites; CORP's per-image system whole, or for what some shares removed leave of it.
+
+    Raises UsageError where one asks for what another excludes or what it belongs to is not given.
+    """
+
+    patterns: tuple[str, ...]
+    no_attention: bool
+    attention_system: bool
+    attn: tuple[float, ...] | None
+    first_pass: Path | None
+    align: dict[str, int] | None
+    dtype: "Precision"
+
+    def __post_init__(self) -> None:
+        if self.attention_system and self.no_attention:
+            raise click.UsageError("--attention-system and --no-attention exclude each other; give one")
+        if self.attn is not None and not self.attention_system:
+            raise click.UsageError("--attn restricts the per-image system; give --attention-system with it")
+        if self.attn is None and (self.first_pass is not None or self.align is not None):
+            raise click.UsageError("--moments and --align belong to --attention-system --attn S; give them together")
+
+    def statistics(self) -> "Statistics":
+        from corp_deploy.reduction.calibrate import Statistics
+
+        return Statistics(
+            patterns=self.patterns,
+            attention=not self.no_attention,
+            attention_system=self.attention_system,
+            precision=self.dtype,
+        )
+
+    def restriction(self) -> "Restriction | None":
+        from corp_deploy.reduction.moments_files import Restriction
+
+        if self.attn is None:
+            return None
+        return Restriction(sparsities=self.attn, align_head=(self.align or {}).get("head"), first=self.first_pass)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassChoice:
+    """How the model is run over the images, and after how many of them the state is saved (None: never)."""
+
+    batch_size: int
+    device: str
+    checkpoint_every: int | None
+
+
+statistics_options = value_options(
+    "statistics",
+    StatisticsChoice,
+    click.option("--sites", "patterns", multiple=True, help="Only sites that fit this pattern, such as 'blocks.3.*'."),
+    click.option("--no-attention", is_flag=True, help="Take MLP statistics only."),
+    click.option(
+        "--attention-system", is_flag=True, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
+    ),
+    click.option(
+        "--attn",
+        type=Numbers(SHARE_REMOVED, example="0.5,0.75"),
+        default=None,
+        help="Take that system only for what reduce --attn S keeps at these shares: a second pass, far less memory.",
+    ),
+    click.option(
+        "--moments",
+        "first_pass",
+        type=FILE,
+        default=None,
+        help="Moments of this model that rank the dimensions for --attn; without them a first pass is made.",
+    ),
+    click.option(
+        "--align", type=Alignment(), default=None, help="As reduce will round the widths of --attn; default head=16."
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "tf32", "bfloat16"]),
+        default="float32",
+        show_default=True,
+        help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case. "
+        + CALIBRATE.help("dtype"),
+    ),
+)
+pass_options = value_options(
+    "passes",
+    PassChoice,
+    batch_size_option,
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs."
+    ),
+    click.option(
+        "--checkpoint-every", type=Number(IMAGES), default=None, help="Save the state every N images, to go on from."
+    ),
+)
 
 
 @click.command()
 @model_options
-@images_option
+@image_options(images_option(), *drawing_options, *decoding_options)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
-@samples_option
-@seed_option
-@batch_size_option
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the model runs."
-)
-@workers_option
-@max_bad_option
-@click.option("--sites", "patterns", multiple=True, help="Only sites that fit this pattern, such as 'blocks.3.*'.")
-@click.option("--no-attention", is_flag=True, help="Take MLP statistics only.")
-@click.option(
-    "--attention-system", is_flag=True, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
-)
-@click.option(
-    "--attn",
-    type=Numbers(SHARE_REMOVED, example="0.5,0.75"),
-    default=None,
-    help="Take that system only for what reduce --attn S keeps at these shares: a second pass, far less memory.",
-)
-@click.option(
-    "--moments",
-    "first_pass",
-    type=FILE,
-    default=None,
-    help="Moments of this model that rank the dimensions for --attn; without them a first pass is made.",
-)
-@click.option(
-    "--align", type=Alignment(), default=None, help="As reduce will round the widths of --attn; default head=16."
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "tf32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case. "
-    + CALIBRATE.help("dtype"),
-)
+@statistics_options
 @click.option(
     "--hold-out",
     type=Number(IMAGES),
     default=None,
     help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
 )
-@click.option(
-    "--checkpoint-every", type=Number(IMAGES), default=None, help="Save the state every N images, to go on from."
-)
+@pass_options
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
 def calibrate(
     model: ModelChoice,
-    images: Path,
+    images: ImageChoice,
     output: Path,
-    samples: int | None,
-    seed: int,
-    batch_size: int,
-    device: str,
-    workers: int,
-    max_bad: int,
-    patterns: tuple[str, ...],
-    no_attention: bool,
-    attention_system: bool,
-    attn: tuple[float, ...] | None,
-    first_pass: Path | None,
-    align: dict[str, int] | None,
-    dtype: "Precision",
+    statistics: StatisticsChoice,
     hold_out: int | None,
-    checkpoint_every: int | None,
+    passes: PassChoice,
     summary: Path | None,
     out: Output,
 ) -> None:
@@ -129,53 +157,43 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from corp_deploy.reduction.calibrate import Statistics, ranks_of_this_run
+    from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.reduction.moments_files import (
         CalibrationRequest,
         CalibrationRun,
-        Restriction,
         reference_of_summary,
         write_moments,
     )
-    from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.moments import line_of_moments
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
     from ground.gpu import require_device
 
-    CALIBRATE.refuse([("", device)], given_options())
-    require_device(device)
-    _refuse_half_asked(attention_system, no_attention, attn, first_pass, align)
-    asked = CalibrationRequest(
-        statistics=Statistics(
-            patterns=patterns, attention=not no_attention, attention_system=attention_system, precision=dtype
-        ),
-        restriction=None
-        if attn is None
-        else Restriction(sparsities=attn, align_head=(align or {}).get("head"), first=first_pass),
-        batch_size=batch_size,
-        device=device,
-        seed=seed,
+    CALIBRATE.refuse([("", passes.device)], explicit_options())
+    require_device(passes.device)
+    request = CalibrationRequest(
+        statistics=statistics.statistics(),
+        restriction=statistics.restriction(),
+        batch_size=passes.batch_size,
+        device=passes.device,
+        seed=images.seed,
         hold_out=hold_out,
     )
-    with ranks_of_this_run(device) as ranks:
+    with ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = model.load(out)
-        source = images_for_model(
-            checkpoint.model, images, samples=samples, seed=seed, workers=workers, max_bad=max_bad
-        )
-        running = CalibrationRun(
+        run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
-            save_every=checkpoint_every,
+            save_every=passes.checkpoint_every,
             needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit="images"),
             fitting=lambda share: command_again(attn=f"{share:g}"),
         )
-        summaries = write_moments(checkpoint, source, asked, running, output)
+        summaries = write_moments(checkpoint, images.open(checkpoint), request, run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
-        running.clear()
+        run.clear()
     if summaries:
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})

@@ -4,7 +4,8 @@ import click
 
 from corp_deploy.views.console import Output
 
-from .options import ModelChoice, model_options, output_options
+from .model_choice import ModelChoice, model_options
+from .options import output_options
 
 
 @click.command()

@@ -7,8 +7,9 @@ import click
 from corp_deploy.views.console import Output
 from ground.quantities import THREADS
 
+from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number
-from .options import BATCHES, DIRECTORY, ModelChoice, model_options, output_options
+from .options import BATCHES, DIRECTORY, output_options
 
 
 @click.command("latency-table")

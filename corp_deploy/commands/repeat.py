@@ -9,16 +9,16 @@ import click
 from corp_deploy.invocation.call import Invocation, Pairs
 
 from .numbers import Alignment
-from .options import given_options
+from .options import explicit_options
 
 
 def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
-    """What was given, under the names that options are typed by."""
-    given = given_options()
+    """What was typed, under the names that options are typed by."""
+    explicit = explicit_options()
     for parameter in context.command.params:
-        if not isinstance(parameter, click.Option) or parameter.name not in given:
+        if not isinstance(parameter, click.Option) or parameter.name not in explicit:
             continue
-        value, names = given[parameter.name], parameter.opts
+        value, names = explicit[parameter.name], parameter.opts
         if value is False:
             value, names = True, parameter.secondary_opts
         elif isinstance(parameter.type, Alignment):
@@ -29,7 +29,7 @@ def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
 
 
 def command_again(**added: Any) -> str:
-    """What was given to this command, and what is added to it."""
+    """What was typed for this command, and what is added to it."""
     context = click.get_current_context()
     options = dict(_as_printed(context)) | added
     return str(Invocation(command=str(context.info_name), options=options))

@@ -1,6 +1,9 @@
 """corp-deploy verify."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,70 +12,123 @@ from corp_deploy.views.console import Output
 from ground.quantities import ERROR, FACTOR, SHARE
 from ground.quantity import BATCH
 
+from .image_choice import IMAGES_HELP, ImageChoice, drawing_options, image_choice, images_option
+from .model_choice import ModelChoice, dense_options
 from .numbers import Number
-from .options import (
-    ANY_PATH,
-    BATCHES,
-    FILE,
-    IMAGES_HELP,
-    ModelChoice,
-    dense_options,
-    given_options,
-    output_options,
-    samples_option,
-    seed_option,
+from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
+
+if TYPE_CHECKING:
+    from corp_deploy.proof.candidates import Candidate
+    from corp_deploy.proof.chain import ParityLimits, ProofInputs
+    from corp_deploy.store.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofInputChoice:
+    """Real images or, where they are really meant, so many random inputs; the seed is of either's draw."""
+
+    images: ImageChoice
+    random: int | None
+
+    def __post_init__(self) -> None:
+        if (self.images.path is None) == (self.random is None):
+            raise click.UsageError("give --images, or --random when random inputs are really meant")
+
+    @property
+    def way(self) -> str:
+        return "random" if self.images.path is None else "images"
+
+    def open(self, dense: "Checkpoint") -> "ProofInputs":
+        from corp_deploy.proof.chain import given_from_images, random_inputs
+
+        if self.random is not None:
+            return random_inputs(dense, self.random, self.images.seed)
+        source = self.images.open(dense)
+        return given_from_images(source, self.images.class_indices(source, dense))
+
+
+def _input_choice(
+    images: Path | None, random: int | None, labels: Path | None, samples: int | None, seed: int
+) -> ProofInputChoice:
+    choice = ProofInputChoice(images=image_choice(images, labels, samples, seed), random=random)
+    VERIFY.refuse([("", choice.way)], explicit_options())
+    return choice
+
+
+input_options = value_options(
+    "inputs",
+    _input_choice,
+    images_option(required=False, help=IMAGES_HELP),
+    click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so."),
+    click.option(
+        "--labels",
+        type=FILE,
+        default=None,
+        help="Class indices of the images in their order (.npy, or key labels of .npz).",
+    ),
+    *drawing_options,
 )
+
+
+def _limits(min_agreement: float | None, max_error: float | None, half_factor: float) -> "ParityLimits":
+    from corp_deploy.proof.chain import ParityLimits
+
+    return ParityLimits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor)
+
+
+limit_options = value_options(
+    "limits",
+    _limits,
+    click.option(
+        "--min-agreement", type=Number(SHARE), default=None, help="Least top-1 agreement with the dense model."
+    ),
+    click.option(
+        "--max-error", type=Number(ERROR), default=None, help="Largest relative logit error of the reduced model."
+    ),
+    click.option(
+        "--half-factor",
+        type=Number(FACTOR),
+        default=4.0,
+        show_default=True,
+        help="FP16 links may err by this multiple of the dense model's own FP16 error.",
+    ),
+)
+
+
+def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[int]) -> None:
+    """Raise UsageError where the batch sizes that were asked for leave out the only one that a candidate takes."""
+    for candidate in candidates:
+        if candidate.batch not in (None, *batches):
+            raise click.UsageError(
+                f"{candidate.label}: its batch is fixed at {candidate.batch}, and --batch "
+                f"{','.join(map(str, batches))} leaves that out; add {candidate.batch}, or leave --batch away"
+            )
 
 
 @click.command()
 @click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, required=True, type=ANY_PATH)
 @dense_options
-@click.option("--images", type=ANY_PATH, default=None, help=IMAGES_HELP)
-@click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so.")
+@input_options
 @click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration.")
-@click.option(
-    "--labels",
-    type=FILE,
-    default=None,
-    help="Class indices of the images in their order (.npy, or key labels of .npz).",
-)
 @click.option(
     "--output", "-o", type=FILE, required=True, help="parity.json to write; per-image figures go to .npz beside it."
 )
 @click.option(
     "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
 )
-@click.option("--min-agreement", type=Number(SHARE), default=None, help="Least top-1 agreement with the dense model.")
-@click.option(
-    "--max-error", type=Number(ERROR), default=None, help="Largest relative logit error of the reduced model."
-)
-@click.option(
-    "--half-factor",
-    type=Number(FACTOR),
-    default=4.0,
-    show_default=True,
-    help="FP16 links may err by this multiple of the dense model's own FP16 error.",
-)
-@samples_option
-@seed_option
+@limit_options
 @output_options
 @click.pass_context
 def verify(
     ctx: click.Context,
     model: ModelChoice,
     candidates: tuple[Path, ...],
-    images: Path | None,
-    random: int | None,
+    inputs: ProofInputChoice,
     moments: Path | None,
-    labels: Path | None,
     output: Path,
     batch: tuple[int, ...],
-    min_agreement: float | None,
-    max_error: float | None,
-    half_factor: float,
-    samples: int | None,
-    seed: int,
+    limits: "ParityLimits",
     out: Output,
 ) -> None:
     """Prove on real images, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
@@ -85,36 +141,23 @@ def verify(
     """
     from calib.store import load as load_moments
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import ParityLimits, given_from_images, prove, random_inputs
+    from corp_deploy.proof.chain import prove
     from corp_deploy.proof.record import EXIT_CODES, save_proof
-    from corp_deploy.store.inputs import images_for_model, labels_from_path
     from corp_deploy.views.parity import located_lines, parity_table
 
     if output.suffix == ".npz":
         raise click.BadParameter(f"{output}: the per-image figures go there; expected .json", param_hint="--output")
-    if (images is None) == (random is None):
-        raise click.UsageError("give --images, or --random when random inputs are really meant")
-    VERIFY.refuse([("", "random" if images is None else "images")], given_options())
     dense = model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
-    for step in steps if "batch" in given_options() else ():
-        if step.batch not in (None, *batch):
-            raise click.UsageError(
-                f"{step.label}: its batch is fixed at {step.batch}, and --batch {','.join(map(str, batch))} "
-                f"leaves that out; add {step.batch}, or leave --batch away"
-            )
-    if images is None:
-        given = random_inputs(dense, random or 1, seed)
-    else:
-        source = images_for_model(dense.model, images, samples=samples, seed=seed)
-        given = given_from_images(source, None if labels is None else labels_from_path(labels, source, dense.model))
+    if "batch" in explicit_options():
+        _refuse_other_batches(steps, batch)
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,
             steps,
-            given,
+            inputs.open(dense),
             batches=batch,
-            limits=ParityLimits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor),
+            limits=limits,
             moments=None if moments is None else load_moments(moments),
             done=done,
         )

@@ -98,6 +98,13 @@ def logits(model: nn.Module, images: torch.Tensor, batch_size: int) -> NDArray[n
     return np.concatenate(rows)
 
 
+def scored_images(model: nn.Module, images: Images, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
+    """All of the images with the dense model's logits on them."""
+    pixels = torch.cat(list(images.batches(batch_size)))
+    dense_NC = logits(model, pixels, batch_size)
+    return Scored(images=pixels, dense_NC=dense_NC, labels_N=labels_N, batch_size=batch_size)
+
+
 def _front(trials: Sequence[SweepPoint]) -> set[int]:
     """Positions of the trials that no other one beats in MACs and error at once."""
     order = sorted(range(len(trials)), key=lambda n: (trials[n].macs, trials[n].relative_error))

@@ -2,10 +2,9 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from calib.images import ARRAYS, open_images
 from calib.sources import ImageShape
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.invocation.running import Device, RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
@@ -28,40 +28,11 @@ from perf.parity.structure import StructuralTest
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
 from perf.runners.engine import EngineRunner
-from perf.runners.module import Mode, ModuleRunner, Precision
-from perf.runners.onnx import OnnxRunner, Provider
+from perf.runners.module import ModuleRunner
+from perf.runners.onnx import OnnxRunner
 from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
-
-Backend = Literal["onnxruntime", "torch"]
-Device = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
-
-    `backend` is for model directories: torch, or onnxruntime (the default) after an export to FP32. See option_table.
-    """
-
-    backend: Backend | None = None
-    device: Device | None = None
-    provider: Provider | None = None
-    mode: Mode | None = None
-    dtype: Precision | None = None
-    threads: int | None = None
-    streams: int | None = None
-    flush_l2: bool | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What was asked for, by the names that `bench` has."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
-
-    @property
-    def cuda_graph(self) -> bool:
-        return self.mode == "cuda_graph"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +153,7 @@ def way_to_run(path: Path, running: RunOptions) -> str:
 def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
     """Where both run. Raises BadInput for options that would be ignored, and for two that would run apart."""
     ways = {path: way_to_run(path, running) for path in (dense, reduced)}
-    BENCH.refuse([(path.name, way) for path, way in ways.items()], running.given)
+    BENCH.refuse([(path.name, way) for path, way in ways.items()], running.asked)
     one, other = (BENCH.ways[ways[path]] for path in (dense, reduced))
     if one.honours["device"] != other.honours["device"]:
         raise BadInput(

@@ -6,17 +6,17 @@ Every function reads what its invocation names below `place.root` and writes bel
 from calib.images import Images
 from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
-from corp_deploy.invocation.table import BENCH
+from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
-from corp_deploy.planning.plan import Budget, ReductionRequest
+from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
-from corp_deploy.proof.speed import RunOptions, measure
+from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.calibrate import Statistics
-from corp_deploy.reduction.method import loop_from, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
@@ -64,41 +64,15 @@ def write_moments(place: StageDirs, run: Invocation) -> None:
         write_json(place.into / run["summary"], moments_files.reference_of_summary(fitted, run["output"]))
 
 
-def _asked(run: Invocation) -> ReductionRequest:
-    given = dict(run.options)
-    align, heads, select = given["align"], given.get("heads", "padded"), given["select"] or {}
-    method = method_from_preset(
-        given["preset"],
-        mlp_sparsity=given.get("mlp"),
-        attention_sparsity=given.get("attn"),
-        geometry="padded" if heads == "auto" else heads,
-        align_hidden=align["mlp"],
-        align_head=align["head"],
-        ridge_rel=given["ridge"],
-        mlp_selection=select.get("mlp"),
-        qk_selection=select.get("head"),
-    )
-    budgets = [Budget(currency=name, share=given[name]) for name in ("macs", "params") if given.get(name) is not None]
-    return ReductionRequest(
-        preset=given["preset"],
-        method=method,
-        budget=budgets[0] if budgets else None,
-        auto_heads=heads == "auto",
-        closed_loop=loop_from(given["closed_loop"]),
-        allow_partial=given["allow_partial"],
-        reads=given.get("reads"),
-    )
-
-
 def write_reduced(place: StageDirs, run: Invocation) -> None:
     """The smaller model."""
-    asked, dense = _asked(run), load_checkpoint(place.root / run["model"])
+    choice, dense = reduction_from_options(run.options), load_checkpoint(place.root / run["model"])
     reduce_checkpoint(
         dense,
         place.root / run["moments"],
-        asked,
+        request_from_choice(choice),
         directory=place.into / run["output"],
-        images=_images(dense, place, run, *DRAWN, "workers", "max_bad") if asked.needs_images else None,
+        images=_images(dense, place, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None,
         held_out=None if run["held_out"] is None else load_moments(place.root / run["held_out"]),
     )
 
@@ -143,7 +117,7 @@ def write_bench(place: StageDirs, run: Invocation) -> Bench:
         reduced,
         batches=run["batch"],
         plan=plan,
-        running=RunOptions(**{name: value for name, value in run.options.items() if name in BENCH.options}),
+        running=RunOptions.from_options(run.options),
         images=place.root / run["images"],
         command=run.words,
     )

@@ -40,6 +40,11 @@ def audit_table(audits: Sequence[Audit]) -> Table:
     return table
 
 
+def lost_lines(audits: Sequence[Audit]) -> list[str]:
+    """Which blocks lost their fused kernel, one line a target that has any."""
+    return [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in audits if each.lost]
+
+
 def _cells(audited: Audited) -> tuple[str, str, str]:
     fusion = audited.fusion
     fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}"

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from rich.console import RenderableType
 from rich.table import Table
 
-from corp_deploy.planning.plan import Way
+from corp_deploy.planning.plan import Way, WidthPlan
+from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.report import SiteReport
 
 Cell = Callable[[SiteReport], str]
@@ -61,3 +63,14 @@ def ways_table(ways: Sequence[Way]) -> Table:
     for way in ways:
         table.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
     return table
+
+
+def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
+    """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
+    ways = [ways_table(plan.ways)] if plan.ways else []
+    return [site_table(reduction.sites), *ways, *plan.said, *reduction.said]
+
+
+def speedup_line(predicted: float, measured: float) -> str:
+    """A predicted speed-up beside the one that was measured."""
+    return f"speed-up predicted {predicted:.3f}, measured {measured:.3f}: {predicted / measured - 1.0:+.1%} off"

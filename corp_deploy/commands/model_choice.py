@@ -1,0 +1,85 @@
+"""A model as it is named on the command line."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
+from corp_deploy.views.console import Output
+from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
+
+from .numbers import Channels, Number
+from .options import FILE, Command, JsonObject, value_options
+
+if TYPE_CHECKING:
+    from corp_deploy.store.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """Which model, and what goes with a name of timm's: weights, arguments, preprocessing."""
+
+    model: str
+    weights: Path | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ema: bool | None = None
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+
+    def load(self, out: Output) -> "Checkpoint":
+        """The model, after what there is to say about its weights."""
+        from corp_deploy.store.dense_model import load_dense
+
+        checkpoint = load_dense(
+            self.model, weights=self.weights, kwargs=self.kwargs, ema=self.ema, preprocessing=self.preprocessing
+        )
+        for note in checkpoint.notes:
+            out.note(note)
+        return checkpoint
+
+
+def _model_choice(
+    model: str,
+    weights: Path | None,
+    model_kwargs: dict[str, Any] | None,
+    ema: bool | None,
+    mean: tuple[float, ...] | None,
+    std: tuple[float, ...] | None,
+    crop_pct: float | None,
+    interpolation: str | None,
+    crop_mode: str | None,
+) -> ModelChoice:
+    return ModelChoice(
+        model=model,
+        weights=weights,
+        kwargs=model_kwargs or {},
+        ema=ema,
+        preprocessing=Preprocessing(
+            mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation, crop_mode=crop_mode
+        ),
+    )
+
+
+dense_options = value_options(
+    "model",
+    _model_choice,
+    click.option("--weights", type=FILE, help="Trained weights: .safetensors, .pth, .pt, .pth.tar, .bin, .ckpt."),
+    click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments for timm's model, a JSON object."),
+    click.option("--ema/--no-ema", default=None, help="Moving-average weights or raw ones; default: as timm does."),
+    click.option("--mean", type=Channels(MEAN), default=None, help="Mean pixel of the training; default: timm's."),
+    click.option("--std", type=Channels(DEVIATION), default=None, help="Deviation of its pixels; default: timm's."),
+    click.option("--crop-pct", type=Number(SHARE_KEPT), default=None, help="Share of a side that the crop keeps."),
+    click.option("--interpolation", type=click.Choice(INTERPOLATIONS), default=None, help="How images are resized."),
+    click.option("--crop-mode", type=click.Choice(CROP_MODES), default=None, help="How what is not square is cropped."),
+    argument="model",
+)
+"""Adds what a timm name needs beside it, and hands the command a `ModelChoice` as `model` in place of its name."""
+
+MODEL_HELP = "A timm name (with --weights), a directory written by corp-deploy, or a snapshot of a timm repository."
+
+
+def model_options(command: Command) -> Command:
+    """Add --model and what goes with it, and hand the command a `ModelChoice` as `model`."""
+    return click.option("--model", required=True, help=MODEL_HELP)(dense_options(command))

@@ -1,0 +1,140 @@
+"""A reduction as it is asked for on the command line."""
+
+from typing import Any
+
+import click
+
+from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
+from corp_deploy.invocation.table import LOOP, PRESET
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, PRESETS, QK_RANKINGS
+from ground.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
+from ground.quantity import BATCH
+
+from .numbers import Alignment, Number
+from .options import DIRECTORY, FILE, explicit_options, usage_errors, value_options
+from .passes import BUDGET, CLOSED_LOOP, cost
+
+
+class Ranking(click.ParamType[dict[str, str]]):
+    """mlp=wanda,head=magnitude; either may be left out."""
+
+    name = "mlp=how,head=how"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
+        if isinstance(value, dict):
+            return value
+        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS}
+        words = [part.split("=") for part in str(value).split(",")]
+        for word in words:
+            if len(word) != 2 or word[1] not in known.get(word[0], ()):
+                each = "; ".join(f"{name}= {', '.join(allowed)}" for name, allowed in known.items())
+                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW with {each}", param, ctx)
+        if len({word[0] for word in words}) != len(words):
+            self.fail(f"{value!r}: expected mlp= and head= once each", param, ctx)
+        return {word[0]: word[1] for word in words}
+
+
+method_options = (
+    click.option(
+        "--mlp",
+        type=Number(SHARE_REMOVED),
+        default=None,
+        help="Share of MLP hidden channels to remove; 0 repairs at full width; default: MLPs are left alone.",
+    ),
+    click.option(
+        "--attn",
+        type=Number(SHARE_REMOVED),
+        default=None,
+        help="Share of query/key dimensions to remove; 0 repairs at full width; default: attention is left alone.",
+    ),
+    click.option(
+        "--preset",
+        type=click.Choice(list(PRESETS)),
+        default="best",
+        show_default=True,
+        help="How to choose and repair.",
+    ),
+    click.option(
+        "--select",
+        type=Ranking(),
+        default=None,
+        help="Rank by something else than the preset does: mlp=producer-l2 or head=magnitude.",
+    ),
+    click.option(
+        "--heads",
+        type=click.Choice(["padded", "square", "ragged", "auto"]),
+        default="padded",
+        show_default=True,
+        help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
+    ),
+    click.option(
+        "--align",
+        type=Alignment(),
+        default="mlp=64,head=16",
+        show_default=True,
+        help="Multiples that widths are rounded to; at least 8.",
+    ),
+    click.option(
+        "--ridge",
+        type=Number(RIDGE),
+        default=DEFAULT_RIDGE_REL,
+        show_default=True,
+        help="Regularisation, relative to the mean diagonal of the matrix it is added to.",
+    ),
+)
+budget_options = (
+    click.option(
+        "--macs",
+        type=Number(SHARE_KEPT),
+        default=None,
+        help=f"Share of the dense MACs to keep: widths differ by site; {cost(BUDGET)}.",
+    ),
+    click.option(
+        "--params", type=Number(SHARE_KEPT), default=None, help="Share of the dense parameters to keep, likewise."
+    ),
+    click.option(
+        "--latency", type=Number(SHARE_KEPT), default=None, help="Share of the dense latency to keep, on this machine."
+    ),
+    click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables."),
+    click.option(
+        "--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1."
+    ),
+)
+repair_options = (
+    click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced."),
+    click.option(
+        "--closed-loop",
+        type=click.Choice(LOOPS),
+        is_flag=False,
+        flag_value="asymmetric",
+        default=None,
+        help="Block by block on the model as reduced so far: alone or asymmetric, fitted to what the dense model's "
+        f"stream has, {cost(CLOSED_LOOP)}; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
+    ),
+    click.option(
+        "--reads",
+        type=click.Choice(["all", "pooled"]),
+        default=None,
+        help="Tokens the last block is fitted to: all, or those the outputs read; default: all without a classifier. "
+        + LOOP.help("reads"),
+    ),
+    click.option(
+        "--held-out",
+        type=FILE,
+        default=None,
+        help="Moments of other images (calibrate --hold-out): judges every site.",
+    ),
+)
+
+
+def _reduction(**options: Any) -> ReductionChoice:
+    explicit = explicit_options()
+    PRESET.refuse([("", options["preset"])], explicit)
+    with usage_errors():
+        reduction = reduction_from_options(options)
+    reduction.refuse_ignored(explicit)
+    return reduction
+
+
+reduction_options = value_options("reduction", _reduction, *method_options, *budget_options, *repair_options)
+"""Adds what settles method and widths, and hands the command a `ReductionChoice` as `reduction`."""

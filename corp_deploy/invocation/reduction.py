@@ -1,0 +1,163 @@
+"""A reduction as a command, a recipe or a demo asks for it: values that refuse what contradicts itself. No torch.
+
+Fields have the names of the options of `reduce`, and a refusal spells them so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from corp_deploy.reduction.method import (
+    DEFAULT_RIDGE_REL,
+    NOT_HELD_OUT,
+    LoopName,
+    Method,
+    loop_from,
+    method_from_preset,
+)
+from ground.errors import BadInput
+
+from .table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
+
+if TYPE_CHECKING:
+    from corp_deploy.reduction.read_tokens import Reads
+
+Currency = Literal["macs", "params", "latency"]
+ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodChoice:
+    """A preset with what is asked otherwise than it says; `mlp` and `attn` are shares to remove, in [0, 1).
+
+    `select` ranks sites of a kind (mlp, head) by something else, `align` has the multiples of their widths. Raises
+    BadInput for a combination that makes no sense.
+    """
+
+    preset: str = "best"
+    mlp: float | None = None
+    attn: float | None = None
+    select: Mapping[str, str] | None = None
+    heads: str = "padded"
+    align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
+    ridge: float = DEFAULT_RIDGE_REL
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.method
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+
+    @property
+    def method(self) -> Method:
+        """The method itself; heads `auto` start from padded ones."""
+        select = self.select or {}
+        return method_from_preset(
+            self.preset,
+            mlp_sparsity=self.mlp,
+            attention_sparsity=self.attn,
+            geometry="padded" if self.heads == "auto" else self.heads,
+            align_hidden=self.align.get("mlp"),
+            align_head=self.align.get("head"),
+            ridge_rel=self.ridge,
+            mlp_selection=select.get("mlp"),
+            qk_selection=select.get("head"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetChoice:
+    """A share of the dense cost to keep, in (0, 1], in one currency or in none; tables and batch are of latency's.
+
+    Raises BadInput for several budgets, and for one of latency without a place for its tables.
+    """
+
+    macs: float | None = None
+    params: float | None = None
+    latency: float | None = None
+    latency_tables: Path | None = None
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self._shares) > 1:
+            raise BadInput(f"--{' and --'.join(self._shares)} are several budgets; give one")
+        if self.latency is not None and self.latency_tables is None:
+            raise BadInput("--latency needs --latency-tables DIR, where the measured tables are kept")
+
+    @property
+    def _shares(self) -> dict[Currency, float]:
+        every: dict[Currency, float | None] = {"macs": self.macs, "params": self.params, "latency": self.latency}
+        return {currency: share for currency, share in every.items() if share is not None}
+
+    @property
+    def currency(self) -> Currency | None:
+        return next(iter(self._shares), None)
+
+    @property
+    def share(self) -> float | None:
+        return next(iter(self._shares.values()), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionChoice:
+    """A whole reduction: method, what settles the widths, on which streams blocks are repaired, what judges the sites.
+
+    Raises BadInput where nothing is asked for, where a budget meets sparsities, and for held-out moments with a closed
+    loop.
+    """
+
+    method: MethodChoice
+    budget: BudgetChoice = field(default_factory=BudgetChoice)
+    closed_loop: LoopName | None = None
+    reads: "Reads | None" = None
+    held_out: Path | None = None
+    allow_partial: bool = False
+
+    def __post_init__(self) -> None:
+        sparsities = (self.method.mlp, self.method.attn)
+        if self.budget.currency is None and sparsities == (None, None):
+            raise BadInput(
+                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), or a budget: --macs 0.6"
+            )
+        if self.budget.currency is not None and any(sparsities):
+            raise BadInput("a budget chooses the widths itself; give it without --mlp and --attn")
+        if self.held_out is not None and self.closed_loop is not None:
+            raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.closed_loop]}; leave --held-out away")
+
+    @property
+    def auto_heads(self) -> bool:
+        return self.method.heads == "auto"
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether the reduction looks at images beside their moments."""
+        planned = self.budget.currency is not None or self.auto_heads
+        return planned or self.closed_loop is not None or self.method.method.merges
+
+    @property
+    def touches_attention(self) -> bool:
+        return self.method.attn is not None or self.budget.currency is not None or self.auto_heads
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        """Raise BadInput for one of these options, asked for by name, that nothing of this reduction honours."""
+        PRESET.refuse([("", self.method.preset)], options)
+        WIDTHS.refuse([("", self.budget.currency or "sparsities")], options)
+        ATTENTION.refuse([("", "reduced" if self.touches_attention else "kept")], options)
+        LOOP.refuse([("", self.closed_loop or "open")], options)
+        IMAGES.refuse([("", "images" if self.needs_images else "none")], options)
+
+
+def _of(fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in fields if name in options}
+
+
+def reduction_from_options(options: Mapping[str, Any]) -> ReductionChoice:
+    """The reduction that these values of the options of `reduce` ask for; those left out have their defaults."""
+    return ReductionChoice(
+        budget=BudgetChoice(**_of(BudgetChoice.__dataclass_fields__, options)),
+        method=MethodChoice(**_of(MethodChoice.__dataclass_fields__, options)),
+        closed_loop=loop_from(options.get("closed_loop")),
+        **_of(dict.fromkeys(("reads", "held_out", "allow_partial")), options),
+    )
