@@ -1,6 +1,6 @@
 """corp-deploy export."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,24 +39,23 @@ class PrecisionChoice:
         if self.auto != (self.images.path is not None):
             raise click.UsageError("--auto looks for the blocks on real images; give --auto and --images together")
 
-    def settled(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> "PrecisionChoice":
-        """The same with the sites that break in FP16 found."""
+    def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> tuple[str, ...]:
+        """The sites that mixed keeps in FP32."""
         from corp_deploy.proof.chain import given_from_images
         from corp_deploy.proof.mixed_precision import sites_to_keep
         from corp_deploy.store.dense_model import model_of_directory
 
         if not self.auto:
-            return self
+            return self.keep_fp32
         pixels = given_from_images(self.images.open(checkpoint)).pixels
         yardstick = checkpoint if self.dense is None else model_of_directory(self.dense)
-        kept = sites_to_keep(checkpoint, yardstick, pixels, opset=graphs.opset, geometry=graphs.heads).kept
-        return replace(self, keep_fp32=kept)
+        return sites_to_keep(checkpoint, yardstick, pixels, opset=graphs.opset, geometry=graphs.heads).kept
 
-    def paths(self, output: Path) -> dict[str, Path]:
+    def paths(self, output: Path, kept: tuple[str, ...]) -> dict[str, Path]:
         """Where each graph goes: an fp16 one in place of a mixed one with nothing to keep."""
         from corp_deploy.store.onnx_file import paths_by_precision
 
-        if not self.auto or self.keep_fp32:
+        if not self.auto or kept:
             return paths_by_precision(output, self.precisions)
         if self.precisions == ("mixed",):
             return {"fp16": output}
@@ -180,13 +179,13 @@ def export_command(
     EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], explicit_options())
     rows: list[dict[str, Any]] = []
     with out.progress("exporting", len(precision.precisions), unit="graphs") as done:
-        precision = precision.settled(checkpoint, graphs)
-        for name, path in precision.paths(output).items():
-            rows.append(_written(checkpoint, name, path, precision.keep_fp32, graphs))
+        kept = precision.kept(checkpoint, graphs)
+        for name, path in precision.paths(output, kept).items():
+            rows.append(_written(checkpoint, name, path, kept, graphs))
             done(len(rows))
     if graphs.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
-    if precision.auto and not precision.keep_fp32 and ".mixed" in output.suffixes:
+    if precision.auto and not kept and ".mixed" in output.suffixes:
         out.warn(f"{output}: an fp16 graph, although its name says mixed")
-    lines = graph_lines(rows, kept=precision.keep_fp32 if precision.auto else None)
-    out.result({"written": rows, "kept_fp32": list(precision.keep_fp32)}, *lines)
+    lines = graph_lines(rows, kept=kept if precision.auto else None)
+    out.result({"written": rows, "kept_fp32": list(kept)}, *lines)
