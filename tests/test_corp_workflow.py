@@ -214,7 +214,7 @@ def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
     front = [trial for trial in record["trials"] if trial["on_front"]]
     for trial in record["trials"]:
         assert any(one["macs"] <= trial["macs"] and one["relative_error"] <= trial["relative_error"] for one in front)
-    assert (tmp_path / "sweep.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "sweep.svg").read_text()[:100]
     refused = run(
         "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
         "--sparsity", "0.9", "--preset", "none", "--min-agreement", 1.0, "-o", tmp_path / "x",
