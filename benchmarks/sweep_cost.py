@@ -22,7 +22,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
-from corp_deploy.planning.budget import eliminations
+from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.sweep import Scored, SweepRequest, logits, sweep
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce

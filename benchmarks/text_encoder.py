@@ -32,7 +32,8 @@ from corp_deploy.families.modules import replaced
 from corp_deploy.families.steps import Branch, Passage, Step
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.machine import versions
-from corp_deploy.planning.budget import CostCurve, allocate
+from corp_deploy.planning.budget import allocate
+from corp_deploy.planning.curves import CostCurve
 from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, walk

@@ -14,7 +14,8 @@ from calib.images import Images, open_images
 from calib.input_set import Batch
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.planning.budget import allocate, cost_curves, dense_cost, eliminations
+from corp_deploy.planning.budget import allocate, dense_cost
+from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop

@@ -22,7 +22,8 @@ from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site import Currency
 from corp_deploy.families.widths import HeadWidths
-from corp_deploy.planning.budget import allocate, cost_curves, dense_cost, eliminations
+from corp_deploy.planning.budget import allocate, dense_cost
+from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate

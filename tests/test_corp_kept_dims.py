@@ -69,7 +69,7 @@ def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moment
         for moments in (exact, found):
             site = moments.sites[part.name]
             assert isinstance(site, HeadMoments)
-            results.append(qk_at_site(part.name, site, method, part.qkv.weight.detach().double(), width))
+            results.append(qk_at_site(part.name, site, method, part.first.weight.detach().double(), width))
         one, other = (each.recovery for each in results)
         maps = one.q_map_HRD.mT @ one.k_map_HRD
         assert float((other.q_map_HRD.mT @ other.k_map_HRD - maps).norm() / maps.norm()) < 1e-9

@@ -14,7 +14,8 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
-from corp_deploy.planning.budget import CostCurve, allocate
+from corp_deploy.planning.budget import allocate
+from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ import torch
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
-from corp_deploy.planning.budget import eliminations
+from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate

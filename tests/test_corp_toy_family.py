@@ -119,7 +119,7 @@ class LadderFamily:
             )
             heads.append(
                 HeadSite(
-                    name=spin, module=rung.spin, qkv=rung.spin.qkv, proj=rung.spin.proj, heads=HEADS,
+                    name=spin, module=rung.spin, first=rung.spin.qkv, last=rung.spin.proj, heads=HEADS,
                     qk=rung.spin.qk, v=rung.spin.v, scale=rung.spin.scale, q_norm=rung.spin.q_norm,
                     k_norm=rung.spin.k_norm, geometry=rung.spin.geometry,
                 )

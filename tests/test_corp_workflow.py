@@ -19,7 +19,8 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import aligned_width, aligned_widths
-from corp_deploy.planning.budget import allocate, cost_curves, dense_cost, eliminations, uniform_for_share
+from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
+from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep import logits

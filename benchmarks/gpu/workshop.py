@@ -17,7 +17,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.sites import calibration_taps
-from corp_deploy.planning.budget import eliminations
+from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest

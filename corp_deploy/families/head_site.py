@@ -12,11 +12,14 @@ from calib.sites import HeadTaps, Tap
 
 from . import cost
 from .head_attention import HeadAttention
-from .modules import parameters, replaced
+from .modules import fill_, parameters, replaced
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
 
 Mixing = Literal["free", "none"]
 """Whether the dimensions of a head may be mixed with each other before the dot product."""
+
+Weights = tuple[Tensor, Tensor | None]
+"""Weight and bias of a linear layer."""
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -33,8 +36,8 @@ class HeadSite:
     kind: ClassVar[str] = "heads"
     name: str
     module: nn.Module
-    qkv: nn.Linear
-    proj: nn.Linear
+    first: nn.Linear
+    last: nn.Linear
     heads: int
     qk: int
     v: int
@@ -44,16 +47,11 @@ class HeadSite:
     geometry: HeadGeometry
     mixing: Mixing = "free"
     reason: str = ""
-    qkv_name: str = "qkv"
 
     @property
     def keeps_qk(self) -> bool:
         """Whether queries and keys must stay, so that a reduction can change the values alone."""
         return self.mixing == "none"
-
-    @property
-    def first(self) -> nn.Linear:
-        return self.qkv
 
     @property
     def width(self) -> HeadWidths:
@@ -85,22 +83,22 @@ class HeadSite:
         if self.keeps_qk:
             queries, keys = Tap(module=self.q_norm, take=_identity), Tap(module=self.k_norm, take=_identity)
         else:
-            queries = Tap(module=self.qkv, take=self._head_slice(0))
-            keys = Tap(module=self.qkv, take=self._head_slice(self.heads * self.qk))
-        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.proj)
+            queries = Tap(module=self.first, take=self._head_slice(0))
+            keys = Tap(module=self.first, take=self._head_slice(self.heads * self.qk))
+        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last)
 
     def words(self) -> str:
         return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}"
 
     def outline(self, geometry: HeadGeometry) -> str:
         widths = f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' if self.keeps_qk else ''}"
-        return f"attention of {self.qkv.in_features}, {widths}, {geometry}"
+        return f"attention of {self.first.in_features}, {widths}, {geometry}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
         return cost.attention_macs(
             tokens=tokens,
-            dim=self.qkv.in_features,
+            dim=self.first.in_features,
             heads=self.heads,
             qk=width.qk,
             v=width.v,
@@ -111,12 +109,12 @@ class HeadSite:
         """Norms of queries and keys stay."""
         assert isinstance(width, HeadWidths), (self.name, width)
         return parameters(self.q_norm, self.k_norm) + cost.attention_parameters(
-            dim=self.qkv.in_features,
+            dim=self.first.in_features,
             heads=self.heads,
             qk=width.qk,
             v=width.v,
-            qkv_bias=self.qkv.bias is not None,
-            proj_bias=self.proj.bias is not None or width.v != self.v,
+            qkv_bias=self.first.bias is not None,
+            proj_bias=self.last.bias is not None or width.v != self.v,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -126,8 +124,8 @@ class HeadSite:
             "v": self.v,
             "scale": self.scale,
             "geometry": self.geometry,
-            "qkv_bias": self.qkv.bias is not None,
-            "proj_bias": self.proj.bias is not None,
+            "qkv_bias": self.first.bias is not None,
+            "proj_bias": self.last.bias is not None,
         }
 
     def as_metadata(self) -> dict[str, int]:
@@ -150,21 +148,34 @@ class HeadSite:
         fused: bool = True,
     ) -> HeadAttention:
         """An attention module for this place with other head widths, its weights not yet set."""
-        with torch.device(self.qkv.weight.device):
+        with torch.device(self.first.weight.device):
             module = HeadAttention(
-                dim=self.qkv.in_features,
+                dim=self.first.in_features,
                 heads=self.heads,
                 qk=qk,
                 v=v,
                 scale=self.scale,
                 geometry=geometry,
-                qkv_bias=self.qkv.bias is not None if qkv_bias is None else qkv_bias,
-                proj_bias=self.proj.bias is not None if proj_bias is None else proj_bias,
+                qkv_bias=self.first.bias is not None if qkv_bias is None else qkv_bias,
+                proj_bias=self.last.bias is not None if proj_bias is None else proj_bias,
                 q_norm=copy.deepcopy(self.q_norm),
                 k_norm=copy.deepcopy(self.k_norm),
                 fused=fused,
             )
-        return module.to(self.qkv.weight.dtype)
+        return module.to(self.first.weight.dtype)
+
+    def placed(
+        self, width: HeadWidths, geometry: HeadGeometry, first: Weights, last: Weights
+    ) -> tuple[HeadAttention, nn.Linear]:
+        """An attention module of these head widths with these weights, and its output projection; that has a bias where
+        it is given one.
+        """
+        module = self.empty(
+            qk=width.qk, v=width.v, geometry=geometry_of_heads(width, geometry), proj_bias=last[1] is not None
+        )
+        fill_(module.qkv, *first)
+        fill_(module.proj, *last)
+        return module, module.proj
 
     def plain(self, geometry: HeadGeometry | None) -> HeadAttention:
         """The same attention spelled MatMul-Softmax-MatMul, which is the form to export; `geometry` replaces that of
@@ -176,7 +187,7 @@ class HeadSite:
         return module
 
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:
-        return replaced(layer, {self.qkv_name: first})
+        return replaced(layer, {"qkv": first})
 
     def of_layer(self, layer: nn.Module) -> "HeadSite":
         return head_site(self.name, layer, self)
@@ -190,8 +201,8 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
     return HeadSite(
         name=name,
         module=layer,
-        qkv=qkv,
-        proj=proj,
+        first=qkv,
+        last=proj,
         heads=like.heads,
         qk=like.qk,
         v=like.v,

@@ -75,8 +75,8 @@ def _head_site(name: str, attention: nn.Module) -> HeadSite:
     return HeadSite(
         name=name,
         module=attention,
-        qkv=attention.qkv,
-        proj=attention.proj,
+        first=attention.qkv,
+        last=attention.proj,
         heads=heads,
         qk=qk,
         v=v,

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method
 
-from .budget import Allocation, allocate, cost_curves, dense_cost, uniform
+from .budget import Allocation, allocate, dense_cost, uniform
+from .curves import cost_curves
 from .probe import Probe
 
 

@@ -30,7 +30,7 @@ from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
-from .budget import CostCurve
+from .curves import CostCurve
 
 Backend = Literal["onnxruntime", "torch"]
 POINTS = 6

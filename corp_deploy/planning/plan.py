@@ -16,6 +16,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
 from . import budget as budgets
+from .curves import CostCurve, cost_curves, eliminations
 from .head_choice import choose_heads
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
@@ -82,7 +83,7 @@ class WidthPlan:
 
 def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
     inputs = moved(next(iter(images.batches(min(PROBE_IMAGES, images.count)))), device(dense.model))
-    known = budgets.eliminations(dense.model, moments, method)
+    known = eliminations(dense.model, moments, method)
     return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
 
 
@@ -92,7 +93,7 @@ def _way(name: str, probe: Probe, allocation: budgets.Allocation) -> Way:
 
 
 def _beside_uniform(
-    probe: Probe, found: budgets.Allocation, curves: list[budgets.CostCurve], dense: int, share: float
+    probe: Probe, found: budgets.Allocation, curves: list[CostCurve], dense: int, share: float
 ) -> tuple[Way, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
     by_site = _way("by site", probe, found)
@@ -108,7 +109,7 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Width
     assert where is not None, budget
     tables = measure_tables(dense, probe.method, where)
     batch = where.batches[0]
-    curves, total = curves_in_time(budgets.cost_curves(probe, "macs"), tables, dense, batch)
+    curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, batch)
     best = budgets.allocate(curves, total, budget.share)
     said = (
         f"budget: {best.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
@@ -127,7 +128,7 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Width
 def _allocated(probe: Probe, budget: Budget) -> WidthPlan:
     assert budget.currency != "latency", budget
     dense = budgets.dense_cost(probe.model, budget.currency)
-    curves = budgets.cost_curves(probe, budget.currency)
+    curves = cost_curves(probe, budget.currency)
     best = budgets.allocate(curves, dense, budget.share)
     said = f"budget: {best.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
     return WidthPlan(

@@ -18,7 +18,8 @@ from corp_deploy.reduction.model import Reduction, reduce
 from ground.errors import BadInput
 from perf.parity.measures import measures
 
-from .budget import CostCurve, allocate, cost_curves, eliminations
+from .budget import allocate
+from .curves import CostCurve, cost_curves, eliminations
 from .probe import Probe
 
 KIND = "corp-deploy/sweep"

@@ -90,7 +90,7 @@ class HeadKind:
         if not site.keeps_qk:
             lost.append((logits_lost(moments.q_second_HDD, moments.k_centred_HDD), HeadWidths(qk=half, v=site.v)))
         if site.keeps_qk or method.geometry == "square":
-            weight_OC = site.proj.weight.detach().double()
+            weight_OC = site.last.weight.detach().double()
             lost_HD = outputs_lost(moments.z_mean_C, moments.z_second_CC, weight_OC, site.heads)
             lost.append((lost_HD, HeadWidths(qk=site.qk, v=half)))
         return [

@@ -6,8 +6,7 @@ from calib.moments import HeadMoments
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.head_site import HeadSite
-from corp_deploy.families.modules import fill_
-from corp_deploy.families.widths import HeadWidths, geometry_of_heads
+from corp_deploy.families.widths import HeadWidths
 
 from . import heads
 from .heads import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
@@ -74,8 +73,8 @@ def _value_report(
 
 def _projection(site: HeadSite) -> tuple[Tensor, Tensor | None]:
     """The output projection's dense weight and bias in float64."""
-    bias_O = None if site.proj.bias is None else site.proj.bias.detach().double()
-    return site.proj.weight.detach().double(), bias_O
+    bias_O = None if site.last.bias is None else site.last.bias.detach().double()
+    return site.last.weight.detach().double(), bias_O
 
 
 def reduced_heads(
@@ -91,18 +90,20 @@ def reduced_heads(
     if site.keeps_qk:
         recovery = kept_qk(moments)
     else:
-        at_site = qk_at_site(site.name, moments, method, site.qkv.weight.detach().double(), widths.qk)
+        at_site = qk_at_site(site.name, moments, method, site.first.weight.detach().double(), widths.qk)
         recovery = at_site.recovery
         reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(site)
     values = values_at_site(moments, method, weight_OC, bias_O, site.heads, widths.v)
     if site.keeps_qk or not leaves_values(method, widths.v, site.v):
         reports.append(_value_report(site, values, moments, method, widths.v, held_out))
-    geometry = geometry_of_heads(widths, method.geometry)
-    needs_bias = bias_O is not None or bool(values.bias_O.any())
-    module = site.empty(qk=widths.qk, v=widths.v, geometry=geometry, proj_bias=needs_bias)
     maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)
-    bias = None if site.qkv.bias is None else maps.applied(site.qkv.bias.detach())
-    fill_(module.qkv, maps.applied(site.qkv.weight.detach()), bias)
-    fill_(module.proj, values.weight_OK, values.bias_O)
-    return Reduced(modules={site.name: module}, last=module.proj, reports=reports)
+    bias = None if site.first.bias is None else maps.applied(site.first.bias.detach())
+    needs_bias = bias_O is not None or bool(values.bias_O.any())
+    module, last = site.placed(
+        widths,
+        method.geometry,
+        (maps.applied(site.first.weight.detach()), bias),
+        (values.weight_OK, values.bias_O if needs_bias else None),
+    )
+    return Reduced(modules={site.name: module}, last=last, reports=reports)

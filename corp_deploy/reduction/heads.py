@@ -74,18 +74,18 @@ def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
     return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
 
 
-def qk_scores(moments: HeadMoments, method: Method, qkv_XI: Tensor) -> Tensor:
-    """What ranks the dimensions of each head [H, D]; `qkv_XI` are the rows of the fused projection, queries first."""
+def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor) -> Tensor:
+    """What ranks the dimensions of each head [H, D]; `rows_XI` are those of the fused projection, queries first."""
     if method.qk_selection == "energy":
         return select.logit_energy(moments.energy_HD, moments.images)
     heads, head_dim = moments.energy_HD.shape
-    rows_2HDI = qkv_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
+    rows_2HDI = rows_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
     return select.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
 
 
-def qk_at_site(site: str, moments: HeadMoments, method: Method, qkv_XI: Tensor, width: int) -> QkAtSite:
+def qk_at_site(site: str, moments: HeadMoments, method: Method, rows_XI: Tensor, width: int) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
-    recovery = _recovered_qk(site, moments, method, qkv_XI, width)
+    recovery = _recovered_qk(site, moments, method, rows_XI, width)
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method))
 
 
@@ -110,11 +110,11 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
     return system.covered_HS.gather(1, best_HR)
 
 
-def _recovered_qk(site: str, moments: HeadMoments, method: Method, qkv_XI: Tensor, width: int) -> QkRecovery:
+def _recovered_qk(site: str, moments: HeadMoments, method: Method, rows_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if method.qk_recovery == "lowrank":
         return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
-    scores_HD = qk_scores(moments, method, qkv_XI)
+    scores_HD = qk_scores(moments, method, rows_XI)
     if method.qk_recovery == "logit":
         system = _system(site, moments)
         if system.covered_HS.shape[1] < width == system.head_dim:
@@ -166,7 +166,7 @@ class HeadMaps:
     v_HRD: Tensor
 
     def applied(self, rows: Tensor) -> Tensor:
-        """The fused qkv weight [3 C, I] (or bias [3 C]) with every head's rows mapped, in float64."""
+        """The fused weight [3 C, I] (or bias [3 C]) with every head's rows mapped, in float64."""
         maps = (self.q_HRD, self.k_HRD, self.v_HRD)
         sizes = [each.shape[0] * each.shape[2] for each in maps]
         parts = rows.double().split(sizes)

@@ -1,0 +1,94 @@
+"""What every site costs and loses at every width: error curves, weighted by what each site does to the outputs.
+
+The curve of a site is in its own unit (mean square of the MLP's output, of the logits, of the projection's output). One
+probe per curve, without labels, turns all into one currency: the site alone is reduced to about half its width, and the
+squared change of the model's outputs over the curve's value there is its weight.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from calib.moments import Moments
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.modules import device
+from corp_deploy.families.site import Currency, Site
+from corp_deploy.families.site_cost import SiteCosts, site_costs
+from corp_deploy.families.widths import Width
+from corp_deploy.reduction import pool
+from corp_deploy.reduction.kind import ErrorCurve
+from corp_deploy.reduction.kinds import kind_of
+from corp_deploy.reduction.method import Method
+from corp_deploy.reduction.moments import site_moments
+from ground.errors import BadInput
+
+from .probe import Probe, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostCurve:
+    """One site: the widths it may have, narrowest first, the cost of each and the squared output error each is worth.
+
+    `cost_now` is the site's cost in the model as it is, which may differ from that of the same widths in new modules.
+    """
+
+    site: str
+    widths: tuple[Width, ...]
+    costs: tuple[int, ...]
+    errors: tuple[float, ...]
+    cost_now: int
+
+
+def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
+    """Every order of removal; made once, it serves every width of a sweep or a budget."""
+    where = device(model)
+
+    def at_site(site: Site) -> Elimination | None:
+        kind = kind_of(site)
+        return kind.elimination(site, site_moments(site, moments, where), method) if kind.eliminates else None
+
+    sites = [site for site in sites_of(model).every if kind_of(site).eliminates]
+    orders = zip(sites, pool.each(at_site, sites, where), strict=True)
+    return {site.name: order for site, order in orders if order is not None}
+
+
+def _in_outputs(curve: ErrorCurve, effect: float) -> tuple[float, ...]:
+    """The curve scaled so that at the width that was tried it is the effect measured there."""
+    here = curve.errors[curve.at]
+    return tuple(effect * value / here if here > 0.0 else 0.0 for value in curve.errors)
+
+
+def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]) -> tuple[float, ...]:
+    """What each width loses of the outputs, all causes together; nothing where there is no choice of width."""
+    scaled = [_in_outputs(curve, effects[site.name, curve.width]) for curve in curves]
+    return tuple(map(sum, zip(*scaled, strict=True))) or (0.0,)
+
+
+def cost_curves(probe: Probe, currency: Currency) -> list[CostCurve]:
+    """Every site's costs and output errors by width; one walk of the probe tries a width of each.
+
+    An attention whose Q/K must stay has those of its values. Raises BadInput for a method that has no error curves.
+    """
+    method, model = probe.method, probe.model
+    if method.mlp_selection != "obs" or method.qk_recovery != "lowrank":
+        raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
+    sites, costs, where = sites_of(model).every, site_costs(model, currency), device(model)
+
+    def curves_at(site: Site) -> list[ErrorCurve]:
+        known = probe.eliminations.get(site.name)
+        kind = kind_of(site)
+        if len(kind.widths(site, method)) == 1:
+            return []
+        return kind.curves(site, site_moments(site, probe.moments, where), method, known)
+
+    curves = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
+    effects = probe.effects([(name, curve.width) for name, several in curves.items() for curve in several])
+    return [_cost_curve(site, _errors(curves[site.name], site, effects), costs, method) for site in sites]
+
+
+def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:
+    widths = kind_of(site).widths(site, method)
+    prices = tuple(costs.of(site, width, method.geometry) for width in widths)
+    return CostCurve(site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name])

@@ -1,0 +1,71 @@
+"""The house: its rooms, and what may stand in which."""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
+# Modules of timm's and of this project's own families; what a site is made of goes by other names outside of families.
+OF_FAMILIES = {"fc1", "fc2", "qkv", "proj", "patch_embed", "pos_embed", "cls_token", "ls1", "ls2", "norm1", "norm2"}
+KINDS = {"ChannelSite", "HeadSite", "ChannelKind", "HeadKind"}
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(*ROOMS, cache_dir=None)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_files_import_each_other_in_a_circle(graph: grimp.ImportGraph, room: str) -> None:
+    inside = {module for module in graph.modules if module.split(".")[0] == room}
+    imports = {module: graph.find_modules_directly_imported_by(module) & inside for module in inside}
+    if room == "corp_deploy":
+        imports["corp_deploy"] = set()  # its public face reaches up to a model's directory, and only it does
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def test_corp_deploy_is_read_in_one_look() -> None:
+    entries = [path.name for path in (ROOT / "corp_deploy").iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= 16, sorted(entries)
+
+
+def test_a_room_is_imported_for_nothing() -> None:
+    """An empty __init__ keeps `--help` light."""
+    for room in ("corp_deploy", "export", "perf"):
+        for initial in (ROOT / room).glob("*/__init__.py"):
+            assert not [node for node in ast.parse(initial.read_text()).body if not isinstance(node, ast.Expr)], initial
+
+
+def trees(*rooms: str) -> Iterator[tuple[Path, ast.Module]]:
+    for room in rooms:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def test_modules_of_a_model_go_by_name_in_families_alone() -> None:
+    spelled = [
+        f"{path}:{node.lineno} .{node.attr}"
+        for path, tree in trees(*ROOMS)
+        if path.parts[:2] != ("corp_deploy", "families")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in OF_FAMILIES
+    ]
+    assert not spelled
+
+
+def test_no_ladder_over_kinds_of_site() -> None:
+    """What differs by kind is asked of the kind; the lists of Sites are the one place that sorts."""
+    ladders = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees("corp_deploy")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "type")
+        for kind in ast.walk(node)
+        if isinstance(kind, ast.Name) and kind.id in KINDS
+    ]
+    assert {place.partition(":")[0] for place in ladders} <= {"corp_deploy/families/sites.py"}, ladders
