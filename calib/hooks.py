@@ -38,10 +38,10 @@ def _on_input(stack: ExitStack, name: str, role: Role, module: nn.Module, hear: 
 
 def _on_output(stack: ExitStack, name: str, role: Role, tap: Tap, hear: Hear) -> None:
     def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        taken = tap.take(output)
-        if taken.ndim != 4:
-            raise BadInput(f"{name}: its tap gave {list(taken.shape)}, expected [images, heads, tokens, dims]")
-        hear(name, role, taken)
+        x_BHND = tap.take(output)
+        if x_BHND.ndim != 4:
+            raise BadInput(f"{name}: its tap gave {list(x_BHND.shape)}, expected [batch, heads, tokens, dims]")
+        hear(name, role, x_BHND)
 
     stack.callback(tap.module.register_forward_hook(hook).remove)
 

@@ -82,7 +82,7 @@ class HeadMoments:
     ||q_j||^2 ||k_j||^2, the norms taken over one image's tokens. Where tokens have weights, each counts by its own: in
     every sum, in every norm, and in the mean that k is centred by; `tokens` is the sum of the weights.
 
-    system_HTT = sum over images of half(K'K) half(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
+    system_HTT = sum over images of upper(K'K) upper(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
     set. With `kept_HK` (sorted dims per head) it is restricted to those dims, and two sums over images stand in for
     what was left out: target_HKK = (Q_S'Q_P)(K_P'K_S), the right-hand side, and target_energy_H = <Q_P'Q_P, K_P'K_P>,
     the squared norm of the logits that the removed dims P contributed.
@@ -117,8 +117,8 @@ class HeadMoments:
                 raise BadInput(f"HeadMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads")
             self._refuse({"target_HKK": (heads, width, width), "target_energy_H": (heads,)})
         if self.system_HTT is not None:
-            half = width * (width + 1) // 2
-            self._refuse({"system_HTT": (heads, half, half)})
+            triangle = width * (width + 1) // 2
+            self._refuse({"system_HTT": (heads, triangle, triangle)})
 
     def _refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():

@@ -142,7 +142,7 @@ def grams_of_heads(x_BHND: Tensor) -> Tensor:
     return gram_BHDD
 
 
-def half(x_DD: Tensor) -> Tensor:
+def upper_triangle(x_DD: Tensor) -> Tensor:
     """Entries on and above the diagonal of the last two dims, row-major: [..., D(D+1)/2]."""
     rows, columns = torch.triu_indices(x_DD.shape[-1], x_DD.shape[-1], device=x_DD.device)
     return x_DD[..., rows, columns]

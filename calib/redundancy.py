@@ -121,11 +121,10 @@ def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
 
 def redundancy(moments: Moments) -> list[Redundancy]:
     """One entry per site, in the moments' order; reads one site at a time."""
-    found: list[Redundancy] = []
-    for name in moments.sites:
-        site = moments.sites[name]
-        found.append(of_mlp(name, site) if isinstance(site, ChannelMoments) else of_attention(name, site))
-    return found
+    return [
+        of_mlp(name, site) if isinstance(site, ChannelMoments) else of_attention(name, site)
+        for name, site in moments.sites.items()
+    ]
 
 
 def _row(entry: Redundancy) -> dict[str, Any]:

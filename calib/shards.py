@@ -72,12 +72,12 @@ def paths_from_pattern(pattern: str) -> list[Path]:
 def _members_of(shard: Path) -> list[Member]:
     try:
         with tarfile.open(regular(shard), "r:") as tar:
-            found = [info for info in tar if info.isfile() and info.name.lower().endswith(SUFFIXES)]
+            images = [info for info in tar if info.isfile() and info.name.lower().endswith(SUFFIXES)]
     except FileNotFoundError as error:
         raise BadInput(f"{shard}: no such shard") from error
     except (tarfile.TarError, OSError) as error:
         raise BadInput(f"{shard}: not a whole uncompressed tar file ({error})") from error
-    return [Member(shard=shard, name=info.name, offset=info.offset_data, size=info.size) for info in found]
+    return [Member(shard=shard, name=info.name, offset=info.offset_data, size=info.size) for info in images]
 
 
 def shards_from_pattern(pattern: str, *, shape: ImageShape, transform: Transform) -> Shards:

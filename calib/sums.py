@@ -11,7 +11,7 @@ from torch import Tensor
 from .hooks import Role
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
-from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, half, mirror
+from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, mirror, upper_triangle
 from .weights import Weights, rooted, token_count, weighted
 
 
@@ -161,7 +161,7 @@ class HeadSums:
         if self.kept_HK is not None:
             qq_BHDD, kk_BHDD = self._restrict(self.kept_HK, qq_BHDD, kk_BHDD)
         if self.system:
-            self._held.append((half(kk_BHDD), half(qq_BHDD)))
+            self._held.append((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)))
 
     def _restrict(self, kept_HK: Tensor, qq_BHDD: Tensor, kk_BHDD: Tensor) -> tuple[Tensor, Tensor]:
         """Adds what only the whole Grams tell about the removed dims, returns the Grams of the kept ones.
@@ -179,7 +179,7 @@ class HeadSums:
         return qq_BHDD[:, heads[..., None], *kept_HKK], kk_BHDD[:, heads[..., None], *kept_HKK]
 
     def flush(self) -> None:
-        """Adds half(K'K) half(Q'Q)^T of the images held, per head, in float64."""
+        """Adds upper(K'K) upper(Q'Q)^T of the inputs held, their upper triangles, per head, in float64."""
         if self._held:
             k_BHT, q_BHT = (torch.cat(parts) for parts in zip(*self._held, strict=True))
             self._held = []

@@ -32,9 +32,11 @@ class Weights:
         return self.weight_BN.view(len(x), *[1] * (x.ndim - 3), -1, 1)
 
 
-def _from_host(weight_BN: Tensor, device: torch.device) -> Weights:
+def weights_of(weight_BN: Tensor, device: torch.device) -> Weights:
+    """Weights [B,N] that are known to be good, for sums on that device."""
     total = float(weight_BN.double().sum())
-    return Weights(weight_BN=weight_BN.to(device, non_blocking=True), total=int(total) if total.is_integer() else total)
+    there_BN = weight_BN.float().to(device, non_blocking=True)
+    return Weights(weight_BN=there_BN, total=int(total) if total.is_integer() else total)
 
 
 def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, Weights]:
@@ -50,7 +52,7 @@ def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Ma
         span = f"{float(weight_BN.min()):g} to {float(weight_BN.max()):g}"
         raise BadInput(f"token weights: got numbers from {span}, expected finite ones of 0 or more")
     any_B1 = (weight_BN > 0).any(1, keepdim=True).float()
-    return {1: _from_host(any_B1, device), shape[1]: _from_host(weight_BN, device)}
+    return {1: weights_of(any_B1, device), shape[1]: weights_of(weight_BN, device)}
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from calib.hooks import Role, listening
 from calib.moments import ChannelMoments, HeadMoments, on_device
 from calib.products import add_active
 from calib.sums import HeadSums
+from calib.weights import Weights, weights_of
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_site import HeadSite
@@ -127,14 +128,16 @@ def dense_advanced(branch: Branch, streams: Streams) -> float:
 def head_moments(branch: Branch, site: HeadSite, streams: Streams, *, system: bool) -> HeadMoments:
     """Of the branch's layer on the reduced stream; `site` is that layer's."""
     sums = HeadSums(system=system)
+    weights: Weights | None = None
 
     def hear(_: str, role: Role, activation: Tensor) -> None:
-        sums.add(role, activation)
+        sums.add(role, activation, weights)
         if role == "z":
             raise _Heard
 
     with listening([site.taps()], hear):
         for pair in streams:
+            weights = None if pair.weights_BN is None else weights_of(pair.weights_BN, streams.device)
             with suppress(_Heard):
                 branch.run(branch.layer, pair.reduced, pair.weights_BN)
             sums.flush()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import ChannelTaps, Site
-from corp_deploy.families.family import example_of, sites_of
+from corp_deploy.families.family import example_of, family_of, sites_of
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
@@ -110,7 +111,10 @@ def calibrate(
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, wanted)
     options = passes.Options(
-        attention_system=wanted.attention_system and wanted.kept is None, kept=wanted.kept, precision=wanted.precision
+        attention_system=wanted.attention_system and wanted.kept is None,
+        kept=wanted.kept,
+        precision=wanted.precision,
+        token_weights=partial(family_of(there.model).token_weights, there.model),
     )
 
     def take() -> Moments:
