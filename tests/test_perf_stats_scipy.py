@@ -33,6 +33,7 @@ from perf.stats.stats import (
 
 PERCENTS = (50.0, 90.0, 95.0, 99.0)
 Floats = NDArray[np.float64]
+UNHURRIED, BRIEFLY = (settings(max_examples=most, deadline=None, derandomize=True) for most in (100, 30))
 
 
 def rounds_of(seed: int, count: int, most: int) -> list[Floats]:
@@ -44,6 +45,7 @@ def rounds_of(seed: int, count: int, most: int) -> list[Floats]:
 # Order statistics and the binomial behind them
 
 
+@UNHURRIED
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=150), st.sampled_from(PERCENTS))
 def test_a_percentile_is_scipys_inverted_cdf(samples: list[float], percent: float) -> None:
     assert percentile(samples, percent) == stats.quantile(samples, percent / 100, method="inverted_cdf")
@@ -129,6 +131,7 @@ def test_a_rate_is_scipys_paired_bootstrap(seed: int) -> None:
 # Trends
 
 
+@UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
 def test_a_trend_is_the_theil_sen_slope(series: list[float]) -> None:
     slope = stats.theilslopes(series, np.arange(len(series))).slope
@@ -136,6 +139,7 @@ def test_a_trend_is_the_theil_sen_slope(series: list[float]) -> None:
     assert trend(series) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=60, unique=True))
 def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[float]) -> None:
     """Kendall's tau against time, tau times the number of pairs being Mann and Kendall's S; scipy's z has no step."""
@@ -151,6 +155,7 @@ def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[floa
     assert 2 * stats.norm.sf(without_step) == pytest.approx(kendall.pvalue, rel=1e-9)
 
 
+@UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
 def test_the_coefficient_of_variation_is_scipys(samples: list[float]) -> None:
     assert coefficient_of_variation(samples) == pytest.approx(stats.variation(samples, ddof=1), abs=1e-15)
@@ -196,7 +201,7 @@ def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
 # Measures of logits
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@BRIEFLY
 @given(st.integers(0, 10_000), st.integers(1, 12), st.integers(2, 9), st.floats(0.01, 30.0))
 def test_kl_and_cosine_of_logits(seed: int, images: int, classes: int, scale: float) -> None:
     rng = np.random.default_rng(seed)
