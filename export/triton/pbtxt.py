@@ -11,17 +11,30 @@ Plain: TypeAlias = "str | int | float | bool | Mapping[str, Plain] | Sequence[Pl
 Value: TypeAlias = "str | int | float | bool | Message"
 
 _TOKEN = re.compile(
-    r"""(?P<space>[ \t\r]+|\#[^\n]*)|(?P<line>\n)|(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    r"""(?P<space>[ \t\r\f\v]+|\#[^\n]*)|(?P<line>\n)|(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
     |(?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?[fF]?))(?![\w.])
     |(?P<name>-?[A-Za-z_][\w.]*)|(?P<mark>[{}<>\[\]:,;])""",
     re.VERBOSE,
 )
-_ESCAPE = re.compile(r"""\\(n|t|r|\\|"|'|[0-7]{1,3}|x[0-9a-fA-F]{1,2})""")
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
+_ESCAPE = re.compile(
+    r"""\\(?:(?P<letter>[abfnrtv?\\"'])|(?P<octal>[0-7]{1,3})|[xX](?P<byte>[0-9a-fA-F]{1,2})
+    |(?:u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8}))|(?P<other>.))""",
+    re.VERBOSE,
+)
+_LETTERS = dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
+_TRUTHS = {"true": True, "True": True, "t": True, "false": False, "False": False, "f": False}
 _CLOSING = {"{": "}", "<": ">"}
 
 
 LONGEST_NUMBER = 40
+LARGEST_CHARACTER = 0x10FFFF
+_SPELT = {chr(code): f"\\{code:03o}" for code in (*range(32), 127)} | {
+    "\n": "\\n",
+    "\r": "\\r",
+    "\t": "\t",
+    "\\": "\\\\",
+    '"': '\\"',
+}
 
 
 class Name(str):
@@ -135,15 +148,16 @@ class _Reader:
 
     def _values(self, name: _Token) -> Iterator[Field]:
         colon = self._accept(":")
-        if self._accept("["):
-            while not self._accept("]"):
-                yield Field(name.text, self._value(name, colon=True), name.line)
-                if not self._accept(",") and self._peek().text != "]":
-                    raise ParseError(
-                        f"expected ',' or ']' in {name.text}, got {self._peek().text!r}", self._peek().line
-                    )
-        else:
+        if not self._accept("["):
             yield Field(name.text, self._value(name, colon), name.line)
+            return
+        ended = self._accept("]")
+        while not ended:
+            yield Field(name.text, self._value(name, colon), name.line)
+            ended = self._accept("]")
+            if not ended and not self._accept(","):
+                token = self._peek()
+                raise ParseError(f"expected ',' or ']' in {name.text}, got {token.text!r}", token.line)
 
     def _value(self, name: _Token, colon: bool) -> Value:
         token = self._next()
@@ -159,7 +173,7 @@ class _Reader:
         if token.kind == "number":
             return _number(token)
         if token.kind == "name":
-            return {"true": True, "false": False}.get(token.text, Name(token.text))
+            return _TRUTHS.get(token.text, Name(token.text))
         raise ParseError(f"expected a value of {name.text}, got {token.text!r}", token.line)
 
     def _peek(self) -> _Token:
@@ -181,26 +195,54 @@ class _Reader:
 def _number(token: _Token) -> int | float:
     if len(token.text) > LONGEST_NUMBER:
         raise ParseError(f"a number of {len(token.text)} digits, expected {LONGEST_NUMBER} at most", token.line)
-    if re.fullmatch(r"[-+]?[0-9]+", token.text):
+    digits = token.text.lstrip("-+")
+    if re.fullmatch(r"0[0-9].*", digits):
+        return _octal(token)
+    if digits.isdecimal():
         return int(token.text)
-    if "x" in token.text.lower():
+    if "x" in digits.lower():
         return int(token.text, 16)
     return float(token.text.rstrip("fF"))
 
 
-def _unquoted(token: _Token) -> str:
-    def character(match: re.Match[str]) -> str:
-        code = match.group(1)
-        if code in _ESCAPED:
-            return _ESCAPED[code]
-        return chr(int(code[1:], 16) if code.startswith("x") else int(code, 8))
+def _octal(token: _Token) -> int:
+    """A whole number that begins with 0."""
+    try:
+        return int(token.text, 8)
+    except ValueError:
+        raise ParseError(f"{token.text} begins with 0 and is no octal number; write it without", token.line) from None
 
-    return _ESCAPE.sub(character, token.text[1:-1])
+
+def _unquoted(token: _Token) -> str:
+    """The text between the quotes. Escapes stand for bytes, of which several may make one character in UTF-8."""
+    raw, end = bytearray(), 0
+    inner = token.text[1:-1]
+    try:
+        for match in _ESCAPE.finditer(inner):
+            raw += inner[end : match.start()].encode() + _escaped(match, token.line)
+            end = match.end()
+        return (raw + inner[end:].encode()).decode()
+    except UnicodeError:
+        raise ParseError(f"{token.text[:40]} is not UTF-8", token.line) from None
+
+
+def _escaped(match: re.Match[str], line: int) -> bytes:
+    """The bytes that one escape stands for."""
+    if letter := match["letter"]:
+        return _LETTERS.get(letter, letter).encode()
+    if code := match["short"] or match["long"]:
+        if int(code, 16) > LARGEST_CHARACTER:
+            raise ParseError(f"{match[0]} is no character", line)
+        return chr(int(code, 16)).encode()
+    value = int(match["octal"], 8) if match["octal"] else int(match["byte"] or "100", 16)
+    if value > 0xFF:
+        raise ParseError(f"{match[0]} is no escape", line)
+    return bytes([value])
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
-    return f'"{escaped}"'
+    """In double quotes; what would end the text, and controls, as escapes."""
+    return '"' + "".join(_SPELT.get(character, character) for character in text) + '"'
 
 
 def _lines(name: str, value: Plain, indent: str) -> Iterator[str]:

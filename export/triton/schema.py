@@ -122,6 +122,6 @@ def _holds(field: Field, wanted: str) -> bool:
     return {
         "text": isinstance(value, str) and not isinstance(value, Name),
         "int": type(value) is int,
-        "bool": isinstance(value, bool),
+        "bool": isinstance(value, bool) or (type(value) is int and value in (0, 1)),
         "name": isinstance(value, Name),
     }[wanted]
