@@ -23,8 +23,9 @@ from torch import nn
 
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import output_ports
 from corp_deploy.machine import versions
-from corp_deploy.proof.candidates import Logits, Pixels, Run, candidate_from_path, logits_at
+from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -32,6 +33,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, sa
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.precision import typed_copy
+from ground.feeds import Feeds, Outputs, only, rows_of
 from ground.files import write_json
 from perf.timing.environment import cpu_name
 
@@ -63,31 +65,31 @@ def in_half(model: nn.Module) -> Run:
     """The dense model in FP16, as a proof runs it."""
     half = typed_copy(vit.exportable(model), "fp16")
 
-    def run(images: Pixels) -> Logits:
+    def run(feeds: Feeds) -> Outputs:
         with torch.inference_mode():
-            logits: Logits = half(torch.from_numpy(images)).numpy()
-        return logits
+            logits = half(torch.from_numpy(only(feeds))).numpy()
+        return {"logits": logits}
 
     return run
 
 
-def one_pass(run: Run, pixels: Pixels) -> float:
+def one_pass(run: Run, feeds: Feeds) -> float:
     """CPU seconds of all images once, after a first one."""
-    run(pixels[:1])
+    run(rows_of(feeds, slice(1)))
     start = time.process_time()
-    logits_at(run, pixels, max(BATCHES))
+    outputs_at(run, feeds, max(BATCHES))
     return time.process_time() - start
 
 
 def needed(folder: Path, images: Path) -> dict[str, float]:
     """CPU seconds of one pass over the images by artefact, once it is open and warm."""
-    pixels = np.load(images)
+    feeds = {"images": np.load(images)}
     dense = candidate_from_path(folder / ARTEFACTS[0]).checkpoint
     assert dense is not None, folder
-    seconds = {"dense in FP16": one_pass(in_half(dense.model), pixels)}
+    seconds = {"dense in FP16": one_pass(in_half(dense.model), feeds)}
     for name in ARTEFACTS:
-        with candidate_from_path(folder / name).opened() as run:
-            seconds[name] = one_pass(run, pixels)
+        with candidate_from_path(folder / name).opened(output_ports(dense.model)) as run:
+            seconds[name] = one_pass(run, feeds)
     return seconds
 
 

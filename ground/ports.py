@@ -12,7 +12,9 @@ Role = Literal["logits", "token logits", "embedding", "feature map"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One named input. `shape` stands behind the batch; `dtype` by numpy's name: float32, int64, bool."""
+    """One named input. `shape` stands behind the batch, -1 for a size that is free; `dtype` by numpy's name: float32,
+    int64, bool.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -48,6 +48,8 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def _figure(kind: type, value: Any) -> Any:
+    if kind is not Figure and isinstance(value, kind):
+        return value  # read before the record around it, by what that says of it
     if kind is not Figure:
         raise NotImplementedError(kind)
     try:

@@ -10,10 +10,13 @@ from torch import nn
 
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
+from corp_deploy.proof.chain import prove
+from corp_deploy.proof.inputs import given_from_images
+from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
+from ground.feeds import Feeds, batch_size
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 
@@ -56,9 +59,9 @@ def test_a_proof_runs_at_most_twice_the_images_it_judges(home: Path, monkeypatch
 def counted(runner: type, runs: list[tuple[str, int]]) -> Any:
     call = runner.__call__
 
-    def __call__(self: Any, images: Any) -> Any:
-        runs.append((runner.__name__, len(images)))
-        return call(self, images)
+    def __call__(self: Any, feeds: Feeds) -> Any:
+        runs.append((runner.__name__, batch_size(feeds)))
+        return call(self, feeds)
 
     return __call__
 
@@ -88,8 +91,8 @@ def test_images_are_held_in_a_file(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     source = images_for_model(dense.model, home / "images.npy")
     given = given_from_images(source)
-    assert isinstance(given.pixels, np.memmap)
-    np.testing.assert_array_equal(given.pixels, np.concatenate([batch.numpy() for batch in source.batches(5)]))
+    assert isinstance(given.feeds["images"], np.memmap)
+    np.testing.assert_array_equal(given.feeds["images"], np.concatenate([batch.numpy() for batch in source.batches(5)]))
 
 
 def test_blocks_are_looked_at_only_when_a_link_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +109,14 @@ def test_blocks_are_looked_at_only_when_a_link_fails(home: Path, monkeypatch: py
 
 def test_a_module_that_runs_as_it_is_is_not_copied() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4)).eval()
-    pixels = tiny.images(2)
+    feeds = {"images": tiny.images(2)}
     with ModuleRunner(module) as runner:
-        expected = runner(pixels)
+        expected = runner(feeds)["logits"]
         assert runner._ready is module
     module.train()
     with ModuleRunner(module) as runner:
         assert runner._ready is not module
-        np.testing.assert_array_equal(runner(pixels), expected)
+        np.testing.assert_array_equal(runner(feeds)["logits"], expected)
     assert module.training
     with ModuleRunner(module.eval(), precision="bf16") as runner:
         assert runner._ready is not module

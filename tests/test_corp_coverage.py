@@ -192,7 +192,7 @@ def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     reference = np.random.default_rng(0).standard_normal((8, 7))
     link_of = link(
-        name="whole", kind="whole", reference="dense", candidate="reduced", reference_NC=reference,
+        name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=reference,
         candidate_by_batch={4: reference}, tolerance=limits(max_error=0.1),
     )  # fmt: skip
     parity = Parity(images=ImageSet(count=8, digest="0"), links=(link_of,))

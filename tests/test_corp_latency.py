@@ -19,10 +19,11 @@ from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.feeds import Feeds, Outputs
+from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench import latency_table
 from perf.record.runs import Flat
 from perf.runners.memory import Gauge
-from perf.runners.protocol import Images, Logits
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests import tiny
 
@@ -47,6 +48,8 @@ def cost_ms(module: nn.Module) -> float:
 class FakeRunner:
     clock: FakeClock
     ms: float
+    inputs: tuple[Port, ...] = (image_port((-1, -1, -1)),)
+    outputs: tuple[OutputPort, ...] = (LOGITS,)
 
     def __enter__(self) -> Self:
         return self
@@ -55,10 +58,10 @@ class FakeRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
-    def __call__(self, images: Images) -> Logits:
-        return images.reshape(len(images), -1)
+    def __call__(self, feeds: Feeds) -> Outputs:
+        return {"out": feeds["images"].reshape(len(feeds["images"]), -1)}
 
-    def bind(self, images: Images) -> Bound:
+    def bind(self, feeds: Feeds) -> Bound:
         return replace(self)
 
     def laps(self, calls: int, clock: Clock) -> Laps:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from numpy.typing import NDArray
 
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
@@ -24,6 +23,7 @@ from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.manifest import MANIFEST_KIND
+from ground.feeds import Feeds, batch_size
 from ground.files import sha256_of_file
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
@@ -463,9 +463,9 @@ def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatc
     class Stale(OnnxRunner):
         """Answers the timed calls with zeros, as a graph captured with other weights would."""
 
-        def bind(self, images: NDArray[np.float32]) -> Bound:
-            zeros = np.zeros((len(images), 7), np.float32)
-            return HostBound(lambda: [zeros])
+        def bind(self, feeds: Feeds) -> Bound:
+            zeros = {"logits": np.zeros((batch_size(feeds), 7), np.float32)}
+            return HostBound(lambda: zeros)
 
     monkeypatch.setattr("corp_deploy.proof.speed.OnnxRunner", Stale)
     edit(home, "block_ms = 1", "block_ms = 1.5")
@@ -476,7 +476,7 @@ def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatc
 
 
 def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: OnnxRunner, images: NDArray[np.float32]) -> Bound:
+    def full(self: OnnxRunner, feeds: Feeds) -> Bound:
         raise MemoryError("Failed to allocate memory")
 
     before = sha256_of_file(home / "out" / "bench.json")

@@ -29,6 +29,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, sa
 from ground.errors import Missing
 from ground.errors import Missing as NoGpu
 from ground.errors import Missing as NoLibrary
+from ground.feeds import Feeds
 from ground.gpu import require_cuda
 from perf.runners.cuda import Staging
 from perf.runners.protocol import HostBound
@@ -354,12 +355,13 @@ class Pretended:
     """Staging on the CPU: the model's input and output stay at their addresses, as they do on a GPU."""
 
     def __init__(self, batch: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self.device_in, self.device_out, self.host_out = batch, torch.empty(shape), torch.zeros(shape)
+        self.device_in, self.device_out = {"images": batch}, {"logits": torch.empty(shape)}
+        self.host_out = {"logits": torch.zeros(shape)}
 
     def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> Any:
         def call() -> None:
             launch()
-            self.host_out.copy_(self.device_out)
+            self.host_out["logits"].copy_(self.device_out["logits"])
 
         return HostBound(call)
 
@@ -370,8 +372,8 @@ def test_a_graph_must_write_the_plain_calls_answer(
 ) -> None:
     made: list[Pretended] = []
 
-    def hold(stream: object, batch: Any, shape: tuple[int, ...]) -> Pretended:
-        made.append(Pretended(torch.from_numpy(batch), shape))
+    def hold(stream: object, feeds: Feeds, shapes: dict[str, tuple[int, ...]]) -> Pretended:
+        made.append(Pretended(torch.from_numpy(feeds["images"]), shapes["logits"]))
         return made[-1]
 
     monkeypatch.setattr(subjects, "open_stream", object)

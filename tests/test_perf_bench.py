@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
 from perf.runners.memory import Gauge, Ledger, ResidentSet
-from perf.runners.protocol import Images, Logits
 from perf.stats.summary import knee, summarise
 from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Bound, Clock, Laps, Plan
@@ -22,7 +23,7 @@ from perf.timing.watch import Gpu, watching
 from tests.nvml import FakeNvml
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
-IMAGES = np.zeros((4, 3, 2, 2), np.float32)
+FEEDS = {"images": np.zeros((4, 3, 2, 2), np.float32)}
 MACHINE: Flat = {"system": "Linux", "cpu": "a cpu", "cpu_count": 2, "gpu": None}
 
 
@@ -42,6 +43,8 @@ class FakeRunner:
     call_ms: Callable[[int], float]
     precision: str = "fp32"
     copies_ms: float = 0.0
+    inputs: tuple[Port, ...] = (image_port((3, 2, 2)),)
+    outputs: tuple[OutputPort, ...] = (LOGITS,)
 
     def __enter__(self) -> Self:
         return self
@@ -50,11 +53,11 @@ class FakeRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
-    def __call__(self, images: Images) -> Logits:
-        return np.zeros((len(images), 10), np.float32)
+    def __call__(self, feeds: Feeds) -> Outputs:
+        return {"logits": np.zeros((batch_size(feeds), 10), np.float32)}
 
-    def bind(self, images: Images) -> Bound:
-        return FakeBound(self, self.call_ms(len(images)))
+    def bind(self, feeds: Feeds) -> Bound:
+        return FakeBound(self, self.call_ms(batch_size(feeds)))
 
     def gauge(self) -> Gauge | None:
         return None
@@ -90,7 +93,7 @@ def measured(
     dense = Subject(name="dense", open=lambda: FakeRunner(clock, dense_ms, precision, copies_ms), macs=1000)
     reduced = Subject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, precision, copies_ms), macs=600)
     return bench(
-        (dense, reduced), IMAGES, batches, PLAN, streams=streams, flush_l2=flush_l2, described=MACHINE, clock=clock
+        (dense, reduced), FEEDS, batches, PLAN, streams=streams, flush_l2=flush_l2, described=MACHINE, clock=clock
     )
 
 
@@ -183,10 +186,10 @@ def test_a_measurement_without_a_time_is_none() -> None:
 
 
 def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(images: Images, batch: int) -> Images:
+    def gathered(feeds: Feeds, batch: int) -> Feeds:
         if batch == 8:
             raise MemoryError("Unable to allocate 38.6 GiB")
-        return images[:batch]
+        return rows_of(feeds, slice(batch))
 
     monkeypatch.setattr("perf.bench.bench.batch_of", gathered)
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
@@ -213,7 +216,7 @@ def test_an_impossible_sweep_is_refused(batches: tuple[int, ...], streams: int, 
 def test_two_subjects_of_one_name_are_refused() -> None:
     same = Subject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
     with pytest.raises(BadInput, match="different names"):
-        bench((same, same), IMAGES, [1], PLAN)
+        bench((same, same), FEEDS, [1], PLAN)
 
 
 def test_progress_only_rises_and_ends_below_one() -> None:
@@ -221,7 +224,7 @@ def test_progress_only_rises_and_ends_below_one() -> None:
     subjects = [Subject(name=name, open=lambda: FakeRunner(clock, lambda batch: 2.0)) for name in ("a", "b")]
     bench(
         (subjects[0], subjects[1]),
-        IMAGES,
+        FEEDS,
         [1, 2],
         PLAN,
         described=MACHINE,

@@ -13,32 +13,38 @@ import numpy as np
 import pytest
 
 from ground.errors import BadInput, Missing
+from ground.feeds import Feeds, Outputs
+from ground.ports import Port
 from perf.runners import engine as engine_runner
 from perf.runners.cuda import DeviceBound
 from perf.runners.engine import EngineRunner, EngineSession
 
 IMAGES = np.arange(2 * 3 * 2 * 2, dtype=np.float32).reshape(2, 3, 2, 2)
+FEEDS = {"images": IMAGES}
+IDS = np.array([[1, 2], [3, 4]], dtype=np.int64)
 
 
 @dataclass
 class FakeContext:
-    """Writes the sum of each image into a logit, through the addresses it was given."""
+    """Writes the sum of all inputs of each item into every output, through the addresses it was given."""
 
     memory: dict[int, Any]
+    inputs: tuple[str, ...] = ("images",)
+    outputs: tuple[str, ...] = ("logits",)
     addresses: dict[str, int] = field(default_factory=dict)
-    shape: tuple[int, ...] = ()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     streams: list[int] = field(default_factory=list)
     config: Any = None
     enqueues: bool = True
     takes_addresses: bool = True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shape = shape
-        return name == "images"
+        self.shapes[name] = shape
+        return name in self.inputs
 
     def get_tensor_shape(self, name: str) -> tuple[int, int]:
-        assert name == "logits"
-        return (self.shape[0], 1)
+        assert name in self.outputs
+        return (self.shapes[self.inputs[0]][0], 1)
 
     def set_tensor_address(self, name: str, pointer: int) -> bool:
         self.addresses[name] = pointer
@@ -46,8 +52,10 @@ class FakeContext:
 
     def execute_async_v3(self, stream: int) -> bool:
         self.streams.append(stream)
-        source, sink = self.memory[self.addresses["images"]], self.memory[self.addresses["logits"]]
-        sink[:] = source.reshape(len(source), -1).sum(axis=1, keepdims=True)
+        sources = [self.memory[self.addresses[name]] for name in self.inputs]
+        for place, name in enumerate(self.outputs):
+            total = sum(source.reshape(len(source), -1).sum(axis=1, keepdims=True) for source in sources)
+            self.memory[self.addresses[name]][:] = total * (place + 1)
         return self.enqueues
 
 
@@ -60,6 +68,14 @@ class FakeEngine:
     out_of_memory: bool = False
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tensors if name in ("images", "ids"))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tensors if name not in self.inputs)
+
+    @property
     def num_io_tensors(self) -> int:
         return len(self.tensors)
 
@@ -67,13 +83,16 @@ class FakeEngine:
         return self.tensors[index]
 
     def get_tensor_mode(self, name: str) -> str:
-        return "input" if name == "images" else "output"
+        return "input" if name in self.inputs else "output"
 
     def get_tensor_dtype(self, name: str) -> str:
-        return self.dtype
+        return "int64" if name == "ids" else self.dtype
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return {"images": (-1, 3, 2, 2), "ids": (-1, 2), "features": (-1, 2, 1)}.get(name, (-1, 1))
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        return [(1, 3, 2, 2), (2, 3, 2, 2), (4, 3, 2, 2)]
+        return [(batch, *self.get_tensor_shape(name)[1:]) for batch in (1, 2, 4)]
 
     def create_runtime_config(self) -> Any:
         return SimpleNamespace(dynamic_shapes_kernel_specialization_strategy="lazy")
@@ -81,7 +100,7 @@ class FakeEngine:
     def create_execution_context(self, config: Any = None) -> FakeContext | None:
         if self.out_of_memory:
             return None
-        self.contexts.append(FakeContext(self.memory, config=config))
+        self.contexts.append(FakeContext(self.memory, self.inputs, self.outputs, config=config))
         return self.contexts[-1]
 
 
@@ -106,6 +125,9 @@ def fake_trt(engine: FakeEngine | None, name: str = "tensorrt") -> Any:
         Runtime=Runtime,
         TensorIOMode=SimpleNamespace(INPUT="input"),
         float32="float32",
+        int64="int64",
+        int32="int32",
+        bool="bool",
         DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
     )
 
@@ -120,18 +142,27 @@ class Address(np.ndarray[Any, Any]):
 class HostStaging:
     """Staging in host memory."""
 
-    def __init__(self, memory: dict[int, Any], images: Any, shape: tuple[int, ...]) -> None:
-        self.host_in = images
-        self.device_in = np.zeros_like(images).view(Address)
-        self.device_out = np.zeros(shape, np.float32).view(Address)
-        self.host_out = SimpleNamespace(numpy=lambda: self.device_out)
-        memory[id(self.device_in)], memory[id(self.device_out)] = self.device_in, self.device_out
+    def __init__(self, memory: dict[int, Any], feeds: Feeds, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.host_in = feeds
+        self.device_in = {name: np.zeros_like(array).view(Address) for name, array in feeds.items()}
+        self.device_out = {name: np.zeros(shape, np.float32).view(Address) for name, shape in shapes.items()}
+        memory |= {id(each): each for each in (*self.device_in.values(), *self.device_out.values())}
+
+    def run(self, launch: Any) -> Outputs:
+        bound = self.bound(launch, flush_l2=False)
+        bound.copy_in()
+        bound.launch()
+        return {name: np.array(array) for name, array in self.device_out.items()}
+
+    def _copy_in(self) -> None:
+        for name, array in self.host_in.items():
+            np.copyto(self.device_in[name], array)
 
     def bound(self, launch: Any, *, flush_l2: bool) -> DeviceBound:
         ticks = count()
         mark = lambda: SimpleNamespace(elapsed_time=lambda later: 1.0, at=next(ticks))  # noqa: E731
         return DeviceBound(
-            copy_in=lambda: np.copyto(self.device_in, self.host_in),
+            copy_in=self._copy_in,
             launch=launch,
             copy_out=lambda: None,
             mark=mark,
@@ -145,7 +176,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     memory: dict[int, Any] = {}
     engine = FakeEngine(memory)
     stream = SimpleNamespace(cuda_stream=77)
-    hold = lambda stream, images, shape: HostStaging(memory, images, tuple(shape))  # noqa: E731
+    hold = lambda stream, feeds, shapes: HostStaging(memory, feeds, shapes)  # noqa: E731
     monkeypatch.setattr(engine_runner, "_tensorrt", lambda backend: fake_trt(engine, backend))
     monkeypatch.setattr(engine_runner, "require_cuda", lambda: None)
     monkeypatch.setattr(engine_runner, "open_stream", lambda: stream)
@@ -162,8 +193,8 @@ def plan(tmp_path: Path) -> Path:
 
 def test_it_runs_on_its_own_stream_with_fixed_addresses(engine: FakeEngine, plan: Path) -> None:
     with EngineRunner(plan, precision="fp16", cuda_graph=False) as runner:
-        np.testing.assert_allclose(runner(IMAGES), IMAGES.reshape(2, -1).sum(axis=1, keepdims=True))
-        bound = runner.bind(IMAGES)
+        np.testing.assert_allclose(runner(FEEDS)["logits"], IMAGES.reshape(2, -1).sum(axis=1, keepdims=True))
+        bound = runner.bind(FEEDS)
         bound.laps(3, lambda: 0)
         told = runner.describe()
     called, timed = engine.contexts
@@ -176,17 +207,17 @@ def test_a_graph_is_captured_once_and_replayed(engine: FakeEngine, plan: Path, m
     replays = count()
     monkeypatch.setattr(engine_runner, "captured", lambda stream, launch: lambda: next(replays))
     with EngineRunner(plan) as runner:
-        runner.bind(IMAGES).laps(4, lambda: 0)
+        runner.bind(FEEDS).laps(4, lambda: 0)
     assert next(replays) == 4
     assert engine.contexts[0].streams == []
 
 
 def test_rtx_kernels_are_specialised_before_the_first_call(engine: FakeEngine, plan: Path) -> None:
     with EngineRunner(plan, backend="tensorrt_rtx", cuda_graph=False) as runner:
-        runner(IMAGES)
+        runner(FEEDS)
     assert engine.contexts[0].config.dynamic_shapes_kernel_specialization_strategy == "eager"
     with EngineRunner(plan, backend="tensorrt", cuda_graph=False) as runner:
-        runner(IMAGES)
+        runner(FEEDS)
     assert engine.contexts[1].config is None
 
 
@@ -195,7 +226,7 @@ def test_a_batch_outside_the_profile_is_refused(engine: FakeEngine, plan: Path) 
         EngineRunner(plan, cuda_graph=False) as runner,
         pytest.raises(BadInput, match=r"to \[4, 3, 2, 2\], got \[6, 3"),
     ):
-        runner(np.repeat(IMAGES, 3, axis=0))
+        runner({"images": np.repeat(IMAGES, 3, axis=0)})
 
 
 def test_a_plan_that_does_not_load_says_what_tensorrt_said(plan: Path) -> None:
@@ -203,33 +234,49 @@ def test_a_plan_that_does_not_load_says_what_tensorrt_said(plan: Path) -> None:
         EngineSession.load(fake_trt(None), plan, eager_kernels=False)
 
 
-def test_half_borders_and_more_tensors_are_refused(plan: Path) -> None:
+def test_half_borders_are_refused(plan: Path) -> None:
     with pytest.raises(BadInput, match="images: float16"):
         EngineSession.load(fake_trt(FakeEngine({}, dtype="float16")), plan, eager_kernels=False)
-    with pytest.raises(BadInput, match="features"):
-        EngineSession.load(
-            fake_trt(FakeEngine({}, tensors=("images", "logits", "features"))), plan, eager_kernels=False
+
+
+def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, plan: Path) -> None:
+    engine.tensors = ("images", "ids", "logits", "features")
+    with EngineRunner(plan, cuda_graph=False) as runner:
+        assert runner.inputs == (
+            Port(name="images", shape=(3, 2, 2)),
+            Port(name="ids", shape=(2,), dtype="int64"),
         )
+        assert [(port.name, port.role) for port in runner.outputs] == [
+            ("logits", "logits"),
+            ("features", "feature map"),
+        ]
+        answers = runner({"ids": IDS, "images": IMAGES})
+        total = IMAGES.reshape(2, -1).sum(axis=1, keepdims=True) + IDS.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(answers["logits"], total)
+        np.testing.assert_allclose(answers["features"], 2 * total)
+        assert engine.contexts[0].shapes == {"images": (2, 3, 2, 2), "ids": (2, 2)}
+        with pytest.raises(BadInput, match=r"m.plan: takes ids as int64, got float32; got 2 of images, 1 of ids"):
+            runner({"images": IMAGES, "ids": IDS[:1].astype(np.float32)})
 
 
 def test_no_memory_for_a_context_is_running_out_of_memory(plan: Path) -> None:
     session = EngineSession.load(fake_trt(FakeEngine({}, out_of_memory=True)), plan, eager_kernels=False)
     with pytest.raises(MemoryError):
-        session.context((2, 3, 2, 2))
+        session.context({"images": (2, 3, 2, 2)})
 
 
 def test_an_address_that_is_refused_is_no_measurement(plan: Path) -> None:
     engine = FakeEngine({})
     session = EngineSession.load(fake_trt(engine), plan, eager_kernels=False)
-    context = session.context((2, 3, 2, 2))
+    context = session.context({"images": (2, 3, 2, 2)})
     engine.contexts[0].takes_addresses = False
     with pytest.raises(RuntimeError, match="refused the address of images"):
-        session.address(context, 1, 2)
+        session.address(context, {"images": 1, "logits": 2})
 
 
 def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> None:
     with EngineRunner(plan, cuda_graph=False) as runner:
-        bound = runner.bind(IMAGES)
+        bound = runner.bind(FEEDS)
         engine.contexts[0].enqueues = False
         with pytest.raises(RuntimeError, match="could not be enqueued"):
             bound.laps(1, lambda: 0)

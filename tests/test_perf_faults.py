@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.fp16_rounding import rounded_graph
@@ -225,6 +226,15 @@ def vit() -> TinyViT:
     return dense_vit()
 
 
+def fed(images: Array) -> Feeds:
+    return {"images": images}
+
+
+def named(answer: Callable[[Array], Array]) -> structure.Run:
+    """The function as a model of one input and one output."""
+    return lambda feeds: {"logits": answer(feeds["images"])}
+
+
 def torch_logits(model: TinyViT, images: Array) -> Array:
     with torch.inference_mode():
         out: Array = model(torch.from_numpy(images)).numpy()
@@ -251,36 +261,34 @@ def passes_a_random_check(reference: Array, candidate: Array) -> bool:
 
 def exact_link(reference: Array, candidate: Array) -> Link:
     bound = tolerance.exact(products=6 * DEPTH + 2, largest_logit=float(np.abs(reference).max()))
-    return link(name="onnx", kind="exact", reference="torch fp32", candidate="onnx fp32", reference_NC=reference,
+    return link(name="onnx", kind="exact", reference="torch fp32", candidate="onnx fp32", reference_rows=reference,
                 candidate_by_batch={1: candidate}, tolerance=bound)  # fmt: skip
 
 
 def located_exactly(model: TinyViT, graph: ModelProto) -> Located:
-    return locate_in_exact("onnx", model, graph, photographs(), products=6 * DEPTH + 2)
+    return locate_in_exact("onnx", model, graph, fed(photographs()), products=6 * DEPTH + 2)
 
 
 def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
     dense = dense_vit()
     noise = measures(torch_logits(dense, images), onnx_logits(onnx_from_vit(dense, half=True), images))
     return link(name="fp16", kind="half", reference="onnx fp32", candidate="onnx fp16",
-                reference_NC=onnx_logits(onnx_from_vit(model), images),
+                reference_rows=onnx_logits(onnx_from_vit(model), images),
                 candidate_by_batch={1: onnx_logits(graph, images)}, tolerance=tolerance.half(noise))  # fmt: skip
 
 
 def located_in_half(model: TinyViT, graph: ModelProto) -> Located:
-    images, dense = photographs(), dense_vit()
-    noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), images)
+    feeds, dense = fed(photographs()), dense_vit()
+    noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), feeds)
     mend = "export --precision mixed --keep-fp32 {site}"
-    return locate_in_half("fp16", onnx_from_vit(model), graph, images, noise=noise, mend=mend)
+    return locate_in_half("fp16", onnx_from_vit(model), graph, feeds, noise=noise, mend=mend)
 
 
 def bright_direction(model: TinyViT, block: int) -> Tensor:
     """What tells bright tokens from others where they enter attention, of unit length."""
-    tokens = torch.from_numpy(block_outputs.outputs_of_module(model, photographs())[f"blocks.{block}.norm1"]).flatten(
-        0, 1
-    )
-    others = torch.from_numpy(block_outputs.outputs_of_module(model, noise_images())[f"blocks.{block}.norm1"]).flatten(
-        0, 1
+    tokens, others = (
+        torch.from_numpy(block_outputs.outputs_of_module(model, fed(images))[f"blocks.{block}.norm1"]).flatten(0, 1)
+        for images in (photographs(), noise_images())
     )
     images = torch.from_numpy(photographs()).unflatten(2, (2, 4)).unflatten(4, (2, 4)).permute(0, 2, 4, 1, 3, 5)
     bright = images.flatten(3).flatten(0, 2).norm(dim=-1) > 9.5
@@ -324,10 +332,10 @@ def test_attention_logits_over_float16(vit: TinyViT, tmp_path: Path) -> None:
     at = {name: tmp_path / f"{name}.onnx" for name in ("single", "half", "kept")}
     for graph, path in zip((single, half, kept), at.values(), strict=True):
         onnx.save(graph, str(path))
-    risk = headroom("onnx fp16", at["single"], at["half"], photographs())
+    risk = headroom("onnx fp16", at["single"], at["half"], fed(photographs()))
     assert risk.status == "FAIL"
     assert "blocks.1.attn reaches 76,546 in float16" in risk.reason
-    assert headroom("onnx mixed", at["single"], at["kept"], photographs()).status == "PASS"
+    assert headroom("onnx mixed", at["single"], at["kept"], fed(photographs())).status == "PASS"
 
 
 def test_the_cpu_alone_would_not_have_seen_it(vit: TinyViT) -> None:
@@ -422,7 +430,7 @@ def test_a_graph_of_other_weights(vit: TinyViT, fault: Callable[[TinyViT], None]
 def test_weights_of_another_seed_fail_the_reduced_link_too(vit: TinyViT) -> None:
     images = photographs()
     found = link(name="reduced", kind="reduced", reference="dense", candidate="reduced",
-                 reference_NC=torch_logits(vit, images), candidate_by_batch={1: torch_logits(dense_vit(1), images)},
+                 reference_rows=torch_logits(vit, images), candidate_by_batch={1: torch_logits(dense_vit(1), images)},
                  tolerance=tolerance.limits(min_agreement=0.9))  # fmt: skip
     assert found.status == "FAIL"
 
@@ -437,7 +445,7 @@ def test_constant_outputs_behind_a_large_bias(vit: TinyViT) -> None:
     assert found.status == "FAIL"
     assert "hardly depend on the image" in found.reason
     assert located_exactly(biased, dead).site == "head"
-    assert [f.status for f in structure.outputs("onnx", onnx_logits(dead, images))] == ["PASS", "FAIL"]
+    assert [f.status for f in structure.outputs("onnx", {"logits": onnx_logits(dead, images)})] == ["PASS", "FAIL"]
 
 
 def test_a_slot_that_answers_a_little_differently(vit: TinyViT) -> None:
@@ -449,9 +457,8 @@ def test_a_slot_that_answers_a_little_differently(vit: TinyViT) -> None:
     noise, images = noise_images(), photographs()
     assert passes_a_random_check(torch_logits(vit, noise), runner(noise))
     assert passes_a_random_check(torch_logits(vit, noise[:1]), runner(noise[:1]))
-    found = structure.batch_slot("engine", runner, images[:1], batch=8, bound=1e-5)
+    found = structure.batch_slot("engine", named(runner), fed(images[:1]), batch=8, bound=1e-5)
     assert found.status == "FAIL"
     assert "slots 5 differ" in found.reason
-    assert (
-        structure.batch_slot("torch", lambda x: torch_logits(vit, x), images[:1], batch=8, bound=1e-5).status == "PASS"
-    )
+    plain = named(lambda images: torch_logits(vit, images))
+    assert structure.batch_slot("torch", plain, fed(images[:1]), batch=8, bound=1e-5).status == "PASS"

@@ -83,7 +83,7 @@ def parity_link(name: str, kind: LinkKind, **errors: Any) -> Link:
     """A link with these errors."""
     same = np.eye(3)
     plain = link(
-        name=name, kind=kind, reference="a", candidate="b", reference_NC=same, candidate_by_batch={1: same},
+        name=name, kind=kind, reference="a", candidate="b", reference_rows=same, candidate_by_batch={1: same},
         tolerance=limits(),
     )  # fmt: skip
     return replace(plain, measures=replace(plain.measures, **errors))

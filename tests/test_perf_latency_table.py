@@ -9,22 +9,25 @@ from typing import Self
 import pytest
 
 from ground.errors import BadInput, Missing
+from ground.feeds import Feeds, Outputs
+from ground.ports import OutputPort, Port
 from perf.bench.latency_table import (
     Grid,
     LatencyTable,
     cached_table,
     load_table,
     measure_table,
-    predicted_ms,
     save_table,
 )
 from perf.record.runs import Flat
 from perf.runners.memory import Gauge
-from perf.runners.protocol import Images, Logits
 from perf.timing.laps import Bound, Clock, Laps, Plan
 
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 MACHINE: Flat = {"cpu": "a cpu"}
+
+
+TOKENS = Port(name="tokens", shape=(5, 4))
 
 
 @dataclass
@@ -43,6 +46,8 @@ class FakeBlock:
     width: int
     threads: int = 1
     batch: int = 0
+    inputs: tuple[Port, ...] = (TOKENS,)
+    outputs: tuple[OutputPort, ...] = (OutputPort(name="out", role="feature map"),)
 
     def __enter__(self) -> Self:
         return self
@@ -51,12 +56,12 @@ class FakeBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
-    def __call__(self, images: Images) -> Logits:
-        return images.reshape(len(images), -1)
+    def __call__(self, feeds: Feeds) -> Outputs:
+        return {"out": feeds["tokens"].reshape(len(feeds["tokens"]), -1)}
 
-    def bind(self, images: Images) -> Bound:
-        assert images.shape[1:] == (1, 5, 4)
-        return replace(self, batch=len(images))
+    def bind(self, feeds: Feeds) -> Bound:
+        assert [(name, array.shape[1:]) for name, array in feeds.items()] == [("tokens", (5, 4))]
+        return replace(self, batch=len(feeds["tokens"]))
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         ms = 1.0 + 0.01 * self.width * self.batch
@@ -77,7 +82,7 @@ def grid(
         opened(width)
         return FakeBlock(clock, width, threads)
 
-    return Grid(name=name, open_width=open_width, input_shape=(1, 5, 4), widths=(64, 128, 256), batches=(1, 8))
+    return Grid(name=name, open_width=open_width, inputs=(TOKENS,), widths=(64, 128, 256), batches=(1, 8))
 
 
 def table() -> LatencyTable:
@@ -100,13 +105,6 @@ def test_grid_points_are_what_was_measured_and_between_them_it_is_linear() -> No
 def test_nothing_is_extrapolated(width: int, batch: int, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         table().latency_ms(width, batch)
-
-
-def test_a_model_is_predicted_by_what_its_blocks_save() -> None:
-    """Two blocks from 256 to 128 and 64 at batch 8: 10.24 and 15.36 ms off."""
-    measured = table()
-    assert predicted_ms(100.0, [(measured, 256, 128), (measured, 256, 64)], 8) == pytest.approx(100.0 - 10.24 - 15.36)
-    assert predicted_ms(100.0, [], 8) == 100.0
 
 
 def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
@@ -132,10 +130,10 @@ def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_measured_leaves_no_table(tmp_path: Path) -> None:
     class Full(FakeBlock):
-        def bind(self, images: Images) -> Bound:
-            if len(images) == 8:
+        def bind(self, feeds: Feeds) -> Bound:
+            if len(feeds["tokens"]) == 8:
                 raise RuntimeError("Failed to allocate memory for requested buffer")
-            return super().bind(images)
+            return super().bind(feeds)
 
     clock = FakeClock()
     full = replace(grid(clock), open_width=lambda width: Full(clock, width))
@@ -148,7 +146,7 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     save_table(table(), path)
     assert load_table(path) == table()
-    path.write_text('{"kind": "latency-table", "version": 1, "cells": [{}]}')
+    path.write_text('{"kind": "latency-table", "version": 2, "cells": [{}]}')
     with pytest.raises(BadInput, match=r"t.json: cells\[0\]: the key 'width' is missing|the key 'name' is missing"):
         load_table(path)
     with pytest.raises(BadInput, match="no grid"):

@@ -121,11 +121,12 @@ def half_graph(weight: float, *, batch: str | int = "batch") -> ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
-IMAGES = np.arange(10, dtype=np.float32).reshape(5, 2) + 1 / 3
+IMAGES = np.arange(10, dtype=np.float32).reshape(5, 2) + np.float32(1 / 3)
+FEEDS = {"images": IMAGES}
 
 
 def test_cut_values_equal_float16_arithmetic() -> None:
-    found = block_outputs.outputs_of_graph(half_graph(3.0), IMAGES, batch=2)
+    found = block_outputs.outputs_of_graph(half_graph(3.0), FEEDS, batch=2)
     assert list(found) == ["blocks.0.mlp", "blocks.0", "head"]
     y = IMAGES.astype(np.float16) * np.float16(3)
     np.testing.assert_array_equal(found["blocks.0.mlp"], y.astype(np.float32))
@@ -134,21 +135,21 @@ def test_cut_values_equal_float16_arithmetic() -> None:
 
 
 def test_float16_ends_where_it_ends() -> None:
-    found = block_outputs.outputs_of_graph(half_graph(5000.0), IMAGES)
+    found = block_outputs.outputs_of_graph(half_graph(5000.0), FEEDS)
     assert np.isfinite(found["blocks.0.mlp"]).all()
     assert np.isinf(found["blocks.0"][IMAGES > 7]).all()
 
 
 def test_a_graph_of_fixed_batch_takes_any_number_of_images() -> None:
-    fixed = block_outputs.outputs_of_graph(half_graph(3.0, batch=2), IMAGES)
-    free = block_outputs.outputs_of_graph(half_graph(3.0), IMAGES)
+    fixed = block_outputs.outputs_of_graph(half_graph(3.0, batch=2), FEEDS)
+    free = block_outputs.outputs_of_graph(half_graph(3.0), FEEDS)
     assert fixed["head"].shape == (5, 2)
     np.testing.assert_array_equal(fixed["head"], free["head"])
 
 
 def test_largest_activations_by_site() -> None:
     model = half_graph(3.0)
-    by_value = block_outputs.largest_activations(model, IMAGES, batch=2)
+    by_value = block_outputs.largest_activations(model, FEEDS, batch=2)
     top = float(np.float16(IMAGES.max()) * np.float16(3))
     assert by_value["y"] == top
     assert block_outputs.by_site(model, by_value)["blocks.0"] == 2 * top
@@ -169,7 +170,7 @@ def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
 
 def test_torch_hooks_see_sites_and_leave_nothing_behind() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.Linear(2, 2))
-    found = block_outputs.outputs_of_module(model, IMAGES, batch=2)
+    found = block_outputs.outputs_of_module(model, FEEDS, batch=2)
     assert list(found) == ["0.0", "0.1", "0", "1"]
     with torch.inference_mode():
         np.testing.assert_allclose(found["1"], model(torch.from_numpy(IMAGES)).numpy(), rtol=1e-6)

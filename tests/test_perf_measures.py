@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from perf.parity.labels import accuracy, mcnemar, wilson
-from perf.parity.measures import Measures, margins, measures, per_image
+from perf.parity.logits import LogitMeasures, margins, per_image
+from perf.parity.measures import measures
 from perf.parity.tolerance import HALF_CEILING, exact, half, limits
 
 Floats = NDArray[np.float64]
@@ -144,7 +145,7 @@ def test_labels_that_do_not_fit_are_refused(labels: NDArray[np.int64], words: st
         accuracy("m", np.eye(4), labels)
 
 
-def noise(error: float, max_abs: float = 0.1) -> Measures:
+def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
     ref = np.array([[10.0, 0.0], [0.0, 10.0]])
     found = measures(ref, ref * (1 + error))
     assert found.relative_error == pytest.approx(error)

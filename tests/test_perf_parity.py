@@ -8,10 +8,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.records import record_from_value
 from perf.parity.labels import accuracy
 from perf.parity.locate import Located
-from perf.parity.parity import ImageSet, Link, LinkKind, Parity, figures, link
+from perf.parity.measures import figures
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
 from perf.parity.shift import Stats, shift
 from perf.parity.structure import outputs
 from perf.parity.tolerance import Tolerance, exact, limits
@@ -25,7 +25,7 @@ def linked(
     *candidates: Floats, tolerance: Tolerance = ONE_PERCENT, kind: LinkKind = "reduced", name: str = "r"
 ) -> Link:
     by_batch = dict(zip((1, 7, 64), candidates, strict=False))
-    return link(name=name, kind=kind, reference="a", candidate="b", reference_NC=REF, candidate_by_batch=by_batch,
+    return link(name=name, kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
                 tolerance=tolerance)  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:
     tie, flip = ref[:, ::-1][:1], ref[1:, ::-1]
 
     def status(candidate: Floats) -> str:
-        return link(name="n", kind="exact", reference="a", candidate="b", reference_NC=ref,
+        return link(name="n", kind="exact", reference="a", candidate="b", reference_rows=ref,
                     candidate_by_batch={1: candidate}, tolerance=tolerance).reason  # fmt: skip
 
     assert "within" in status(np.concatenate([tie, ref[1:]]))
@@ -90,7 +90,7 @@ def test_the_verdict_follows_from_the_parts() -> None:
     assert parity(free).line == "UNJUDGED (0 links judged, 1 measured without a limit) on 40 images"
     bad = parity(good, free, linked(REF * 2, name="bad"))
     assert bad.line.startswith("FAIL (2 links judged, 1 measured without a limit) on 40 images: bad: relative error 1")
-    failed = parity(good, structure=tuple(outputs("b", REF * np.nan)))
+    failed = parity(good, structure=tuple(outputs("b", {"logits": REF * np.nan})))
     assert failed.verdict == "FAIL"
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason
 
@@ -107,7 +107,7 @@ def full() -> Parity:
     return parity(
         linked(REF, kind="exact", tolerance=exact(products=38, largest_logit=9.0), name="onnx"),
         linked(REF, spoilt, name="fp16"),
-        structure=tuple(outputs("b", spoilt)),
+        structure=tuple(outputs("b", {"logits": spoilt})),
         located=(
             Located(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
                     largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),
@@ -122,7 +122,7 @@ def test_the_record_survives_json() -> None:
     raw = json.loads(json.dumps(full().to_json(), allow_nan=False))
     assert (raw["kind"], raw["version"], raw["verdict"], raw["batches"]) == ("parity", 1, "FAIL", [1, 7])
     assert raw["links"][1]["measures"]["relative_error"] is None
-    assert record_from_value(raw, Parity, where="parity.json") == full()
+    assert parity_from_value(raw, where="parity.json") == full()
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object,
         at = at[key]
     at[path[-1]] = value
     with pytest.raises(BadInput, match=words):
-        record_from_value(raw, Parity, where="parity.json", kind="parity")
+        parity_from_value(raw, where="parity.json")
 
 
 def test_a_missing_field_is_named() -> None:
     raw = full().to_json()
     del raw["links"][0]["measures"]["kl_max"]
     with pytest.raises(BadInput, match="'kl_max' is missing"):
-        record_from_value(raw, Parity, where="parity.json", kind="parity")
+        parity_from_value(raw, where="parity.json")
 
 
 def test_the_side_file_has_one_figure_per_image() -> None:
@@ -174,7 +174,7 @@ def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -
             kind=kind,
             reference="a",
             candidate="b",
-            reference_NC=REF,
+            reference_rows=REF,
             candidate_by_batch=by_batch,
             tolerance=tolerance,
         )
@@ -184,6 +184,6 @@ def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -
     assert (of_rounding.status, of_rounding.batch, of_rounding.measures.images) == ("FAIL", 1, 8)
     assert [(each.batch, each.images) for each in of_user.batches] == [(1, 8), (32, None)]
     record = parity(of_user)
-    assert record_from_value(record.to_json(), Parity, where="r").links == record.links
+    assert parity_from_value(record.to_json(), where="r").links == record.links
     some[3, 2] = np.nan
     assert found("reduced", ONE_PERCENT).status == "FAIL"

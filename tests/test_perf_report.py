@@ -68,7 +68,7 @@ def bench() -> dict[str, Any]:
 def parity(*, broken: bool = False) -> Parity:
     ref = np.random.default_rng(0).standard_normal((50, 10))
     bound = limits(max_error=0.001 if broken else 0.1)
-    made = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_NC=ref,
+    made = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=ref,
                 candidate_by_batch={4: ref * 1.01}, tolerance=bound)  # fmt: skip
     return Parity(images=ImageSet(count=50, digest="sha256:00"), links=(made,))
 
@@ -77,9 +77,9 @@ def broken_parity() -> Parity:
     """A graph that gives NaN, and the block where it begins."""
     logits = np.random.default_rng(1).standard_normal((6, 3))
     structure = (
-        *outputs("onnx fp16", logits),
-        *outputs("onnx fp32", logits * np.nan),
-        *batch_sizes("onnx fp16", {1: logits, 2: logits}, bound=0.0),
+        *outputs("onnx fp16", {"logits": logits}),
+        *outputs("onnx fp32", {"logits": logits * np.nan}),
+        *batch_sizes("onnx fp16", {1: {"logits": logits}, 2: {"logits": logits}}, bound=0.0),
     )
     located = Located(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,
                       largest_activation=7e4, half_limit=65504.0, reason="too large", command="keep it")  # fmt: skip

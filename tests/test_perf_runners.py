@@ -14,14 +14,16 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from ground.errors import BadInput, Missing
+from ground.feeds import Feeds
 from perf.runners import onnx as onnx_runner
 from perf.runners.cuda import DeviceBound
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner, onnx_precision, require_granted, require_provider
-from perf.runners.protocol import HostBound, as_images, batch_of
+from perf.runners.protocol import HostBound
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
+FEEDS = {"images": IMAGES}
 WEIGHT = RNG.standard_normal((48, 5)).astype(np.float32)
 
 
@@ -53,10 +55,10 @@ def expected() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
 
 def test_onnx_runner_computes_the_graph_and_says_where(tmp_path: Path) -> None:
     with OnnxRunner(onnx_file(tmp_path / "m.onnx"), threads=1) as runner:
-        np.testing.assert_allclose(runner(IMAGES), expected(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(runner(FEEDS)["logits"], expected(), rtol=1e-4, atol=1e-5)
         told = runner.describe()
         ticks = count(0, 1_000_000)
-        laps = runner.bind(IMAGES).laps(3, lambda: next(ticks))
+        laps = runner.bind(FEEDS).laps(3, lambda: next(ticks))
     assert (told["device"], told["provider"], told["precision"]) == ("cpu", "CPUExecutionProvider", "fp32")
     assert told["threads"] == 1
     assert laps.compute_ms == (1.0, 1.0, 1.0)
@@ -67,7 +69,7 @@ def test_half_weights_on_the_cpu_are_said_to_be_computed_in_fp32(tmp_path: Path)
     with OnnxRunner(onnx_file(tmp_path / "m.onnx", weight_type=np.float16)) as runner:
         assert runner.describe()["precision"] == "fp16"
         assert runner.describe()["computed_in"] == "fp32"
-        np.testing.assert_allclose(runner(IMAGES), expected(), rtol=0.02, atol=0.05)
+        np.testing.assert_allclose(runner(FEEDS)["logits"], expected(), rtol=0.02, atol=0.05)
 
 
 def test_precision_is_mixed_when_no_type_holds_almost_all_weights(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot load"):
         OnnxRunner(tmp_path / "broken.onnx").__enter__()
     half = onnx_file(tmp_path / "half.onnx", input_type=TensorProto.FLOAT16)
-    with pytest.raises(BadInput, match="expected one float32 input"):
+    with pytest.raises(BadInput, match=r"expected inputs .* of float32, int64.* found images: tensor\(float16\)"):
         OnnxRunner(half).__enter__()
     with pytest.raises(BadInput, match="threads"):
         OnnxRunner(tmp_path / "m.onnx", threads=0)
@@ -105,9 +107,9 @@ def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
 def test_module_runner_computes_the_module_and_leaves_it_alone(precision: str, rtol: float) -> None:
     mine = module()
     with ModuleRunner(mine, precision=precision) as runner:  # type: ignore[arg-type]
-        logits = runner(IMAGES)
+        logits = runner(FEEDS)["logits"]
         told = runner.describe()
-        runner.bind(IMAGES).laps(2, lambda: 0)
+        runner.bind(FEEDS).laps(2, lambda: 0)
     np.testing.assert_allclose(logits, expected(), rtol=rtol, atol=0.3 * rtol * 10)
     assert logits.dtype == np.float32
     assert (told["precision"], told["device"], told["mode"], told["clock"]) == (precision, "cpu", "eager", "host")
@@ -129,23 +131,6 @@ def test_module_runner_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPat
         ModuleRunner(module(), device="cuda").__enter__()
     with pytest.raises(BadInput, match="need device cuda"):
         ModuleRunner(module(), mode="cuda_graph")
-
-
-def test_images_are_checked() -> None:
-    with pytest.raises(BadInput, match="float32"):
-        as_images(IMAGES.astype(np.float64))
-    with pytest.raises(BadInput, match=r"\[3, 4, 4\]"):
-        as_images(IMAGES[0])
-    with pytest.raises(BadInput, match="B >= 1"):
-        as_images(IMAGES[:0])
-
-
-def test_a_batch_larger_than_the_images_begins_again() -> None:
-    batch = batch_of(IMAGES, 5)
-    np.testing.assert_array_equal(batch[3], IMAGES[0])
-    assert batch.flags.c_contiguous
-    with pytest.raises(BadInput, match="at least 1"):
-        batch_of(IMAGES, 0)
 
 
 def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outside() -> None:
@@ -230,10 +215,16 @@ class FakeSession:
         self.classes, self.binding, self.launched = classes, FakeBinding(), 0
 
     def get_inputs(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name="images", shape=["batch", 3, 4, 4])]
+        return [
+            SimpleNamespace(name="images", shape=["batch", 3, 4, 4], type="tensor(float)"),
+            SimpleNamespace(name="ids", shape=["batch", 2], type="tensor(int64)"),
+        ]
 
     def get_outputs(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name="logits", shape=["batch", self.classes])]
+        return [SimpleNamespace(name="logits", shape=["batch", self.classes], type="tensor(float)")]
+
+    def get_modelmeta(self) -> SimpleNamespace:
+        return SimpleNamespace(custom_metadata_map={})
 
     def io_binding(self) -> FakeBinding:
         return self.binding
@@ -252,22 +243,25 @@ def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monk
     def bound_to_tape(launch: Callable[[], object], *, flush_l2: bool) -> DeviceBound:
         return DeviceBound(copy_in=lambda: None, launch=launch, copy_out=lambda: None, mark=tape.mark, wait=tape.wait)
 
-    def hold(stream: object, images: object, shape: tuple[int, int]) -> SimpleNamespace:
-        return SimpleNamespace(
-            device_in=address(IMAGES.shape, 100), device_out=address(shape, 200), bound=bound_to_tape
-        )
+    def hold(stream: object, feeds: Feeds, shapes: dict[str, tuple[int, ...]]) -> SimpleNamespace:
+        held = {name: address(array.shape, 100 + place) for place, (name, array) in enumerate(feeds.items())}
+        out = {name: address(shape, 200) for name, shape in shapes.items()}
+        return SimpleNamespace(device_in=held, device_out=out, bound=bound_to_tape)
 
     monkeypatch.setattr(onnx_runner, "Staging", SimpleNamespace(hold=hold))
     runner, session = OnnxRunner(Path("m.onnx"), provider="cuda"), FakeSession(5)
     runner._session, runner._stream = session, SimpleNamespace(synchronize=tape.wait)
-    bound = runner.bind(IMAGES)
+    runner.inputs, runner.outputs = runner._input_ports(), runner._output_ports()
+    feeds: Feeds = {"ids": np.ones((3, 2), np.int64), **FEEDS}
+    bound = runner.bind(feeds)
     assert session.launched == 3
     bound.laps(4, lambda: 0)
     assert session.launched == 7
     assert session.binding.bound == [
         ("in", "images", "cuda", 0, np.float32, (3, 3, 4, 4), 100),
+        ("in", "ids", "cuda", 0, np.int64, (3, 2), 101),
         ("out", "logits", "cuda", 0, np.float32, (3, 5), 200),
     ]
     runner._session = FakeSession("classes")
-    with pytest.raises(BadInput, match="fixed number of classes"):
-        runner.bind(IMAGES)
+    with pytest.raises(BadInput, match=r"logits must be .* fixed sizes behind the batch"):
+        runner.bind(feeds)

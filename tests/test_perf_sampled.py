@@ -32,7 +32,7 @@ def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> 
     images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
     plain = ModuleRunner(Forgetful(honest))
     with SampledRunner("reduced", plain, found.append) as runner:
-        bound = runner.bind(images)
+        bound = runner.bind({"images": images})
         bound.laps(2, perf_counter_ns)
     assert [(each.candidate, each.status) for each in found] == [("reduced at batch 4", status)]
     assert found[0].test == "timed-run"

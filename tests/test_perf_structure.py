@@ -1,14 +1,19 @@
 """Each structural test against a sound function and one with exactly the defect that it is for."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ground.feeds import Feeds, Outputs, rows_of
 from perf.parity import structure
 from perf.parity.structure import StructuralTest
 
 Array = NDArray[np.float32]
-IMAGES = np.random.default_rng(0).standard_normal((8, 3, 4, 4)).astype(np.float32)
+IMAGES: Array = np.random.default_rng(0).standard_normal((8, 3, 4, 4)).astype(np.float32)
+FEEDS = {"images": IMAGES}
+ONE = {"images": IMAGES[:1]}
 MAP = np.random.default_rng(1).standard_normal((48, 5)).astype(np.float32)
 
 
@@ -38,56 +43,66 @@ def nan_when_large(images: Array) -> Array:
     return np.where(np.abs(images).max() > 5, np.float32(np.nan), sound(images))
 
 
-def in_batches(run: structure.Run, batch: int) -> Array:
-    return np.concatenate([run(IMAGES[start : start + batch]) for start in range(0, len(IMAGES), batch)])
+def named(answer: Callable[[Array], Array]) -> structure.Run:
+    """The function as a model of one input and one output."""
+    return lambda feeds: {"logits": answer(feeds["images"])}
+
+
+def in_batches(answer: Callable[[Array], Array], batch: int) -> Outputs:
+    rows = [answer(IMAGES[start : start + batch]) for start in range(0, len(IMAGES), batch)]
+    return {"logits": np.concatenate(rows)}
 
 
 def test_batch_slot_names_the_slots() -> None:
-    found = structure.batch_slot("r", one_slot_off, IMAGES[:1], batch=8, bound=1e-5)
+    found = structure.batch_slot("r", named(one_slot_off), ONE, batch=8, bound=1e-5)
     assert (found.status, found.test) == ("FAIL", "batch-slot")
     assert "slots 2, 6 differ" in found.reason
     assert found.value > found.bound
-    assert structure.batch_slot("r", sound, IMAGES[:1], batch=8, bound=1e-5).status == "PASS"
+    assert structure.batch_slot("r", named(sound), ONE, batch=8, bound=1e-5).status == "PASS"
 
 
 def test_a_stale_slot_needs_the_permutation_test() -> None:
-    assert structure.batch_slot("r", stale_slot, IMAGES[:1], batch=8, bound=1e-5).status == "PASS"
-    assert structure.permutation("r", stale_slot, IMAGES, bound=1e-5).status == "FAIL"
-    assert structure.permutation("r", sound, IMAGES, bound=1e-5).status == "PASS"
+    assert structure.batch_slot("r", named(stale_slot), ONE, batch=8, bound=1e-5).status == "PASS"
+    assert structure.permutation("r", named(stale_slot), FEEDS, bound=1e-5).status == "FAIL"
+    assert structure.permutation("r", named(sound), FEEDS, bound=1e-5).status == "PASS"
 
 
 def test_batch_one_against_others() -> None:
-    def at(run: structure.Run) -> list[StructuralTest]:
-        return structure.batch_sizes("r", {b: in_batches(run, b) for b in (1, 3, 8)}, bound=1e-5)
+    def at(answer: Callable[[Array], Array]) -> list[StructuralTest]:
+        return structure.batch_sizes("r", {b: in_batches(answer, b) for b in (1, 3, 8)}, bound=1e-5)
 
     assert [f.status for f in at(sound)] == ["PASS", "PASS"]
     broken = at(depends_on_the_batch)
     assert [f.status for f in broken] == ["FAIL", "FAIL"]
     assert "batch 3 against 1" in broken[0].reason
-    assert structure.batch_sizes("r", {4: sound(IMAGES)}, bound=1e-5) == []
+    assert structure.batch_sizes("r", {4: {"logits": sound(IMAGES)}}, bound=1e-5) == []
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_outputs_that_are_not_finite(bad: float) -> None:
     logits = sound(IMAGES)
     logits[1, 2] = bad
-    finite, constant = structure.outputs("r", logits)
+    finite, constant = structure.outputs("r", {"logits": logits})
     assert (finite.status, constant.status) == ("FAIL", "PASS")
     assert "on 1 of 8 images" in finite.reason
 
 
 def test_outputs_that_are_constant() -> None:
-    assert [f.status for f in structure.outputs("r", np.tile(sound(IMAGES)[:1], (8, 1)))] == ["PASS", "FAIL"]
-    assert [f.status for f in structure.outputs("r", np.zeros((8, 5)))] == ["PASS", "FAIL"]
-    assert [f.status for f in structure.outputs("r", sound(IMAGES))] == ["PASS", "PASS"]
-    assert [f.test for f in structure.outputs("r", sound(IMAGES[:1]))] == ["finite"]
+    assert [f.status for f in structure.outputs("r", {"logits": np.tile(sound(IMAGES)[:1], (8, 1))})] == [
+        "PASS",
+        "FAIL",
+    ]
+    assert [f.status for f in structure.outputs("r", {"logits": np.zeros((8, 5))})] == ["PASS", "FAIL"]
+    assert [f.status for f in structure.outputs("r", {"logits": sound(IMAGES)})] == ["PASS", "PASS"]
+    assert [f.test for f in structure.outputs("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
 
 
 def test_answers_taken_inside_the_timed_run() -> None:
-    verified = sound(IMAGES)
+    rows = sound(IMAGES)
+    verified = {"logits": rows}
     assert structure.timed_run("r", verified, verified, bound=1e-6).status == "PASS"
-    assert structure.timed_run("r", verified[::-1], verified, bound=1e-6).status == "FAIL"
-    assert structure.timed_run("r", verified * np.float32(np.nan), verified, bound=1e-6).value == np.inf
+    assert structure.timed_run("r", {"logits": rows[::-1]}, verified, bound=1e-6).status == "FAIL"
+    assert structure.timed_run("r", {"logits": rows * np.float32(np.nan)}, verified, bound=1e-6).value == np.inf
 
 
 def test_images_outside_the_calibrated_range_are_noted() -> None:
@@ -97,18 +112,18 @@ def test_images_outside_the_calibrated_range_are_noted() -> None:
 
 
 def test_inputs_far_outside_still_give_finite_answers() -> None:
-    assert structure.extremes("r", sound, IMAGES).status == "PASS"
-    found = structure.extremes("r", nan_when_large, IMAGES)
+    assert [each.status for each in structure.extremes("r", named(sound), FEEDS)] == ["PASS"]
+    (found,) = structure.extremes("r", named(nan_when_large), FEEDS)
     assert found.status == "FAIL"
     assert "8 of 8 images with all values times 4" in found.reason
 
 
 def test_a_batch_size_that_ran_some_images_is_held_against_those() -> None:
-    rows = {8: in_batches(sound, 8), 1: in_batches(sound, 1)[:3]}
+    rows = {8: in_batches(sound, 8), 1: rows_of(in_batches(sound, 1), slice(3))}
     (same,) = structure.batch_sizes("r", rows, bound=1e-5)
     assert same.status == "PASS"
     assert "batch 1 against 8" in same.reason
-    rows[1][2] += 1.0
+    rows[1]["logits"][2] += 1.0
     (off,) = structure.batch_sizes("r", rows, bound=1e-5)
     assert off.status == "FAIL"
     assert "1 of 3 images" in off.reason
@@ -121,5 +136,49 @@ def test_a_permutation_can_start_from_answers_that_are_known() -> None:
         runs.append(len(images))
         return sound(images)
 
-    assert structure.permutation("r", counted, IMAGES, bound=1e-5, straight_NC=sound(IMAGES)).status == "PASS"
+    assert (
+        structure.permutation("r", named(counted), FEEDS, bound=1e-5, straight={"logits": sound(IMAGES)}).status
+        == "PASS"
+    )
     assert runs == [len(IMAGES)]
+
+
+def two_outputs(feeds: Feeds) -> Outputs:
+    """The mean of the known embeddings of tokens, and those of every token; the mask tells which count."""
+    vectors = TABLE[feeds["ids"]] * feeds["mask"][:, :, None]
+    return {"embedding": vectors.sum(axis=1) / feeds["mask"].sum(axis=1, keepdims=True), "tokens": vectors}
+
+
+TABLE = np.random.default_rng(2).standard_normal((11, 6)).astype(np.float32)
+TEXTS = {
+    "ids": np.random.default_rng(3).integers(0, 11, (6, 5)),
+    "mask": np.array([[1] * (1 + place % 5) + [0] * (4 - place % 5) for place in range(6)]),
+}
+
+
+def test_whole_numbers_and_several_outputs_go_through_every_test() -> None:
+    one = rows_of(TEXTS, slice(1))
+    tests = [
+        structure.batch_slot("r", two_outputs, one, batch=4, bound=1e-6),
+        structure.permutation("r", two_outputs, TEXTS, bound=1e-6),
+        *structure.outputs("r", two_outputs(TEXTS), noun="inputs"),
+        *structure.batch_sizes("r", {6: two_outputs(TEXTS), 1: two_outputs(one)}, bound=1e-6),
+    ]
+    assert {each.status for each in tests} == {"PASS"}
+    assert sum(each.test == "finite" for each in tests) == 2
+    assert structure.extremes("r", two_outputs, TEXTS) == []
+
+
+def test_of_several_outputs_the_worst_is_named() -> None:
+    def stale(feeds: Feeds) -> Outputs:
+        answers = {name: rows.copy() for name, rows in two_outputs(feeds).items()}
+        answers["tokens"][-1] = answers["tokens"][0]
+        return answers
+
+    shuffled = structure.permutation("r", stale, TEXTS, bound=1e-6)
+    assert shuffled.status == "FAIL"
+    assert "(tokens)" in shuffled.reason
+    assert "; inputs " in shuffled.reason
+    finite = structure.outputs("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
+    assert [(each.test, each.status) for each in finite][2] == ("finite", "FAIL")
+    assert finite[2].reason == "tokens: NaN or Inf on 6 of 6 inputs"

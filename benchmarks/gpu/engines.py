@@ -24,6 +24,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput as NotLoaded
 from ground.errors import Missing
+from ground.feeds import feeds_from_array, only
 
 MODEL, SPARSITY = "DeiT-S", 0.5
 BATCHES = (1, 8, 64)
@@ -94,11 +95,11 @@ def loads(path: Path, backend: str, setting: Setting) -> Row:
     images = pixels(setting, 8)
     try:
         with EngineRunner(path, backend="tensorrt_rtx" if backend == "tensorrt-rtx" else "tensorrt") as runner:
-            given = runner(images)
+            given = only(runner(feeds_from_array(images, runner.inputs)))
     except (NotLoaded, RuntimeError, AssertionError) as error:
         return {"loads": False, "reason_not_loaded": reason_of(error)}
     with ModuleRunner(checkpoint_of(path.stem, setting).model) as plain:
-        wanted = plain(images)
+        wanted = only(plain(feeds_from_array(images, plain.inputs)))
     return {"loads": True, "relative_error": float(np.linalg.norm(given - wanted) / np.linalg.norm(wanted))}
 
 
@@ -159,7 +160,9 @@ def in_onnxruntime(dense: Path, reduced: Path) -> Any:
 def proved(setting: Setting, backend: str | None) -> Row:
     """The chain: dense torch, reduced torch, ONNX FP32, ONNX FP16 and, where there is a backend, its engine."""
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import ParityLimits, prove, random_inputs
+    from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.inputs import random_inputs
+    from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.store.onnx_file import export_checkpoint
 
     dense, reduced = (checkpoint_of(variant, setting) for variant in ("dense", "padded"))

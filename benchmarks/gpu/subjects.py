@@ -85,16 +85,17 @@ class Subject:
         stream = open_stream()
         with torch.cuda.stream(stream):
             self._first(torch.from_numpy(images).to(self.device))
-        staging: Any = Staging.hold(stream, images, tuple(shape))
-        staging.device_out.fill_(torch.nan)
+        staging: Any = Staging.hold(stream, {"images": images}, {"logits": tuple(shape)})
+        images_in, logits_out = staging.device_in["images"], staging.device_out["logits"]
+        logits_out.fill_(torch.nan)
         torch.cuda.synchronize()
 
         def launch() -> None:
             with torch.inference_mode():
-                staging.device_out.copy_(self._call(staging.device_in))
+                logits_out.copy_(self._call(images_in))
 
         ready = launch if self.mode == "eager" else captured(stream, launch)
-        return staging.bound(ready, flush_l2=False), lambda: staging.host_out
+        return staging.bound(ready, flush_l2=False), lambda: staging.host_out["logits"]
 
 
 def refuse_unequal(timed: Tensor, plain: Tensor, tolerance: float) -> None:

@@ -19,7 +19,8 @@ from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, 
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate
-    from corp_deploy.proof.chain import ParityLimits, ProofInputs
+    from corp_deploy.proof.inputs import ProofInputs
+    from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.store.checkpoint import Checkpoint
 
 
@@ -39,7 +40,7 @@ class ProofInputChoice:
         return "random" if self.images.path is None else "images"
 
     def open(self, dense: "Checkpoint") -> "ProofInputs":
-        from corp_deploy.proof.chain import given_from_images, random_inputs
+        from corp_deploy.proof.inputs import given_from_images, random_inputs
 
         if self.random is not None:
             return random_inputs(dense, self.random, self.images.seed)
@@ -71,7 +72,7 @@ input_options = value_options(
 
 
 def _limits(min_agreement: float | None, max_error: float | None, half_factor: float) -> "ParityLimits":
-    from corp_deploy.proof.chain import ParityLimits
+    from corp_deploy.proof.link_rules import ParityLimits
 
     return ParityLimits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor)
 

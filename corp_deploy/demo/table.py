@@ -30,7 +30,7 @@ def demo_record(demo: Demo) -> dict[str, Any]:
             "parameters": _cost(demo.reduced)[0],
             "macs": _cost(demo.reduced)[1],
             "accuracy": accuracy[1],
-            "agreement": links["reduced"].measures.top1_agreement,
+            "agreement": links["reduced"].measures.agreement,
         },
     }
     speed = [

@@ -162,6 +162,16 @@ def sites_of(model: nn.Module) -> Sites:
     return family_of(model).sites(model)
 
 
+def input_ports(model: nn.Module) -> tuple[Port, ...]:
+    """What a model of any family takes, in the order in which it is called."""
+    return family_of(model).input_spec(model).ports
+
+
+def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+    """What a model of any family gives, in its order."""
+    return family_of(model).output_ports(model)
+
+
 def example_of(model: nn.Module) -> Inputs:
     """One input of nothing but zeros, as the model takes it; masks of ones, so that something is there."""
     ports = family_of(model).input_spec(model).ports

@@ -111,7 +111,7 @@ def _grid_of_site(
         name=name,
         identity=repr(layer),
         open_width=open_width,
-        input_shape=shape,
+        inputs=(image_port(shape),),
         widths=_spread(tuple(by_size)),
         batches=where.batches,
     )
@@ -170,7 +170,7 @@ def measure_tables(
             name=f"dense {checkpoint.architecture.name}",
             identity=_identity(checkpoint),
             open_width=lambda _: _runner(family.exportable(model), shape, where, at),
-            input_shape=shape,
+            inputs=(image_port(shape),),
             widths=(1,),
             batches=where.batches,
         )

@@ -1,7 +1,7 @@
 """The steps of a parity chain: model directories, typed graphs, engines; each with how it is run and what it claims."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +9,21 @@ from typing import Literal
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
+from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_from_json, record_path
 from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
+from ground.ports import OutputPort
 from perf.parity.fp16_rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 
-Pixels = NDArray[np.float32]
-Logits = NDArray[np.float32]
-Run = Callable[[Pixels], Logits]
+Run = Callable[[Feeds], Outputs]
 Form = Literal["torch", "graph", "engine"]
 HALF_PRECISIONS = ("fp16", "mixed")
 
@@ -46,15 +46,30 @@ class Candidate:
     shown: Path | None = None
 
     @contextmanager
-    def opened(self) -> Iterator[Run]:
-        """The step as a function from images [N,3,H,W] to logits, at any N."""
+    def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
+        """The step as a function from feeds of N inputs, at any N, to answers under the names of `outputs`.
+
+        Raises BadInput for a step that gives other outputs.
+        """
         with tempfile.TemporaryDirectory() as scratch, self._runner(Path(scratch)) as runner:
-            yield runner if self.batch is None else lambda given: logits_at(runner, given, self.batch or 1)
+            names = [port.name for port in runner.outputs]
+            wanted = [port.name for port in outputs]
+            if len(names) != len(wanted) or (len(names) > 1 and sorted(names) != sorted(wanted)):
+                raise BadInput(
+                    f"{self.label}: gives {', '.join(names)}, expected {', '.join(wanted)} as the dense model does"
+                )
+
+            def run(feeds: Feeds) -> Outputs:
+                answers = runner(feeds_of_ports(feeds, runner.inputs))
+                return {wanted[0]: answers[names[0]]} if len(names) == 1 else {name: answers[name] for name in wanted}
+
+            yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)
 
     def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | EngineRunner:
         if self.form == "torch":
             assert self.checkpoint is not None, self.label
-            return ModuleRunner(self.checkpoint.model)
+            model = self.checkpoint.model
+            return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
         if self.form == "engine":
             return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
         if not self.half:
@@ -70,14 +85,15 @@ class Candidate:
         return onnx.load(str(self.path))
 
 
-def logits_at(run: Run, images: Pixels, batch: int) -> Logits:
-    """Logits of all images at one batch size; the last batch is filled up with repeats, so that every run has it."""
-    rows = []
-    for start in range(0, len(images), batch):
-        part = images[start : start + batch]
-        filled = part if len(part) == batch else np.resize(part, (batch, *part.shape[1:]))
-        rows.append(run(filled)[: len(part)])
-    return np.concatenate(rows)
+def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:
+    """Answers to all inputs at one batch size; the last batch is filled up with repeats, so that every run has it."""
+    pieces = []
+    for start in range(0, batch_size(feeds), batch):
+        part = rows_of(feeds, slice(start, start + batch))
+        count = batch_size(part)
+        answers = run(part if count == batch else batch_of(part, batch))
+        pieces.append(rows_of(answers, slice(count)))
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def _from_directory(path: Path, shown: Path) -> Candidate:

@@ -5,25 +5,28 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from corp_deploy.families.family import family_of
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput as Unlike
+from ground.feeds import Feeds, rows_of
+from ground.ports import Role
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import Located
-from perf.parity.measures import per_image
+from perf.parity.measures import relative_errors
 
-from .candidates import Candidate, Logits, Pixels
+from .candidates import Candidate
 
-WORST_IMAGES = 16
+WORST_INPUTS = 16
 
 
-def worst_images(images: Pixels, reference: Logits, candidate: Logits) -> Pixels:
-    """The images on which the candidate is off most; those with NaN or Inf first."""
-    off_N = np.nan_to_num(per_image(reference, candidate).relative_error_N, nan=np.inf)
-    return images[np.argsort(-off_N, kind="stable")[:WORST_IMAGES]]
+def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role) -> Feeds:
+    """The inputs on which the candidate is off most; those with NaN or Inf first."""
+    off_N = np.nan_to_num(relative_errors(reference, candidate, role=role), nan=np.inf)
+    return rows_of(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
 
 def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
@@ -38,9 +41,9 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     )
 
 
-def dense_noise(dense: Checkpoint, images: Pixels) -> Mapping[str, float]:
+def dense_noise(dense: Checkpoint, feeds: Feeds) -> Mapping[str, float]:
     """Every block's own FP16 error in the dense model."""
-    return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), images)
+    return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), feeds)
 
 
 def mend_command(graph: Path, shown: Path | None = None) -> str:
@@ -54,19 +57,19 @@ def mend_command(graph: Path, shown: Path | None = None) -> str:
 
 
 def located(
-    name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, images: Pixels, products: int
+    name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> Located | None:
     """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
     if failing.form != "graph" or before is None:
         return None
     try:
         if failing.half and before.form == "graph":
-            noise = dense_noise(dense, images)
+            noise = dense_noise(dense, feeds)
             mend = mend_command(failing.path, failing.shown)
-            return locate_in_half(name, before.graph(), failing.graph(), images, noise=noise, mend=mend)
+            return locate_in_half(name, before.graph(), failing.graph(), feeds, noise=noise, mend=mend)
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
             model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
-            return locate_in_exact(name, model, failing.graph(), images, products=products)
+            return locate_in_exact(name, model, failing.graph(), feeds, products=products)
     except Unlike:
         return None  # a graph of other blocks: the link has failed already, and no block can be named
     return None

@@ -1,33 +1,35 @@
 """Mixed precision that finds its own exceptions: only the blocks that break in FP16 stay in FP32."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import onnx
-from numpy.typing import NDArray
 
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs
+from ground.ports import OutputPort
 from perf.parity import tolerance
 from perf.parity.diagnosis import locate_in_half
 from perf.parity.locate import Located, keep_until_found_nowhere
 from perf.parity.measures import Measures, measures
 from perf.parity.parity import judge
-from perf.runners.onnx import OnnxRunner
+from perf.parity.tolerance import Tolerance
 
-from .candidates import Candidate, logits_at
-from .locate import dense_noise, worst_images
+from .candidates import Candidate, outputs_at
+from .locate import dense_noise, worst_inputs
 
 BATCH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """The sites to keep in FP32, and the relative logit error of such a graph against its FP32 twin."""
+    """The sites to keep in FP32, and the largest relative error of such a graph's outputs against its FP32 twin's."""
 
     kept: tuple[str, ...]
     relative_error: float
@@ -38,22 +40,41 @@ class Mixed:
         return "mixed" if self.kept else "fp16"
 
 
-def _run(path: Path, half: bool, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """One output of a graph and of its FP32 twin on the same inputs, and whether it passes."""
+
+    port: OutputPort
+    reference: Outputs
+    candidate: Outputs
+    bounds: Tolerance
+
+    def measured(self) -> Measures:
+        name, noise = self.port.name, self.bounds.margin_noise
+        return measures(self.reference[name], self.candidate[name], role=self.port.role, margin_noise=noise)
+
+    def worst(self, feeds: Feeds) -> Feeds:
+        """The inputs on which it is off most."""
+        name = self.port.name
+        return worst_inputs(feeds, self.reference[name], self.candidate[name], self.port.role)
+
+
+def _run(path: Path, half: bool, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
     step = Candidate(label=path.name, name=path.name, form="graph", path=path, half=half)
-    with step.opened() as run:
-        return logits_at(run, pixels, BATCH)
+    with step.opened(ports) as run:
+        return outputs_at(run, feeds, BATCH)
 
 
 def sites_to_keep(
     checkpoint: Checkpoint,
     dense: Checkpoint,
-    pixels: NDArray[np.float32],
+    feeds: Feeds,
     *,
     opset: int | None,
     geometry: Geometry | None = None,
     factor: float = 4.0,
 ) -> Mixed:
-    """The fewest blocks that must stay in FP32 for the graph to pass the FP16 tolerance on these images.
+    """The fewest blocks that must stay in FP32 for the graph to pass the FP16 tolerance on these inputs.
 
     The tolerance is `factor` times the dense model's own FP16 error, as `verify` judges it. `geometry` as for
     export_checkpoint. Raises BadInput when no set of blocks makes it pass.
@@ -61,20 +82,27 @@ def sites_to_keep(
     with tempfile.TemporaryDirectory() as scratch:
         single, half = Path(scratch) / "fp32.onnx", Path(scratch) / "fp16.onnx"
         export_checkpoint(checkpoint, single, precision="fp32", opset=opset, geometry=geometry)
-        with OnnxRunner(single) as runner:
-            reference = logits_at(runner, pixels, BATCH)
-        bounds = tolerance.half(_dense_half_error(dense, Path(scratch), pixels, opset), factor=factor)
+        ports = output_ports(checkpoint.model)
+        reference = _run(single, False, feeds, ports)
+        noise = _dense_half_errors(dense, Path(scratch), feeds, opset)
+        bounds = {port.name: tolerance.half(noise[port.name], factor=factor) for port in ports}
         errors = [0.0]
 
         def attempt(kept: tuple[str, ...]) -> Located | None:
             precision = Mixed(kept=kept, relative_error=0.0).precision
             export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
-            candidate = _run(half, True, pixels)
-            found = measures(reference, candidate, margin_noise=bounds.margin_noise)
-            errors.append(found.relative_error)
-            if judge(found, bounds)[0] == "PASS":
+            candidate = _run(half, True, feeds, ports)
+            judged = [
+                _Judged(port=port, reference=reference, candidate=candidate, bounds=bounds[port.name]) for port in ports
+            ]
+            measured = [each.measured() for each in judged]
+            errors.append(max(each.relative_error for each in measured))
+            failing = [
+                each for each, found in zip(judged, measured, strict=True) if judge(found, each.bounds)[0] != "PASS"
+            ]
+            if not failing:
                 return None
-            worst = worst_images(pixels, reference, candidate)
+            worst = failing[0].worst(feeds)
             graphs = onnx.load(str(single)), onnx.load(str(half))
             return locate_in_half("half", *graphs, worst, noise=dense_noise(dense, worst))
 
@@ -84,8 +112,11 @@ def sites_to_keep(
     return Mixed(kept=kept, relative_error=errors[-1])
 
 
-def _dense_half_error(dense: Checkpoint, scratch: Path, pixels: NDArray[np.float32], opset: int | None) -> Measures:
+def _dense_half_errors(dense: Checkpoint, scratch: Path, feeds: Feeds, opset: int | None) -> dict[str, Measures]:
+    """By output."""
     single, half = scratch / "dense.onnx", scratch / "dense16.onnx"
     export_checkpoint(dense, single, precision="fp32", opset=opset)
     export_checkpoint(dense, half, precision="fp16", opset=opset)
-    return measures(_run(single, False, pixels), _run(half, True, pixels))
+    ports = output_ports(dense.model)
+    exact, rounded = _run(single, False, feeds, ports), _run(half, True, feeds, ports)
+    return {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}

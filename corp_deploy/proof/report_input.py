@@ -38,7 +38,7 @@ def _models(bench: dict[str, Any] | None, parity: dict[str, Any] | None) -> list
         return []
     accuracies = [row["accuracy"] for row in (parity or {}).get("accuracy", [])]
     links = (parity or {}).get("links", [])
-    agreement = next((link["measures"]["top1_agreement"] for link in links if link["kind"] == "reduced"), None)
+    agreement = next((link["measures"].get("top1_agreement") for link in links if link["kind"] == "reduced"), None)
     known = (
         {"accuracy": accuracies[0] if accuracies else None},
         {"accuracy": accuracies[1] if len(accuracies) > 1 else None, "agreement": agreement},

@@ -1,10 +1,9 @@
-"""Do these images look like the calibration images? Pixel range, and mean and covariance at every site."""
+"""Do these inputs look like those of calibration? Pixel range, and mean and covariance at every site."""
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from calib.collect import collect
 from calib.moments import ChannelMoments, Moments
@@ -13,12 +12,13 @@ from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.feeds import Feeds, batch_size, noun_of, only
 from ground.files import whole
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
 
-PARTS = 8
+PARTS, BATCH = 8, 16
 
 
 def _stats(moments: Moments, name: str) -> Stats:
@@ -31,46 +31,52 @@ def _stats(moments: Moments, name: str) -> Stats:
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 
-def shift_of_images(dense: Checkpoint, moments: Moments, pixels: NDArray[np.float32]) -> Shift | None:
-    """Compare the images with the calibration at every site that the moments hold; None for too few of them.
+def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
+    """Compare the inputs with the calibration at every site that the moments hold; None for too few of them.
 
     Raises BadInput for moments of another model.
     """
     require_same_model(dense.model, moments)
-    if len(pixels) < PARTS:
+    count = batch_size(feeds)
+    if count < PARTS:
         return None
     sites = [site for site in calibration_taps(dense.model, sites_of(dense.model)) if site.name in moments.sites]
-    each = len(pixels) // PARTS
+    each = count // PARTS
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     for start in range(0, PARTS * each, each):
-        batches = torch.from_numpy(pixels[start : start + each]).split(16)
-        part = collect(dense.model, sites, batches, device="cpu")
+        part = collect(dense.model, sites, _batches(feeds, start, start + each), device="cpu")
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
-    found = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]
-    return shift_of_sites(found, images=PARTS * each)
+    shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]
+    return shift_of_sites(shifts, images=PARTS * each)
 
 
-def pixel_range(moments: Moments, pixels: NDArray[np.float32]) -> list[StructuralTest]:
-    """Whether there are images enough to compare with the calibration, and those with values outside what it saw."""
-    return [*_too_few(len(pixels)), *_outside(moments, pixels)]
+def _batches(feeds: Feeds, start: int, stop: int) -> Iterator[Tensor]:
+    """A part of the inputs, a few at a time."""
+    for first in range(start, stop, BATCH):
+        yield torch.from_numpy(only(feeds)[first : min(first + BATCH, stop)])
 
 
-def _too_few(count: int) -> Iterator[StructuralTest]:
-    """From fewer than 8 images no noise can be told."""
+def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
+    """Whether there are inputs enough to compare with the calibration, and those with values outside what it saw."""
+    return [*_too_few(batch_size(feeds), noun_of(feeds)), *_outside(moments, feeds)]
+
+
+def _too_few(count: int, noun: str) -> Iterator[StructuralTest]:
+    """From fewer than 8 inputs no noise can be told."""
     if count < PARTS:
-        reason = f"{count} images are too few to be compared with those of calibration; at least {PARTS} are needed"
+        reason = f"{count} {noun} are too few to be compared with those of calibration; at least {PARTS} are needed"
         yield StructuralTest(
-            candidate="calibration images", test="shift", status="NOTED", value=count, bound=PARTS, reason=reason
+            candidate=f"calibration {noun}", test="shift", status="NOTED", value=count, bound=PARTS, reason=reason
         )
 
 
-def _outside(moments: Moments, pixels: NDArray[np.float32]) -> list[StructuralTest]:
-    """Nothing where the moments don't tell the range."""
-    told = moments.lineage.get(PIXEL_RANGE)
-    if told is None:
+def _outside(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
+    """Nothing where the moments don't tell the range, which is that of images."""
+    ranges = moments.lineage.get(PIXEL_RANGE)
+    if ranges is None:
         return []
     with whole("moments: their pixel range"):
-        bounds = [tuple(map(float, part.split(":"))) for part in told.split("+")]
+        bounds = [tuple(map(float, part.split(":"))) for part in ranges.split("+")]
         low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
-    return [structure.calibrated_range("calibration images", pixels, low=low, high=high)]
+    return [structure.calibrated_range("calibration images", only(feeds), low=low, high=high)]

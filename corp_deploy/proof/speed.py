@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from calib.images import ARRAYS, open_images
-from calib.sources import ImageShape
-from corp_deploy.families.family import image_spec
+from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.running import Device, RunOptions
 from corp_deploy.invocation.table import BENCH
@@ -21,7 +20,9 @@ from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_from_json, record_path
 from ground.errors import BadInput
+from ground.feeds import Feeds, noise_of_ports
 from ground.files import sha256_of_file
+from ground.ports import Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.bench.sampled import SampledRunner
 from perf.parity.structure import StructuralTest
@@ -37,17 +38,20 @@ from perf.timing.watch import watching
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One of the two as perf's subject, the image shape it takes (None: its runner knows), its fixed batch if any."""
+    """One of the two as perf's subject, what it takes, its fixed batch if any."""
 
     subject: Subject
-    image_shape: tuple[int, int, int] | None
+    inputs: tuple[Port, ...]
     static_batch: int | None
 
 
 def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunOptions) -> Contender:
+    inputs = input_ports(checkpoint.model)
     open_module = partial(
         ModuleRunner,
         checkpoint.model,
+        inputs=inputs,
+        outputs=output_ports(checkpoint.model),
         device=running.device or "cpu",
         mode=running.mode or "eager",
         precision=running.dtype or "fp32",
@@ -63,7 +67,7 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunO
         size_bytes=weights.stat().st_size,
         sha256=sha256_of_file(weights),
     )
-    return Contender(subject=subject, image_shape=image_spec(checkpoint.model).shape, static_batch=None)
+    return Contender(subject=subject, inputs=inputs, static_batch=None)
 
 
 def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
@@ -87,7 +91,7 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
         size_bytes=path.stat().st_size,
         sha256=sha256_of_file(path),
     )
-    return Contender(subject=subject, image_shape=facts.image_shape, static_batch=facts.batch)
+    return Contender(subject=subject, inputs=(image_port(facts.image_shape),), static_batch=facts.batch)
 
 
 def _record_of_engine(path: Path) -> EngineRecord:
@@ -125,10 +129,17 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         sha256=record.plan_sha256,
         fused_attention=record.fused_attention,
     )
-    shape = [dim for dim in record.inputs[0].shape[1:] if isinstance(dim, int)]
-    if len(record.inputs[0].shape) != 4 or len(shape) != 3:
-        raise BadInput(f"{path}: its input is {list(record.inputs[0].shape)}, expected [batch,channels,height,width]")
-    return Contender(subject=subject, image_shape=(shape[0], shape[1], shape[2]), static_batch=None)
+    for value in record.inputs:
+        if not all(isinstance(size, int) for size in value.shape[1:]):
+            raise BadInput(
+                f"{path}: its input {value.name} is {list(value.shape)}, expected [batch, ...] with fixed sizes behind "
+                "the batch; build it from a graph of one size"
+            )
+    inputs = tuple(
+        Port(name=value.name, shape=tuple(int(size) for size in value.shape[1:]), dtype=value.dtype)
+        for value in record.inputs
+    )
+    return Contender(subject=subject, inputs=inputs, static_batch=None)
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
@@ -180,8 +191,8 @@ def _contender(name: str, path: Path, running: RunOptions, scratch: Path) -> Con
 
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
-    if dense.image_shape != reduced.image_shape:
-        raise BadInput(f"dense takes images {dense.image_shape}, reduced {reduced.image_shape}: not the same task")
+    if _sizes(dense.inputs) != _sizes(reduced.inputs):
+        raise BadInput(f"dense takes {_listed(dense.inputs)}, reduced {_listed(reduced.inputs)}: not the same task")
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:
             raise BadInput(
@@ -194,15 +205,27 @@ def _no_picture(picture: object) -> torch.Tensor:
     raise AssertionError(picture)  # arrays are taken as they are
 
 
-def _fed(path: Path | None, shape: ImageShape, count: int) -> NDArray[np.float32]:
+def _sizes(ports: Sequence[Port]) -> list[tuple[str, tuple[int, ...]]]:
+    """What ports take, whatever they are called."""
+    return [(port.dtype, port.shape) for port in ports]
+
+
+def _listed(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.name} {port.shape}" for port in ports)
+
+
+def _fed(path: Path | None, ports: Sequence[Port], count: int) -> Feeds:
     """So many images of a file, over again where it has fewer; noise without one."""
     if path is None:
-        return np.random.default_rng(0).standard_normal((count, *shape), dtype=np.float32)
+        return noise_of_ports(ports, count, seed=0)
+    if len(ports) != 1 or len(ports[0].shape) != 3:
+        raise BadInput(f"{path}: images for a model that takes {_listed(ports)}; leave --images away")
+    channels, height, width = ports[0].shape
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
-    source = open_images(path, image_shape=shape, transform=_no_picture)
+    source = open_images(path, image_shape=(channels, height, width), transform=_no_picture)
     images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
-    return np.resize(images, (count, *shape))
+    return {ports[0].name: np.resize(images, (count, *ports[0].shape))}
 
 
 def measure(
@@ -227,8 +250,7 @@ def measure(
             _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
         )
         _refuse_unequal(one, other, batches)
-        assert one.image_shape is not None, dense
-        fed = _fed(images, one.image_shape, max(batches))
+        fed = _fed(images, one.inputs, max(batches))
         found: list[StructuralTest] = []
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(

@@ -83,10 +83,12 @@ def _prepared(preprocessing: dict[str, Any]) -> str:
 def _agreement(parity: Parity) -> Iterator[str]:
     yield f"Judged on held-out images: {parity.line}."
     yield ""
-    yield "| link | against | relative error | top-1 agreement | verdict |"
+    of_logits = {link.role for link in parity.links} == {"logits"}
+    yield f"| link | against | relative error | {'top-1 agreement' if of_logits else 'agreement'} | verdict |"
     yield "|---|---|---|---|---|"
     for link in parity.links:
-        figures = f"{link.measures.relative_error:.2e} | {link.measures.top1_agreement:.2%}"
+        agreement = link.measures.agreement
+        figures = f"{link.measures.relative_error:.2e} | {'' if agreement is None else f'{agreement:.2%}'}"
         yield f"| {link.name} | {link.reference} | {figures} | {link.status} |"
     if parity.accuracy:
         yield ""

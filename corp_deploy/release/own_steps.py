@@ -15,8 +15,10 @@ from corp_deploy.families.preprocessing import recorded_preprocessing
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
-from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
+from corp_deploy.proof.chain import prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
+from corp_deploy.proof.inputs import given_from_images
+from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save

@@ -1,15 +1,16 @@
 """The sample inputs of a release and how their replay is judged. Imports no torch."""
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.feeds import feeds_from_array, only
 from ground.files import read_json
 from perf.parity.measures import measures
 from perf.runners.onnx import OnnxRunner
+from perf.runners.protocol import Runner
 
 KIND = "corp-deploy/samples"
 # Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.
@@ -19,13 +20,10 @@ BATCH = 8
 Pixels = NDArray[np.float32]
 
 
-class Answers(Protocol):
-    def __call__(self, images: Pixels, /) -> Pixels: ...
-
-
-def replayed(run: Answers, images: Pixels) -> Pixels:
-    """Logits of all images, a few at a time."""
-    return np.concatenate([run(images[start : start + BATCH]) for start in range(0, len(images), BATCH)])
+def replayed(runner: Runner, images: Pixels) -> Pixels:
+    """The only output for all images, a few at a time."""
+    parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
+    return np.concatenate([only(runner(feeds_from_array(part, runner.inputs))) for part in parts])
 
 
 def _difference(folder: Path, graph: str, expected: Path, images: Pixels, bound: float) -> str | None:

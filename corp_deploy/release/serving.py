@@ -52,6 +52,8 @@ def _agreement(directory: Path) -> Agreement | None:
     with whole(str(path)):
         links: list[dict[str, Any]] = read_json(path, kind="parity")["links"]
         errors = next((link for link in links if link["kind"] == "whole"), links[-1])["measures"]
+        if "top1_agreement" not in errors:
+            return None  # the first output has no classes
         low, high = errors["top1_agreement_low"], errors["top1_agreement_high"]
         return Agreement(share=errors["top1_agreement"], images=errors["images"], low=low, high=high)
 

@@ -11,7 +11,9 @@ from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import ParityLimits, given_from_images, prove
+from corp_deploy.proof.chain import prove
+from corp_deploy.proof.inputs import given_from_images
+from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from time import perf_counter_ns
 
 from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.feeds import Feeds, batch_of, feeds_of_ports
 from perf.record.runs import Bench, BenchTrial, Block, Described, Flat, Row, Scalar
 from perf.runners.memory import Ledger
-from perf.runners.protocol import Images, ParallelStreams, Runner, batch_of
+from perf.runners.protocol import ParallelStreams, Runner
 from perf.stats.stability import warnings_of
 from perf.timing.environment import environment
 from perf.timing.laps import Bound, Clock, Plan, WarmUp, warm_up
@@ -55,14 +56,14 @@ class Station:
     ledger: Ledger | None
     pool: ThreadPoolExecutor | None
 
-    def bind(self, images: Images) -> Bound:
-        bounds = tuple(runner.bind(images) for runner in self.runners)
+    def bind(self, feeds: Feeds) -> Bound:
+        bounds = tuple(runner.bind(feeds_of_ports(feeds, runner.inputs)) for runner in self.runners)
         return bounds[0] if self.pool is None else ParallelStreams(bounds, self.pool)
 
 
 def bench(
     subjects: tuple[Subject, Subject],
-    images: Images,
+    feeds: Feeds,
     batches: Sequence[int],
     plan: Plan,
     *,
@@ -77,7 +78,8 @@ def bench(
     """Time the first subject against the second, and the first against itself, at every batch size.
 
     Args:
-        images: [N, 3, H, W] float32; a batch takes the first ones, over again when N is smaller.
+        feeds: by input, [N, ...]; a batch takes the first of N, over again when N is smaller. Where there is one
+            input, the two subjects may call it by different names.
         streams: instances of each subject called at once; above 1 only throughput is measured.
         flush_l2: recorded only; the runners do it.
         described: the machine; None looks.
@@ -85,7 +87,7 @@ def bench(
         progress: called with the share done and what is being done.
 
     Raises:
-        BadInput: the subjects, images, batch sizes or streams make no measurement.
+        BadInput: the subjects, feeds, batch sizes or streams make no measurement.
         Missing: a runner lacks its device, provider or package, or nothing could be measured at any batch size.
     """
     _require_sweep(subjects, batches, streams)
@@ -98,7 +100,7 @@ def bench(
             stations[again] = _opened(reference, again, streams, stack)
         for index, batch in enumerate(batches):
             say = _within(progress, index, len(batches), f"batch {batch}")
-            rows.append(_row(stations, images, batch, plan, clock, watch, say))
+            rows.append(_row(stations, feeds, batch, plan, clock, watch, say))
         _require_measured(rows)
         descriptions = [stations[subject.name].runners[0].describe() for subject in subjects]
     settings: dict[str, Scalar] = {
@@ -159,12 +161,12 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Stat
 
 
 def _row(
-    stations: dict[str, Station], images: Images, batch: int, plan: Plan, clock: Clock, watch: Watch, say: Progress
+    stations: dict[str, Station], feeds: Feeds, batch: int, plan: Plan, clock: Clock, watch: Watch, say: Progress
 ) -> Row:
     reference, candidate = tuple(stations)[:2]
     again = reference + AGAIN
     say(0.0, "warm-up")
-    ready = {name: _prepared(station, images, batch, plan, clock) for name, station in stations.items()}
+    ready = {name: _prepared(station, feeds, batch, plan, clock) for name, station in stations.items()}
     bounds = {name: one.bound for name, one in ready.items() if one.bound is not None}
     call_ms = min((one.call_ms for one in ready.values() if one.bound is not None), default=plan.block_ms)
     calls = calls_per_block(call_ms, plan.block_ms)
@@ -172,8 +174,8 @@ def _row(
     noise: tuple[Block, ...] = ()
     if reference in bounds and again in bounds:
         pair = {reference: bounds[reference], again: bounds[again]}
-        told = _counted(say, plan.noise_rounds)
-        noise = measure_rounds(pair, plan.noise_rounds, calls=calls, clock=clock, watch=watch, on_round=told)
+        counted = _counted(say, plan.noise_rounds)
+        noise = measure_rounds(pair, plan.noise_rounds, calls=calls, clock=clock, watch=watch, on_round=counted)
     alive = {name: bounds[name] for name in (reference, candidate) if name in bounds}
     blocks: tuple[Block, ...] = ()
     stop = "nothing to measure"
@@ -201,11 +203,11 @@ class _Prepared:
     call_ms: float = math.inf
 
 
-def _prepared(station: Station, images: Images, batch: int, plan: Plan, clock: Clock) -> _Prepared:
+def _prepared(station: Station, feeds: Feeds, batch: int, plan: Plan, clock: Clock) -> _Prepared:
     """Gather the batch, bind, warm up; to run out of memory or fail is a finding about it, not the sweep's end."""
 
     def work() -> tuple[Bound, WarmUp]:
-        bound = station.bind(batch_of(images, batch))
+        bound = station.bind(batch_of(feeds, batch))
         return bound, warm_up(bound, plan, clock)
 
     ledger = station.ledger

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.feeds import Feeds, batch_size, feeds_of_ports, noise_of_ports
 from ground.files import write_json
+from ground.ports import Port
 from ground.records import record_from_file
 from perf.record.runs import Flat
-from perf.runners.protocol import Images, Runner
+from perf.runners.protocol import Runner
 from perf.stats.quiet import is_disturbed, samples
 from perf.stats.stats import median
 from perf.timing.environment import environment, fingerprint
@@ -23,7 +25,7 @@ from perf.timing.laps import Clock, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch, unwatched
 
-KIND, VERSION = "latency-table", 1
+KIND, VERSION = "latency-table", 2  # version 1 told the shape of a single input
 Progress = Callable[[float, str], None]
 
 
@@ -48,7 +50,7 @@ class LatencyTable:
     name: str
     fingerprint: str
     describe: Flat
-    input_shape: tuple[int, ...]
+    inputs: tuple[Port, ...]
     cells: tuple[Cell, ...]
 
     def __post_init__(self) -> None:
@@ -90,14 +92,14 @@ class LatencyTable:
 class Grid:
     """What to measure: `open_width(width)` makes a runner, not yet entered, of the block at that width.
 
-    The runner takes [B, *input_shape] float32, three dimensions an image as every runner here. `identity` is whatever
-    else of the block its latency depends on: tables of other identities are never taken for this one's.
+    The runner takes `inputs`, which are of fixed sizes and fed with noise. `identity` is whatever else of the block its
+    latency depends on: tables of other identities are never taken for this one's.
     """
 
     name: str
     identity: str = ""
     open_width: Callable[[int], Runner]
-    input_shape: tuple[int, int, int]
+    inputs: tuple[Port, ...]
     widths: tuple[int, ...]
     batches: tuple[int, ...]
 
@@ -133,7 +135,7 @@ def measure_table(
         name=grid.name,
         fingerprint=fingerprint(machine),
         describe=describe,
-        input_shape=grid.input_shape,
+        inputs=grid.inputs,
         cells=tuple(cells),
     )
 
@@ -154,7 +156,7 @@ def cached_table(
         "name": grid.name,
         "identity": grid.identity,
         "describe": json.dumps(dict(describe), sort_keys=True),
-        "shape": repr(grid.input_shape),
+        "inputs": repr(grid.inputs),
         "widths": repr(grid.widths),
         "batches": repr(grid.batches),
     }
@@ -164,17 +166,6 @@ def cached_table(
     table = measure_table(grid, plan, described=machine, **how)
     save_table(table, path)
     return table, False
-
-
-def predicted_ms(dense_ms: float, changes: Sequence[tuple[LatencyTable, int, int]], batch: int) -> float:
-    """A model's latency after some blocks change width: the dense latency less what each block's table says is saved.
-
-    Args:
-        dense_ms: the dense model's measured latency at this batch size.
-        changes: for every changed block its table, its dense width and its new width.
-    """
-    saved = sum(table.latency_ms(dense, batch) - table.latency_ms(new, batch) for table, dense, new in changes)
-    return dense_ms - saved
 
 
 def save_table(table: LatencyTable, path: Path) -> None:
@@ -191,8 +182,7 @@ def _cells_or_missing(
     grid: Grid, runners: Mapping[int, Runner], batch: int, plan: Plan, clock: Clock, watch: Watch
 ) -> list[Cell]:
     try:
-        inputs = np.random.default_rng(0).standard_normal((batch, *grid.input_shape), dtype=np.float32)
-        return _batch_cells(runners, inputs, plan, clock, watch)
+        return _batch_cells(runners, noise_of_ports(grid.inputs, batch, seed=0), plan, clock, watch)
     except (BadInput, Missing):
         raise
     except Exception as error:
@@ -203,8 +193,8 @@ def _cells_or_missing(
         ) from error
 
 
-def _batch_cells(runners: Mapping[int, Runner], inputs: Images, plan: Plan, clock: Clock, watch: Watch) -> list[Cell]:
-    bounds = {str(width): runner.bind(inputs) for width, runner in runners.items()}
+def _batch_cells(runners: Mapping[int, Runner], feeds: Feeds, plan: Plan, clock: Clock, watch: Watch) -> list[Cell]:
+    bounds = {str(width): runner.bind(feeds_of_ports(feeds, runner.inputs)) for width, runner in runners.items()}
     call_ms = min(warm_up(bound, plan, clock).call_ms() for bound in bounds.values())
     calls = calls_per_block(call_ms, plan.block_ms)
     blocks = measure_rounds(bounds, plan.min_rounds, calls=calls, clock=clock, watch=watch)
@@ -212,7 +202,7 @@ def _batch_cells(runners: Mapping[int, Runner], inputs: Images, plan: Plan, cloc
     return [
         Cell(
             width=width,
-            batch=len(inputs),
+            batch=batch_size(feeds),
             samples_ms=tuple(float(ms) for ms in np.concatenate(samples(blocks, str(width)))),
             disturbed=disturbed,
         )

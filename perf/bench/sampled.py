@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
+from ground.feeds import Feeds, Outputs, batch_size
+from ground.ports import OutputPort, Port
 from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import Flat
 from perf.runners.memory import Gauge
-from perf.runners.protocol import HostBound, Images, Logits, Runner
+from perf.runners.protocol import HostBound, Runner
 from perf.timing.laps import Bound
 
 BOUND = 1e-4
@@ -22,14 +22,14 @@ BOUND = 1e-4
 
 @dataclass(slots=True)
 class _Kept:
-    """The images that were bound and the output of the last timed call."""
+    """What was bound and what the last timed call gave, None before the first."""
 
-    images: Images
-    output: object = None
+    feeds: Feeds
+    bound: HostBound
+    answer: object = None
 
-    def logits(self) -> Logits:
-        first = self.output[0] if isinstance(self.output, list | tuple) else self.output
-        return np.asarray(first, dtype=np.float32)
+    def outputs(self) -> Outputs:
+        return self.bound.outputs(self.answer)
 
 
 @dataclass(slots=True)
@@ -55,18 +55,26 @@ class SampledRunner:
         finally:
             self.runner.__exit__(kind, error, trace)
 
-    def __call__(self, images: Images) -> Logits:
-        return self.runner(images)
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        return self.runner.inputs
 
-    def bind(self, images: Images) -> Bound:
-        bound = self.runner.bind(images)
+    @property
+    def outputs(self) -> tuple[OutputPort, ...]:
+        return self.runner.outputs
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        return self.runner(feeds)
+
+    def bind(self, feeds: Feeds) -> Bound:
+        bound = self.runner.bind(feeds)
         if not isinstance(bound, HostBound):
             return bound
-        kept, call = _Kept(images), bound.call
+        kept, call = _Kept(feeds, bound), bound.call
         self._kept.append(kept)
 
         def keeping() -> None:
-            kept.output = call()
+            kept.answer = call()
 
         return replace(bound, call=keeping)
 
@@ -77,6 +85,6 @@ class SampledRunner:
         return self.runner.describe()
 
     def _compare(self, kept: _Kept) -> None:
-        if kept.output is not None:
-            name = f"{self.name} at batch {len(kept.images)}"
-            self.heard(timed_run(name, kept.logits(), self.runner(kept.images), bound=BOUND))
+        if kept.answer is not None:
+            name = f"{self.name} at batch {batch_size(kept.feeds)}"
+            self.heard(timed_run(name, kept.outputs(), self.runner(kept.feeds), bound=BOUND))

@@ -17,6 +17,7 @@ from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
 from ground.errors import BadInput, Missing
+from ground.feeds import Feeds, batch_size, only, rows_of
 
 from .fp16_rounding import element_types, rounded_graph
 
@@ -59,16 +60,16 @@ def _key(site: str, name: str, names: list[str]) -> str:
     return site if name == names[-1] else f"{site}:{names.index(name)}"
 
 
-def outputs_of_graph(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, Array]:
+def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
     """Every block's output by key, in the order of the graph, float32 [N, ...]; float16 rounds as the types say."""
     named = borders(model)
     cut = rounded_graph(model)
     _add_outputs(cut, named.values())
-    pieces = list(_run(cut, images_NCHW, batch))
+    pieces = list(_run(cut, feeds, batch))
     return {key: np.concatenate([piece[name] for piece in pieces]) for key, name in named.items()}
 
 
-def outputs_of_module(model: nn.Module, images_NCHW: Array, *, batch: int = 8) -> dict[str, Array]:
+def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
     """Outputs of all modules that are sites (`blocks.3`, `blocks.3.attn`, `head`), in the order computed, [N, ...].
 
     Modules that give no single tensor are left out. No hook is left behind.
@@ -86,15 +87,16 @@ def outputs_of_module(model: nn.Module, images_NCHW: Array, *, batch: int = 8) -
     ]
     try:
         with torch.inference_mode():
-            for start in range(0, len(images_NCHW), batch):
-                model(torch.from_numpy(np.ascontiguousarray(images_NCHW[start : start + batch])))
+            for start in range(0, batch_size(feeds), batch):
+                part = rows_of(feeds, slice(start, start + batch))
+                model(*(torch.from_numpy(np.ascontiguousarray(array)) for array in part.values()))
     finally:
         for hook in hooks:
             hook.remove()
     return {name: np.concatenate(rows) for name, rows in pieces.items()}
 
 
-def largest_activations(model: ModelProto, images_NCHW: Array, *, batch: int = 8) -> dict[str, float]:
+def largest_activations(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, float]:
     """The largest absolute value of every floating value that the graph computes, by value name."""
     types = element_types(model)
     names = {name for node in model.graph.node for name in node.output if types.get(name) in FLOATS}
@@ -110,7 +112,7 @@ def largest_activations(model: ModelProto, images_NCHW: Array, *, batch: int = 8
                 helper.make_node("ReduceMax", [f"{name}/abs"], [f"{name}/max"], name=f"{name}/max", keepdims=0)
             )
     _add_outputs(probed, [f"{name}/max" for name in sorted(names)])
-    pieces = list(_run(probed, images_NCHW, batch))
+    pieces = list(_run(probed, feeds, batch))
     return {name: max(float(piece[f"{name}/max"]) for piece in pieces) for name in names}
 
 
@@ -136,7 +138,7 @@ def _add_outputs(model: ModelProto, names: Any) -> None:
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in there)
 
 
-def _run(model: ModelProto, images_NCHW: Array, batch: int) -> Iterator[dict[str, Any]]:
+def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]]:
     try:
         import onnxruntime as ort
     except ImportError as error:
@@ -148,11 +150,17 @@ def _run(model: ModelProto, images_NCHW: Array, batch: int) -> Iterator[dict[str
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # the order of the nodes
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
-    source = session.get_inputs()[0]
-    fixed = source.shape[0] if isinstance(source.shape[0], int) else batch
-    for start in range(0, len(images_NCHW), fixed):
-        part = images_NCHW[start : start + fixed]
-        missing = fixed - len(part) if isinstance(source.shape[0], int) else 0
-        padded = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)]) if missing else part
-        rows = session.run(None, {source.name: np.ascontiguousarray(padded, dtype=np.float32)})
-        yield {name: row[: len(part)] if missing and row.ndim else row for name, row in zip(names, rows, strict=True)}
+    nodes = session.get_inputs()
+    fixed = min((node.shape[0] for node in nodes if node.shape and isinstance(node.shape[0], int)), default=None)
+    feeds = {nodes[0].name: only(feeds)} if len(nodes) == len(feeds) == 1 else feeds
+    for start in range(0, batch_size(feeds), fixed or batch):
+        part = rows_of(feeds, slice(start, start + (fixed or batch)))
+        count = batch_size(part)
+        filled = part if fixed is None else _filled(part, fixed)
+        rows = session.run(None, {name: np.ascontiguousarray(array) for name, array in filled.items()})
+        yield {name: row[:count] if row.ndim else row for name, row in zip(names, rows, strict=True)}
+
+
+def _filled(part: Feeds, batch: int) -> Feeds:
+    """A whole batch; the last input stands in for those that are missing."""
+    return rows_of(part, np.minimum(np.arange(batch), batch_size(part) - 1))

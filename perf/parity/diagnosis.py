@@ -1,42 +1,40 @@
-"""From a failing link to the block that breaks it: both sides are run block by block on a few images and compared."""
+"""From a failing link to the block that breaks it: both sides are run block by block on a few inputs and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import nn
+
+from ground.feeds import Feeds
 
 from . import block_outputs
 from .locate import Located, block_errors, locate, noise_of
 from .tolerance import exact
 
-Array = NDArray[np.float32]
 
-
-def block_noise(dense_single: ModelProto, dense_half: ModelProto, images_NCHW: Array) -> dict[str, float]:
+def block_noise(dense_single: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
     """Each block's own FP16 noise, of the dense model, by key."""
-    single, half = (block_outputs.outputs_of_graph(graph, images_NCHW) for graph in (dense_single, dense_half))
+    single, half = (block_outputs.outputs_of_graph(graph, feeds) for graph in (dense_single, dense_half))
     return noise_of(single, half)
 
 
 def locate_in_half(
-    link: str, single: ModelProto, half: ModelProto, images_NCHW: Array, *, noise: Mapping[str, float], mend: str = ""
+    link: str, single: ModelProto, half: ModelProto, feeds: Feeds, *, noise: Mapping[str, float], mend: str = ""
 ) -> Located:
     """Where an FP16 or mixed graph leaves its FP32 twin. `mend` is the command that helps, with `{site}` in it.
 
-    A few images do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
+    A few inputs do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
     """
-    sides = [block_outputs.outputs_of_graph(graph, images_NCHW) for graph in (single, half)]
-    activations = block_outputs.by_site(single, block_outputs.largest_activations(single, images_NCHW))
+    sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (single, half)]
+    activations = block_outputs.by_site(single, block_outputs.largest_activations(single, feeds))
     return locate(link, block_errors(*sides, noise=noise), activations=activations, mend=mend)
 
 
-def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, images_NCHW: Array, *, products: int) -> Located:
+def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> Located:
     """Where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
-    sides = block_outputs.outputs_of_module(model, images_NCHW), block_outputs.outputs_of_graph(graph, images_NCHW)
+    sides = block_outputs.outputs_of_module(model, feeds), block_outputs.outputs_of_graph(graph, feeds)
     bound = exact(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
     return locate(link, block_errors(*sides, noise=bound), activations={}, factor=1.0)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.feeds import Feeds
 
 from .block_outputs import by_site, half_values, largest_activations
 from .locate import HALF_LIMIT
 from .structure import StructuralTest
 
 
-def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.float32]) -> StructuralTest:
+def headroom(candidate: str, single: Path, half: Path, feeds: Feeds) -> StructuralTest:
     """The largest value, computed in float32 by the graph in `single`, among those that the one in `half` holds in
     float16; named by site.
 
@@ -24,7 +23,7 @@ def headroom(candidate: str, single: Path, half: Path, images_NCHW: NDArray[np.f
     """
     held = half_values(onnx.load(str(half)))
     graph = onnx.load(str(single))
-    activations = largest_activations(graph, images_NCHW)
+    activations = largest_activations(graph, feeds)
     if 2 * len(held & activations.keys()) < len(held):
         raise BadInput(
             f"{candidate}: its values are not named as those of the float32 graph; export both from one model"

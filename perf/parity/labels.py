@@ -13,7 +13,7 @@ from ground.errors import BadInput
 Z95 = 1.959963984540054
 
 
-def wilson(hits: int, images: int) -> tuple[float, float]:
+def wilson(hits: float, images: int) -> tuple[float, float]:
     """The 95 % score interval of a share (Wilson 1927); unlike the normal one it is honest at 0 % and 100 %."""
     assert 0 <= hits <= images > 0, (hits, images)
     share = hits / images

@@ -1,181 +1,137 @@
-"""PURE: how far a candidate's logits are from a reference's on the same images. N images, C classes; float64 inside."""
+"""PURE: the measures of an output by what it is for, and one figure per input for the side file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.records import Figure
+from ground.ports import OutputPort, Role
 
-from .labels import wilson
+from .logits import (
+    LOGITS,
+    TOKEN_LOGITS,
+    LogitMeasures,
+    TokenLogitMeasures,
+    logit_measures,
+    per_image,
+    token_logit_measures,
+    tokens_agreeing,
+)
+from .rows import Answers, AnyMeasures, Floats
+from .vectors import (
+    EMBEDDING,
+    FEATURE_MAP,
+    LEAST_INPUTS,
+    EmbeddingMeasures,
+    FeatureMapMeasures,
+    embedding_measures,
+    feature_map_measures,
+    same_neighbour,
+)
 
-Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    Measures: TypeAlias = LogitMeasures | TokenLogitMeasures | EmbeddingMeasures | FeatureMapMeasures
+else:
+    Measures = AnyMeasures
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerImage:
-    """One figure per image. Where the candidate gives NaN or Inf, errors are infinite, cosine 0 and nothing agrees."""
-
-    relative_error_N: Floats
-    max_abs_N: Floats
-    cosine_N: Floats
-    kl_N: Floats
-    top5_overlap_N: Floats
-    margin_N: Floats
-    agrees_N: NDArray[np.bool_]
-    finite_N: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measures:
-    """Errors of a whole set of images.
-
-    relative_error is ||candidate - reference||_F / ||reference||_F of the logits as they are (not centred), KL is in
-    nats from the reference's softmax to the candidate's, the agreement's bounds are Wilson's at 95 %. A decisive flip
-    is a top-1 flip on an image whose reference margin (first minus second logit) exceeds margin_noise. spread_ratio is
-    how much the candidate's logits vary over the images, relative to the reference's; 0 is a constant output.
-    """
-
-    images: int
-    relative_error: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
-    top1_agreement: Figure
-    top1_agreement_low: Figure
-    top1_agreement_high: Figure
-    top5_overlap: Figure
-    kl_mean: Figure
-    kl_max: Figure
-    flips: int
-    margin_noise: float
-    decisive_images: int
-    decisive_flips: int
-    nonfinite_images: int
-    spread_ratio: Figure
+MEASURES: Mapping[Role, type[Measures]] = {
+    "logits": LogitMeasures,
+    "token logits": TokenLogitMeasures,
+    "embedding": EmbeddingMeasures,
+    "feature map": FeatureMapMeasures,
+}
+ANSWERS: Mapping[Role, Answers] = {
+    "logits": LOGITS,
+    "token logits": TOKEN_LOGITS,
+    "embedding": EMBEDDING,
+    "feature map": FEATURE_MAP,
+}
+CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
+Array = NDArray[np.floating]
 
 
-def per_image(reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating]) -> PerImage:
-    """Raises BadInput when the shapes differ, there is no image, or the reference itself is not finite."""
-    ref_NC, cand_NC, finite_N = _checked(reference_NC, candidate_NC)
-    delta_NC = cand_NC - ref_NC
-    ref_norm_N = np.linalg.norm(ref_NC, axis=1)
-    norms_N = ref_norm_N * np.linalg.norm(cand_NC, axis=1)
-    cosine_N = _ratio((ref_NC * cand_NC).sum(axis=1), norms_N, at_zero=1.0)
-    return PerImage(
-        relative_error_N=_spoilt(_ratio(np.linalg.norm(delta_NC, axis=1), ref_norm_N), finite_N, np.inf),
-        max_abs_N=_spoilt(np.abs(delta_NC).max(axis=1), finite_N, np.inf),
-        cosine_N=_spoilt(cosine_N, finite_N, 0.0),
-        kl_N=_spoilt(_kl(ref_NC, cand_NC), finite_N, np.inf),
-        top5_overlap_N=_spoilt(_overlap(ref_NC, cand_NC, top=5), finite_N, 0.0),
-        margin_N=margins(ref_NC),
-        agrees_N=(ref_NC.argmax(axis=1) == cand_NC.argmax(axis=1)) & finite_N,
-        finite_N=finite_N,
-    )
-
-
+@overload
 def measures(
-    reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating], *, margin_noise: float = 0.0
-) -> Measures:
-    """The errors of a candidate over all images; see Measures. Raises BadInput as per_image does."""
-    assert margin_noise >= 0, margin_noise
+    reference: Array, candidate: Array, *, role: Literal["logits"] = ..., margin_noise: float = ...
+) -> LogitMeasures: ...
+@overload
+def measures(reference: Array, candidate: Array, *, role: Role, margin_noise: float = ...) -> Measures: ...
+def measures(reference: Array, candidate: Array, *, role: Role = "logits", margin_noise: float = 0.0) -> Measures:
+    """The errors of a candidate over all inputs, both [N, ...] of one role; flips on margins up to `margin_noise` are
+    not decisive. Raises BadInput when the shapes differ or aren't the role's, or the reference is not finite.
+    """
+    match role:
+        case "logits":
+            return logit_measures(reference, candidate, margin_noise=margin_noise)
+        case "token logits":
+            return token_logit_measures(reference, candidate, margin_noise=margin_noise)
+        case "embedding":
+            return embedding_measures(reference, candidate)
+        case "feature map":
+            return feature_map_measures(reference, candidate)
+
+
+def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits") -> Floats:
+    """||candidate - reference|| / ||reference|| of each input [N]; inf where the candidate is not finite."""
+    return ANSWERS[role].rows(reference, candidate).errors().relative_error_N
+
+
+def largest_logit(reference: Array, role: Role) -> float:
+    """The largest absolute logit; 0 for what has no classes, and so no margin between them."""
+    return float(np.abs(reference).max()) if role in CLASSIFYING else 0.0
+
+
+def require_agreement(port: OutputPort, inputs: int) -> None:
+    """Raises BadInput where a least agreement was asked of an output on which inputs can't agree or differ."""
+    if port.role == "feature map":
+        raise BadInput(
+            f"min agreement: {port.name} is a feature map, on which no two models agree or disagree about an input; "
+            "set a largest relative error (max error) instead"
+        )
+    if port.role == "embedding" and inputs < LEAST_INPUTS:
+        raise BadInput(
+            f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_INPUTS} inputs, got "
+            f"{inputs}; give more inputs, or set a largest relative error (max error) instead"
+        )
+
+
+def figures(
+    reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits"
+) -> dict[str, NDArray[np.generic]]:
+    """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, candidate in candidates.items():
+        own = _figures_of_logits(reference, candidate) if role == "logits" else _figures(reference, candidate, role)
+        arrays |= {key if key == "margin" else f"{name}.{key}": values for key, values in own.items()}
+    return arrays
+
+
+def _figures_of_logits(reference_NC: Array, candidate_NC: Array) -> dict[str, NDArray[np.generic]]:
     each = per_image(reference_NC, candidate_NC)
-    ref_NC, cand_NC, _ = _checked(reference_NC, candidate_NC)
-    images, agreeing = len(ref_NC), int(each.agrees_N.sum())
-    all_finite = bool(each.finite_N.all())
-    low, high = wilson(agreeing, images)
-    decisive_N = each.margin_N > margin_noise
-    return Measures(
-        images=images,
-        relative_error=_share(np.linalg.norm(cand_NC - ref_NC), np.linalg.norm(ref_NC)) if all_finite else np.inf,
-        max_abs=float(each.max_abs_N.max()),
-        cosine_mean=float(each.cosine_N.mean()),
-        cosine_min=float(each.cosine_N.min()),
-        top1_agreement=agreeing / images,
-        top1_agreement_low=low,
-        top1_agreement_high=high,
-        top5_overlap=float(each.top5_overlap_N.mean()),
-        kl_mean=float(each.kl_N.mean()),
-        kl_max=float(each.kl_N.max()),
-        flips=images - agreeing,
-        margin_noise=margin_noise,
-        decisive_images=int(decisive_N.sum()),
-        decisive_flips=int((decisive_N & ~each.agrees_N).sum()),
-        nonfinite_images=images - int(each.finite_N.sum()),
-        spread_ratio=spread_ratio(ref_NC[each.finite_N], cand_NC[each.finite_N]),
-    )
+    return {
+        "margin": each.margin_N,
+        "relative_error": each.relative_error_N,
+        "max_abs": each.max_abs_N,
+        "cosine": each.cosine_N,
+        "kl": each.kl_N,
+        "top5_overlap": each.top5_overlap_N,
+        "agrees": each.agrees_N,
+    }
 
 
-def margins(logits_NC: NDArray[np.floating]) -> Floats:
-    """First minus second logit of each image; infinite with a single class, where nothing can flip."""
-    if logits_NC.shape[1] == 1:
-        return np.full(len(logits_NC), np.inf)
-    top_N2 = np.sort(logits_NC.astype(np.float64), axis=1)[:, -2:]
-    return np.asarray(top_N2[:, 1] - top_N2[:, 0], dtype=np.float64)
-
-
-def spread_ratio(reference_NC: Floats, candidate_NC: Floats) -> float:
-    """||candidate - its mean image||_F / ||reference - its mean image||_F; 1 where fewer than two images can tell."""
-    if len(reference_NC) < 2:
-        return 1.0
-    candidate, reference = (np.linalg.norm(rows - rows.mean(axis=0)) for rows in (candidate_NC, reference_NC))
-    return _share(candidate, reference, at_zero=1.0)
-
-
-def _checked(
-    reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating]
-) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Both in float64, the candidate's images that are not finite set to zero, and which images are finite."""
-    if reference_NC.ndim != 2 and reference_NC.shape == candidate_NC.shape:
-        raise BadInput(
-            f"logits: got {reference_NC.shape} of both, expected [images, classes]; outputs with a vector for "
-            "each token aren't compared here: give models whose output is pooled"
-        )
-    if reference_NC.ndim != 2 or reference_NC.shape != candidate_NC.shape or reference_NC.size == 0:
-        raise BadInput(
-            f"logits: got reference {reference_NC.shape} and candidate {candidate_NC.shape}, expected the same "
-            "[images, classes] for both; run both on the same images with the same classifier head"
-        )
-    spoilt = int((~np.isfinite(reference_NC)).any(axis=1).sum())
-    if spoilt:
-        raise BadInput(
-            f"logits: the reference gives NaN or Inf on {spoilt} of {len(reference_NC)} images, so nothing can "
-            "be compared with it; look for (a) bad pixel values, (b) weights that don't fit the model"
-        )
-    finite_N = np.isfinite(candidate_NC).all(axis=1)
-    return reference_NC.astype(np.float64), np.where(finite_N[:, None], candidate_NC, 0).astype(np.float64), finite_N
-
-
-def _spoilt(values_N: Floats, finite_N: NDArray[np.bool_], worst: float) -> Floats:
-    return np.where(finite_N, values_N, worst)
-
-
-def _ratio(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
-    """top / bottom; where the bottom is zero, `at_zero` if the top is zero too, else inf."""
-    safe_N = np.where(bottom_N > 0, bottom_N, 1.0)
-    return np.where(bottom_N > 0, top_N / safe_N, np.where(top_N == 0, at_zero, np.inf))
-
-
-def _share(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
-    return float(_ratio(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
-
-
-def _log_softmax(logits_NC: Floats) -> Floats:
-    shifted_NC = logits_NC - logits_NC.max(axis=1, keepdims=True)
-    return np.asarray(shifted_NC - np.log(np.exp(shifted_NC).sum(axis=1, keepdims=True)), dtype=np.float64)
-
-
-def _kl(ref_NC: Floats, cand_NC: Floats) -> Floats:
-    log_p_NC, log_q_NC = _log_softmax(ref_NC), _log_softmax(cand_NC)
-    kl_N: Floats = (np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1)
-    return np.maximum(kl_N, 0.0)
-
-
-def _overlap(ref_NC: Floats, cand_NC: Floats, *, top: int) -> Floats:
-    """Share of the reference's first `top` classes that are among the candidate's first `top`."""
-    kept = min(top, ref_NC.shape[1])
-    ref_NK, cand_NK = (np.argsort(-rows, axis=1, kind="stable")[:, :kept] for rows in (ref_NC, cand_NC))
-    return np.asarray((ref_NK[:, :, None] == cand_NK[:, None, :]).any(axis=2).mean(axis=1), dtype=np.float64)
+def _figures(reference: Array, candidate: Array, role: Role) -> dict[str, NDArray[np.generic]]:
+    rows = ANSWERS[role].rows(reference, candidate)
+    errors = rows.errors()
+    arrays: dict[str, NDArray[np.generic]] = {
+        "relative_error": errors.relative_error_N,
+        "max_abs": errors.max_abs_N,
+        "cosine": errors.cosine_N,
+    }
+    if role == "token logits":
+        return arrays | {"token_agreement": tokens_agreeing(reference, candidate)}
+    agrees_N = same_neighbour(rows) if role == "embedding" else None
+    return arrays if agrees_N is None else arrays | {"agrees": agrees_N}

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.records import Figure, json_from_record, record_from_file
+from ground.ports import LOGITS, OutputPort, Role
+from ground.records import Figure, json_from_record, record_from_file, record_from_value
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import Located
-from .measures import Measures, measures, per_image
+from .measures import MEASURES, Measures, measures, require_agreement
 from .shift import Shift
 from .structure import StructuralTest
 from .tolerance import Tolerance
@@ -30,19 +33,23 @@ Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only."""
+    """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only.
+
+    `top1_agreement` is of logits, `agreement` of outputs with another role that has one.
+    """
 
     batch: int
     relative_error: Figure
     max_abs: Figure
-    top1_agreement: float
+    top1_agreement: float | None = None
     images: int | None = None
+    agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One step of the chain on real images. `measures` are those of the batch size with the largest relative error, of
-    those that ran all images or that failed.
+    """One step of the chain on real images, at one output. `measures` are those of the batch size with the largest
+    relative error, of those that ran all images or that failed. `output` names it where the model has several.
     """
 
     name: str
@@ -55,6 +62,8 @@ class Link:
     measures: Measures
     batches: tuple[BatchRow, ...]
     tolerance: Tolerance
+    role: Role = "logits"
+    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +114,7 @@ class Parity:
         """What it was found on, and what failed."""
         failed = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
         failed += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
-        on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else 'images'}"
+        on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else self.images.kind}"
         return f"{on}: {'; '.join(failed)}" if failed else on
 
     @property
@@ -117,8 +126,21 @@ class Parity:
         """The record as JSON values; null stands for a number that is not finite."""
         head = {"kind": KIND, "version": VERSION, "verdict": self.verdict, "reason": self.reason, "line": self.line}
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
+        links = [_json_from_link(link) for link in self.links]
         fields: dict[str, Any] = json_from_record(self)
-        return head | fields | {"batches": sizes}
+        return head | fields | {"links": links, "batches": sizes}
+
+
+def _json_from_link(link: Link) -> dict[str, Any]:
+    """The role and the output's name stand in a record only where there is more than logits."""
+    row: dict[str, Any] = json_from_record(link)
+    if link.output is None:
+        del row["output"]
+    if link.role == "logits":
+        del row["role"]
+    for batch in row["batches"]:
+        del batch["agreement" if link.role == "logits" else "top1_agreement"]
+    return row
 
 
 def link(
@@ -127,21 +149,26 @@ def link(
     kind: LinkKind,
     reference: str,
     candidate: str,
-    reference_NC: NDArray[np.floating],
+    reference_rows: NDArray[np.floating],
     candidate_by_batch: Mapping[int, NDArray[np.floating]],
     tolerance: Tolerance,
+    port: OutputPort = LOGITS,
+    several: bool = False,
 ) -> Link:
-    """Measure and judge one link. `candidate_by_batch`: by batch size, the candidate's logits [N, C] of all images, or
-    of the first M of them at all sizes but one.
+    """Measure and judge one link at one output. `candidate_by_batch`: by batch size, the candidate's answers [N, ...]
+    to all images, or to the first M of them at all sizes but one. `several`: the model has other outputs beside this
+    one, so that the link is named by it.
 
     A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
-    shapes differ or the reference is not finite.
+    shapes differ, the reference is not finite, or a least agreement is asked where none is defined.
     """
-    images = len(reference_NC)
+    images = len(reference_rows)
+    if tolerance.min_agreement is not None:
+        require_agreement(port, images)
     whole = {batch: rows for batch, rows in candidate_by_batch.items() if len(rows) == images}
     assert whole, (name, images)
     at = {
-        batch: measures(reference_NC[: len(rows)], rows, margin_noise=tolerance.margin_noise)
+        batch: measures(reference_rows[: len(rows)], rows, role=port.role, margin_noise=tolerance.margin_noise)
         for batch, rows in sorted(candidate_by_batch.items())
     }
     of_some = (
@@ -152,7 +179,7 @@ def link(
     worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
     status, reason = judged[worst]
     return Link(
-        name=name,
+        name=f"{name} {port.name}" if several else name,
         kind=kind,
         reference=reference,
         candidate=candidate,
@@ -165,59 +192,63 @@ def link(
                 batch=size,
                 relative_error=errors.relative_error,
                 max_abs=errors.max_abs,
-                top1_agreement=errors.top1_agreement,
+                top1_agreement=errors.agreement if port.role == "logits" else None,
+                agreement=None if port.role == "logits" else errors.agreement,
                 images=None if size in whole else errors.images,
             )
             for size, errors in at.items()
         ),
         tolerance=tolerance,
+        role=port.role,
+        output=port.name if several else None,
     )
 
 
 def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     """Status and the sentence that says why. Outputs that are not finite or don't depend on the image fail any link."""
     bound, least = tolerance.max_relative_error, tolerance.min_agreement
-    agreement = f"top-1 agreement {errors.top1_agreement:.2%}"
     error = f"relative error {errors.relative_error:.2g}"
     if errors.nonfinite_images:
-        return "FAIL", f"NaN or Inf on {errors.nonfinite_images} of {errors.images} images"
+        return "FAIL", f"NaN or Inf on {errors.nonfinite_images} of {errors.images} {errors.inputs}"
     if errors.spread_ratio < CONSTANT_SPREAD:
-        return "FAIL", f"the outputs hardly depend on the image (spread {errors.spread_ratio:.1g} of the reference's)"
+        one = errors.inputs.removesuffix("s")
+        return "FAIL", f"the outputs hardly depend on the {one} (spread {errors.spread_ratio:.1g} of the reference's)"
     if bound is not None and errors.relative_error > bound:
         return "FAIL", f"{error} over {bound:.2g} ({tolerance.rule})"
-    if least is not None and errors.top1_agreement < least:
-        return "FAIL", f"{agreement} under {least:.2%} ({errors.flips} of {errors.images} images flipped)"
+    if least is not None and (errors.agreement is None or errors.agreement < least):
+        return "FAIL", f"{errors.agreement_line} under {least:.2%} ({errors.disagreement_line})"
     if tolerance.max_decisive_flips is not None and errors.decisive_flips > tolerance.max_decisive_flips:
         return (
             "FAIL",
-            f"{errors.decisive_flips} top-1 flips on images whose margin exceeds {tolerance.margin_noise:.2g}",
+            f"{errors.decisive_flips} top-1 flips on {errors.inputs} whose margin exceeds {tolerance.margin_noise:.2g}",
         )
     if not tolerance.bounds:
-        return "UNJUDGED", f"{error}, {agreement}; no limit was set"
+        return "UNJUDGED", f"{error}, {errors.agreement_line}; no limit was set"
     met = [f"{error} within {bound:.2g}"] if bound is not None else []
-    met += [f"{agreement}, at least {least:.2%} wanted"] if least is not None else []
+    met += [f"{errors.agreement_line}, at least {least:.2%} wanted"] if least is not None else []
     return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
 
 
 def load_parity(path: Path) -> Parity:
     """Read a record back; raises BadInput, naming the entry, when the file is none."""
-    return record_from_file(path, Parity, kind=KIND, version=VERSION)
+    return parity_from_value(record_from_file(path, dict[str, Any]), where=str(path))
 
 
-def figures(
-    reference_NC: NDArray[np.floating], candidates: Mapping[str, NDArray[np.floating]]
-) -> dict[str, NDArray[np.generic]]:
-    """One figure per image and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
-    arrays: dict[str, NDArray[np.generic]] = {}
-    for name, candidate_NC in candidates.items():
-        each = per_image(reference_NC, candidate_NC)
-        arrays |= {
-            "margin": each.margin_N,
-            f"{name}.relative_error": each.relative_error_N,
-            f"{name}.max_abs": each.max_abs_N,
-            f"{name}.cosine": each.cosine_N,
-            f"{name}.kl": each.kl_N,
-            f"{name}.top5_overlap": each.top5_overlap_N,
-            f"{name}.agrees": each.agrees_N,
-        }
-    return arrays
+def parity_from_value(raw: Mapping[str, Any], *, where: str) -> Parity:
+    """The proof that JSON values hold; raises BadInput, naming the entry, when they hold none. A link's measures are
+    those of its role.
+    """
+    roles = record_from_value(raw, _Roles, where=where, kind=KIND, version=VERSION).links
+    kinds = tuple(msgspec.defstruct("Measured", [("measures", MEASURES[each.role])]) for each in roles)
+    measured = msgspec.defstruct("Links", [("links", GenericAlias(tuple, kinds))])
+    links: Any = record_from_value(raw, measured, where=where)
+    read = [{**old, "measures": new.measures} for old, new in zip(raw["links"], links.links, strict=True)]
+    return record_from_value({**raw, "links": read}, Parity, where=where)
+
+
+class _OfRole(msgspec.Struct):
+    role: Role = "logits"
+
+
+class _Roles(msgspec.Struct):
+    links: list[_OfRole]

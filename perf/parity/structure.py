@@ -1,4 +1,8 @@
-"""Structural tests: what must hold whatever the weights are: batch slots, order, batch size, sane outputs."""
+"""Structural tests: what must hold whatever the weights are: batch slots, order, batch size, sane outputs.
+
+Models take and give named arrays with the batch in front; where there are several outputs, a test is of all of them and
+says which one is off most.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ground.feeds import Feeds, Outputs, batch_size, noun_of, rows_of
 from ground.records import Figure
 
-Array = NDArray[np.float32]
-Run = Callable[[Array], Array]
+Array = NDArray[np.floating]
+Run = Callable[[Feeds], Outputs]
+Status = Literal["PASS", "FAIL", "NOTED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,91 +27,74 @@ class StructuralTest:
 
     candidate: str
     test: str
-    status: Literal["PASS", "FAIL", "NOTED"]
+    status: Status
     value: Figure
     bound: Figure
     reason: str
 
 
-def batch_slot(candidate: str, run: Run, image_1CHW: Array, *, batch: int, bound: float) -> StructuralTest:
-    """One image in every slot of a batch gives one answer: no slot is off the median by over `bound` (relative)."""
-    rows_BC = run(np.repeat(image_1CHW, batch, axis=0))
-    off_B = _deviation(rows_BC, np.broadcast_to(np.median(rows_BC, axis=0), rows_BC.shape))
-    bad = [slot for slot, off in enumerate(off_B) if not off <= bound]
-    reason = f"one image in all {batch} slots: the answers differ by {off_B.max():.2g}, {bound:.2g} allowed"
-    if bad:
+def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float) -> StructuralTest:
+    """One input in every slot of a batch gives one answer: no slot is off the median by over `bound` (relative)."""
+    answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
+    medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
+    off = _deviation(answers, medians)
+    reason = f"one {_one(one)} in all {batch} slots: the answers differ by {off.said}, {bound:.2g} allowed"
+    if bad := off.over(bound):
         reason += f"; slots {_some(bad)} differ from the median slot"
-    return _finding(candidate, "batch-slot", off_B.max(), bound, reason)
+    return _finding(candidate, "batch-slot", off.largest, bound, reason)
 
 
 def permutation(
-    candidate: str, run: Run, images_NCHW: Array, *, bound: float, straight_NC: Array | None = None, seed: int = 0
+    candidate: str, run: Run, feeds: Feeds, *, bound: float, straight: Outputs | None = None, seed: int = 0
 ) -> StructuralTest:
-    """Shuffling a batch shuffles its answers and changes none. `straight_NC`: the unshuffled answers, where known."""
-    order_N = np.random.default_rng(seed).permutation(len(images_NCHW))
-    straight_NC = run(images_NCHW) if straight_NC is None else straight_NC
-    off_N = _deviation(run(images_NCHW[order_N]), straight_NC[order_N])
-    bad = [int(order_N[place]) for place, off in enumerate(off_N) if not off <= bound]
-    reason = f"a shuffled batch of {len(images_NCHW)}: the answers differ by {off_N.max():.2g}, {bound:.2g} allowed"
-    return _finding(
-        candidate, "permutation", off_N.max(), bound, reason + (f"; images {_some(sorted(bad))}" if bad else "")
-    )
+    """Shuffling a batch shuffles its answers and changes none. `straight`: the unshuffled answers, where known."""
+    count = batch_size(feeds)
+    order_N = np.random.default_rng(seed).permutation(count)
+    straight = run(feeds) if straight is None else straight
+    off = _deviation(run(rows_of(feeds, order_N)), rows_of(straight, order_N))
+    reason = f"a shuffled batch of {count}: the answers differ by {off.said}, {bound:.2g} allowed"
+    if bad := sorted(int(order_N[place]) for place in off.over(bound)):
+        reason += f"; {noun_of(feeds)} {_some(bad)}"
+    return _finding(candidate, "permutation", off.largest, bound, reason)
 
 
 def batch_sizes(
-    candidate: str, logits_by_batch: Mapping[int, NDArray[np.floating]], *, bound: float
+    candidate: str, by_batch: Mapping[int, Outputs], *, bound: float, noun: str = "images"
 ) -> list[StructuralTest]:
-    """Each image's answer is the same at every batch size as at the one that ran most images (the smallest such).
+    """Each input's answer is the same at every batch size as at the one that ran most inputs (the smallest such).
 
-    A size may have run the first few of the images only.
+    A size may have run the first few of the inputs only.
     """
-    first = min(logits_by_batch, key=lambda batch: (-len(logits_by_batch[batch]), batch))
-    found = []
-    for batch in sorted(logits_by_batch.keys() - {first}):
-        rows_NC = logits_by_batch[batch]
-        off_N = _deviation(rows_NC, logits_by_batch[first][: len(rows_NC)])
-        bad = int((~(off_N <= bound)).sum())
-        reason = f"batch {batch} against {first}: the answers differ by {off_N.max():.2g}, {bound:.2g} allowed"
-        reason += f"; {bad} of {len(off_N)} images" if bad else ""
-        found.append(_finding(candidate, "batch-size", off_N.max(), bound, reason))
-    return found
+    first = min(by_batch, key=lambda batch: (-batch_size(by_batch[batch]), batch))
+    tests = []
+    for batch in sorted(by_batch.keys() - {first}):
+        count = batch_size(by_batch[batch])
+        off = _deviation(by_batch[batch], rows_of(by_batch[first], slice(count)))
+        bad = len(off.over(bound))
+        reason = f"batch {batch} against {first}: the answers differ by {off.said}, {bound:.2g} allowed"
+        reason += f"; {bad} of {count} {noun}" if bad else ""
+        tests.append(_finding(candidate, "batch-size", off.largest, bound, reason))
+    return tests
 
 
-def outputs(candidate: str, logits_NC: NDArray[np.floating]) -> list[StructuralTest]:
-    """No NaN or Inf, and outputs that depend on the image (their variation over images is no mere rounding)."""
-    spoilt_N = ~np.isfinite(logits_NC).all(axis=1)
-    spoilt = int(spoilt_N.sum())
-    reason = f"NaN or Inf on {spoilt} of {len(logits_NC)} images"
-    found = [_finding(candidate, "finite", spoilt, 0, reason)]
-    sound_NC = logits_NC[~spoilt_N].astype(np.float64)
-    if len(sound_NC) > 1:
-        share = _spread(sound_NC)
-        reason = f"over the images the logits vary by {share:.2g} of their size, at least 0.001 wanted"
-        found.append(
-            StructuralTest(
-                candidate=candidate,
-                test="constant",
-                status="PASS" if share > 1e-3 else "FAIL",
-                value=share,
-                bound=1e-3,
-                reason=reason,
-            )
-        )
-    return found
+def outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
+    """No NaN or Inf, and outputs that depend on the input (their variation over inputs is no mere rounding)."""
+    return [
+        test for name, rows in answers.items() for test in _sane(candidate, name, rows, noun, several=len(answers) > 1)
+    ]
 
 
-def timed_run(
-    candidate: str, timed_NC: NDArray[np.floating], verified_NC: NDArray[np.floating], *, bound: float
-) -> StructuralTest:
-    """Outputs sampled inside a timed run equal those that were verified on the same images."""
-    off = float(_deviation(timed_NC, verified_NC).max())
+def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
+    """Outputs sampled inside a timed run equal those that were verified on the same inputs."""
+    off = _deviation(timed, verified)
     reason = (
-        f"{len(timed_NC)} answers taken inside the timed run differ by {off:.2g} from the verified, {bound:.2g} allowed"
+        f"{batch_size(timed)} answers taken inside the timed run differ by {off.said} from the verified, "
+        f"{bound:.2g} allowed"
     )
-    return _finding(candidate, "timed-run", off, bound, reason)
+    return _finding(candidate, "timed-run", off.largest, bound, reason)
 
 
-def calibrated_range(candidate: str, images_NCHW: Array, *, low: float, high: float) -> StructuralTest:
+def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float) -> StructuralTest:
     """The share of images with pixels outside the range seen in calibration. Noted, not failed: it is the data."""
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
@@ -120,25 +109,81 @@ def calibrated_range(candidate: str, images_NCHW: Array, *, low: float, high: fl
     )
 
 
-def extremes(candidate: str, run: Run, images_NCHW: Array, *, factor: float = 4.0) -> StructuralTest:
-    """Images pushed outside the calibrated range (all values times `factor`) still give finite answers."""
-    spoilt = int((~np.isfinite(run(images_NCHW * np.float32(factor))).all(axis=1)).sum())
-    reason = f"NaN or Inf on {spoilt} of {len(images_NCHW)} images with all values times {factor:g}"
-    return _finding(candidate, "extremes", spoilt, 0, reason)
+def extremes(candidate: str, run: Run, feeds: Feeds, *, factor: float = 4.0) -> list[StructuralTest]:
+    """Inputs pushed outside the calibrated range (all values times `factor`) still give finite answers. None where no
+    input is float: identifiers and masks have no range to leave.
+    """
+    floats = {name for name, array in feeds.items() if np.issubdtype(array.dtype, np.floating)}
+    if not floats:
+        return []
+    pushed = {name: array * array.dtype.type(factor) if name in floats else array for name, array in feeds.items()}
+    finite_N = np.logical_and.reduce([_finite(rows) for rows in run(pushed).values()])
+    nonfinite = int((~finite_N).sum())
+    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {noun_of(feeds)} with all values times {factor:g}"
+    return [_finding(candidate, "extremes", nonfinite, 0, reason)]
 
 
-def _deviation(rows_NC: NDArray[np.floating], expected_NC: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Relative distance of each row from the expected one; inf where either is not finite."""
-    assert rows_NC.shape == expected_NC.shape, (rows_NC.shape, expected_NC.shape)
-    finite_N = np.isfinite(rows_NC).all(axis=1) & np.isfinite(expected_NC).all(axis=1)
-    rows, expected = (np.where(finite_N[:, None], x, 0).astype(np.float64) for x in (rows_NC, expected_NC))
-    size_N = np.maximum(np.linalg.norm(expected, axis=1), np.finfo(np.float64).tiny)
-    return np.where(finite_N, np.linalg.norm(rows - expected, axis=1) / size_N, np.inf)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deviation:
+    """Relative distances of rows from the expected ones [N], the largest over all outputs; inf where either is not
+    finite. `worst` names the output that is off most, empty where there is one only.
+    """
+
+    off_N: NDArray[np.float64]
+    worst: str
+
+    @property
+    def largest(self) -> float:
+        return float(self.off_N.max())
+
+    @property
+    def said(self) -> str:
+        return f"{self.largest:.2g}" + (f" ({self.worst})" if self.worst else "")
+
+    def over(self, bound: float) -> list[int]:
+        return [place for place, off in enumerate(self.off_N) if not off <= bound]
 
 
-def _spread(logits_NC: NDArray[np.float64]) -> float:
-    size = float(np.linalg.norm(logits_NC))
-    return float(np.linalg.norm(logits_NC - logits_NC.mean(axis=0))) / size if size else 0.0
+def _deviation(answers: Outputs, expected: Outputs) -> _Deviation:
+    assert answers.keys() == expected.keys(), (list(answers), list(expected))
+    by_output = {name: _row_deviation(rows, expected[name]) for name, rows in answers.items()}
+    worst = max(by_output, key=lambda name: by_output[name].max()) if len(by_output) > 1 else ""
+    return _Deviation(off_N=np.maximum.reduce(list(by_output.values())), worst=worst)
+
+
+def _row_deviation(rows: Array, expected: Array) -> NDArray[np.float64]:
+    assert rows.shape == expected.shape, (rows.shape, expected.shape)
+    finite_N = _finite(rows) & _finite(expected)
+    rows_NF, expected_NF = (
+        np.where(finite_N[:, None], side.reshape(len(side), -1), 0).astype(np.float64) for side in (rows, expected)
+    )
+    size_N = np.maximum(np.linalg.norm(expected_NF, axis=1), np.finfo(np.float64).tiny)
+    return np.where(finite_N, np.linalg.norm(rows_NF - expected_NF, axis=1) / size_N, np.inf)
+
+
+def _sane(candidate: str, name: str, rows: Array, noun: str, *, several: bool) -> list[StructuralTest]:
+    finite_N = _finite(rows)
+    nonfinite = int((~finite_N).sum())
+    reason = f"{f'{name}: ' if several else ''}NaN or Inf on {nonfinite} of {len(rows)} {noun}"
+    tests = [_finding(candidate, "finite", nonfinite, 0, reason)]
+    sound_NF = rows.reshape(len(rows), -1)[finite_N].astype(np.float64)
+    if len(sound_NF) > 1:
+        share = _spread(sound_NF)
+        status: Status = "PASS" if share > 1e-3 else "FAIL"
+        reason = f"over the {noun} the {name} vary by {share:.2g} of their size, at least 0.001 wanted"
+        tests.append(
+            StructuralTest(candidate=candidate, test="constant", status=status, value=share, bound=1e-3, reason=reason)
+        )
+    return tests
+
+
+def _finite(rows: Array) -> NDArray[np.bool_]:
+    return np.asarray(np.isfinite(rows).reshape(len(rows), -1).all(axis=1), dtype=np.bool_)
+
+
+def _spread(rows_NF: NDArray[np.float64]) -> float:
+    size = float(np.linalg.norm(rows_NF))
+    return float(np.linalg.norm(rows_NF - rows_NF.mean(axis=0))) / size if size else 0.0
 
 
 def _finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
@@ -150,6 +195,10 @@ def _finding(candidate: str, test: str, value: float, bound: float, reason: str)
         bound=float(bound),
         reason=reason,
     )
+
+
+def _one(feeds: Feeds) -> str:
+    return noun_of(feeds).removesuffix("s")
 
 
 def _some(items: list[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ground.errors import BadInput
 from ground.records import Figure, record_from_value
 from ground.text import printable
-from perf.parity.parity import Parity
+from perf.parity.parity import Parity, parity_from_value
 from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
 
@@ -130,7 +130,7 @@ def _content(record: Mapping[str, Any]) -> Content:
         title=record["title"],
         bench=bench,
         summary=None if bench is None else summarise(bench),
-        parity=_of_kind(record, "parity", Parity),
+        parity=record.get("parity") and parity_from_value(record["parity"], where="parity.json"),
         gate_verdict=gate.verdict,
         gate=gate.rules,
         sites=_typed(record, "sites", tuple[SiteLine, ...], ()),

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ground.ports import Role
+from perf.parity.parity import Link, Parity
 from perf.stats.summary import SummaryRow
 
 from .content import Content
-from .numbers import percent, signed_percent
+from .numbers import error, percent, signed_percent
+
+SAME: Mapping[Role, str] = {
+    "logits": "top answer",
+    "token logits": "top answer of each token",
+    "embedding": "nearest neighbour",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +50,11 @@ def lead(content: Content) -> str:
         names = content.summary.candidate, content.summary.reference
         clauses.append(f"{names[0]} is {row.speedup.value:.2f} times as fast as {names[1]} at batch {row.batch}")
     if content.parity:
-        agreement, images = agreement_of(content)
-        clauses.append(f"the top answer is the same on {percent(agreement)} of {images:,} images")
+        shipped = shipped_link(content.parity)
+        m = shipped.measures
+        if m.agreement is not None:
+            same = f"the {SAME[shipped.role]} is the same on {percent(m.agreement)}"
+            clauses.append(f"{same} of {m.images:,} {m.inputs}")
     sentence = " and ".join(clauses)
     return " ".join(f"{words[:1].upper()}{words[1:]}." for words in (sentence, content.coverage) if words)
 
@@ -56,7 +68,7 @@ def where(content: Content) -> str:
         parts.append(" ".join(str(described[key]) for key in ("backend", "precision") if described.get(key)))
     if content.parity:
         images = content.parity.images
-        parts.append(f"{images.count:,} {'random inputs' if images.kind == 'random' else 'images'}")
+        parts.append(f"{images.count:,} {'random inputs' if images.kind == 'random' else images.kind}")
     if content.bench:
         parts.append(content.bench.created[:10])
     return " · ".join(part for part in parts if part)
@@ -71,8 +83,12 @@ def tiles(content: Content) -> list[tuple[str, str]]:
         bounds = f"{row.speedup.low:.2f} to {row.speedup.high:.2f}" if known else "too few rounds"
         large.append((f"{row.speedup.value:.2f}×", f"speed-up at batch {row.batch} ({bounds})"))
     if content.parity:
-        agreement, images = agreement_of(content)
-        large.append((percent(agreement), f"same top answer, {images:,} images"))
+        shipped = shipped_link(content.parity)
+        m = shipped.measures
+        if m.agreement is None:
+            large.append((error(m.relative_error), f"relative error, {m.images:,} {m.inputs}"))
+        else:
+            large.append((percent(m.agreement), f"same {SAME[shipped.role]}, {m.images:,} {m.inputs}"))
     if len(content.models) >= 2:
         dense, reduced = content.models[:2]
         costs = ("multiply-adds", dense.macs, reduced.macs), ("parameters", dense.params, reduced.params)
@@ -90,8 +106,6 @@ def headline_row(content: Content) -> SummaryRow | None:
     return chosen[-1] if chosen else None
 
 
-def agreement_of(content: Content) -> tuple[float, int]:
-    """Top-1 agreement of what ships with the dense model, and the number of images."""
-    assert content.parity is not None
-    link = next((link for link in content.parity.links if link.kind == "whole"), content.parity.links[-1])
-    return link.measures.top1_agreement, link.measures.images
+def shipped_link(parity: Parity) -> Link:
+    """From the dense model to what ships; of several outputs the first."""
+    return next((link for link in parity.links if link.kind == "whole"), parity.links[-1])

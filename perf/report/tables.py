@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from perf.parity.parity import Link
 from perf.stats.summary import Side, SummaryRow
@@ -159,33 +159,41 @@ def gate(content: Content) -> Table:
 def links(content: Content) -> Table:
     """The parity chain, one row a link."""
     chain = content.parity.links if content.parity else ()
+    agreement = "Top-1 agreement" if _outputs_of(chain) == "logits" else "Agreement"
     where = ""
     if content.parity:
         images = content.parity.images
-        what = "random inputs, as asked" if images.kind == "random" else "real images"
-        where = f"Errors of the logits on {images.count:,} {what}, at the worst batch size. "
+        what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
+        where = f"Errors of the {_outputs_of(chain)} on {images.count:,} {what}, at the worst batch size. "
     return Table(
         key="parity",
         title="Parity chain",
-        columns=("Link", "Status", "Relative error", "Max abs", "Top-1 agreement", "Decisive flips", "Top-5",
-                 "Cosine, least", "KL, mean"),
+        columns=("Link", "Status", "Relative error", "Max abs", agreement, "Decisive flips", "Top-5", "Cosine, least",
+                 "KL, mean"),
         rows=tuple(_link_cells(link) for link in chain),
         note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
     )  # fmt: skip
 
 
+def _outputs_of(chain: Iterable[Link]) -> str:
+    """`logits`, or what else the links compare."""
+    return " and ".join(dict.fromkeys(link.role for link in chain))
+
+
 def _link_cells(link: Link) -> tuple[str, ...]:
     m, bound = link.measures, link.tolerance.max_relative_error
+    span, by_role = m.agreement_bounds, asdict(m)
+    decisive = by_role.get("decisive_images", by_role.get("decisive_tokens"))
     return (
         f"{link.name}\n{link.reference} → {link.candidate}",
         link.status,
         f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{bound:.2g} allowed'}",
         error(m.max_abs),
-        f"{percent(m.top1_agreement)}\n{percent(m.top1_agreement_low, 1)} to {percent(m.top1_agreement_high, 1)}",
-        f"{m.decisive_flips}\nof {m.decisive_images:,}",
-        percent(m.top5_overlap),
+        percent(m.agreement) + ("" if span is None else f"\n{percent(span[0], 1)} to {percent(span[1], 1)}"),
+        NOTHING if decisive is None else f"{m.decisive_flips}\nof {decisive:,}",
+        percent(by_role.get("top5_overlap")),
         f"{m.cosine_min:.4f}",
-        error(m.kl_mean),
+        error(by_role.get("kl_mean")),
     )
 
 

@@ -5,14 +5,15 @@ host-to-device copy, compute and device-to-host copy. Calls of a block are enque
 once, so that the device is not idle while the host issues the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import numpy as np
+
+from ground.feeds import Feeds, Outputs
 from ground.gpu import require_cuda
 from perf.timing.laps import Clock, Laps
-
-from .protocol import Images
 
 
 class Event(Protocol):
@@ -67,36 +68,51 @@ class DeviceBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Pinned host memory and device memory of one batch, on one stream; addresses don't change."""
+    """Pinned host memory and device memory of one batch by name, on one stream; addresses don't change.
+
+    What goes in keeps its type; what comes out is float32.
+    """
 
     stream: Any
-    host_in: Any
-    device_in: Any
-    device_out: Any
-    host_out: Any
+    host_in: Mapping[str, Any]
+    device_in: Mapping[str, Any]
+    device_out: Mapping[str, Any]
+    host_out: Mapping[str, Any]
 
     @classmethod
-    def hold(cls, stream: Any, images: Images, logits_shape: Sequence[int]) -> Self:
+    def hold(cls, stream: Any, feeds: Feeds, output_shapes: Mapping[str, Sequence[int]]) -> Self:
         import torch
 
+        shapes = {name: tuple(shape) for name, shape in output_shapes.items()}
         with torch.cuda.stream(stream):
-            host_in = torch.from_numpy(images).pin_memory()
-            device_in = host_in.to("cuda", non_blocking=True)
-            device_out = torch.empty(tuple(logits_shape), dtype=torch.float32, device="cuda")
+            host_in = {name: torch.from_numpy(array).pin_memory() for name, array in feeds.items()}
+            device_in = {name: tensor.to("cuda", non_blocking=True) for name, tensor in host_in.items()}
+            device_out = {
+                name: torch.empty(shape, dtype=torch.float32, device="cuda") for name, shape in shapes.items()
+            }
         stream.synchronize()
-        host_out = torch.empty(tuple(logits_shape), dtype=torch.float32, pin_memory=True)
+        host_out = {name: torch.empty(shape, dtype=torch.float32, pin_memory=True) for name, shape in shapes.items()}
         return cls(stream=stream, host_in=host_in, device_in=device_in, device_out=device_out, host_out=host_out)
 
     def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> DeviceBound:
         """Time `launch`, which must enqueue the model on this stream, reading device_in and writing device_out."""
         return DeviceBound(
-            copy_in=self._on_stream(lambda: self.device_in.copy_(self.host_in, non_blocking=True)),
+            copy_in=self._on_stream(lambda: _copy(self.host_in, self.device_in)),
             launch=self._on_stream(launch),
-            copy_out=self._on_stream(lambda: self.host_out.copy_(self.device_out, non_blocking=True)),
+            copy_out=self._on_stream(lambda: _copy(self.device_out, self.host_out)),
             mark=self._mark,
             wait=self.stream.synchronize,
             flush=self._on_stream(_l2_flush()) if flush_l2 else None,
         )
+
+    def run(self, launch: Callable[[], object]) -> Outputs:
+        """One call, untimed; see bound."""
+        bound = self.bound(launch, flush_l2=False)
+        bound.copy_in()
+        bound.launch()
+        bound.copy_out()
+        bound.wait()
+        return {name: np.array(tensor.numpy(), dtype=np.float32) for name, tensor in self.host_out.items()}
 
     def _on_stream(self, work: Callable[[], object]) -> Callable[[], None]:
         import torch
@@ -114,6 +130,11 @@ class Staging:
         event.record(self.stream)
         marked: Event = event
         return marked
+
+
+def _copy(sources: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    for name, source in sources.items():
+        targets[name].copy_(source, non_blocking=True)
 
 
 def first_uuid() -> str:

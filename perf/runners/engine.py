@@ -4,28 +4,29 @@ Memory, streams, events and graphs are torch.cuda's; the engine's own calls go t
 the TensorRT module.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
-
 from ground.errors import BadInput, Missing
+from ground.feeds import Feeds, Outputs, checked_feeds
 from ground.gpu import require_cuda
+from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
 from .memory import DeviceMemory, Gauge
-from .protocol import Images, Logits, as_images
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
 
 
 @dataclass(slots=True)
 class EngineRunner:
-    """A plan with one float32 input of images and one float32 output of logits.
+    """A plan; it tells its inputs and outputs, but not what outputs are for: one of [B, classes] passes for logits, any
+    other for a feature map. What comes out is float32.
 
     Args:
         path: the plan.
@@ -58,17 +59,22 @@ class EngineRunner:
     ) -> None:
         self._session = None
 
-    def __call__(self, images: Images) -> Logits:
-        staging, launch = self._staged(as_images(images))
-        bound = staging.bound(launch, flush_l2=False)
-        bound.copy_in()
-        bound.launch()
-        bound.copy_out()
-        bound.wait()
-        return np.array(staging.host_out.numpy(), dtype=np.float32)
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        ports: tuple[Port, ...] = self._session.inputs
+        return ports
 
-    def bind(self, images: Images) -> Bound:
-        staging, launch = self._staged(as_images(images))
+    @property
+    def outputs(self) -> tuple[OutputPort, ...]:
+        ports: tuple[OutputPort, ...] = self._session.outputs
+        return ports
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        staging, launch = self._staged(feeds)
+        return staging.run(launch)
+
+    def bind(self, feeds: Feeds) -> Bound:
+        staging, launch = self._staged(feeds)
         ready = captured(self._stream, launch) if self.cuda_graph else launch
         return staging.bound(ready, flush_l2=self.flush_l2)
 
@@ -89,11 +95,14 @@ class EngineRunner:
             "model": self.path.name,
         }
 
-    def _staged(self, images: Images) -> tuple[Staging, Any]:
+    def _staged(self, feeds: Feeds) -> tuple[Staging, Any]:
         """A context of its own for this batch: contexts hold shapes and addresses."""
-        context = self._session.context(images.shape)
-        staging = Staging.hold(self._stream, images, context.get_tensor_shape(self._session.output))
-        self._session.address(context, staging.device_in.data_ptr(), staging.device_out.data_ptr())
+        checked = checked_feeds(feeds, self.inputs, where=str(self.path))
+        context = self._session.context({name: array.shape for name, array in checked.items()})
+        shapes = {port.name: context.get_tensor_shape(port.name) for port in self.outputs}
+        staging = Staging.hold(self._stream, checked, shapes)
+        tensors = {**staging.device_in, **staging.device_out}
+        self._session.address(context, {name: tensor.data_ptr() for name, tensor in tensors.items()})
         handle, path = self._stream.cuda_stream, self.path
 
         def launch() -> None:
@@ -105,14 +114,14 @@ class EngineRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSession:
-    """A deserialised engine and the names of its two tensors."""
+    """A deserialised engine, what it takes and what it gives."""
 
     trt: Any
     path: Path
     runtime: Any
     engine: Any
-    input: str
-    output: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[OutputPort, ...]
     eager_kernels: bool
     log: list[str]
 
@@ -133,39 +142,44 @@ class EngineSession:
                 f"{path}: {trt.__name__} {trt.__version__} cannot load this plan: (a) it was built by another version, "
                 f"(b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; {_said(log)}"
             )
-        source, sink = _ends(trt, engine, path)
+        inputs, outputs = _ports(trt, engine, path)
         return cls(
             trt=trt,
             path=path,
             runtime=runtime,
             engine=engine,
-            input=source,
-            output=sink,
+            inputs=inputs,
+            outputs=outputs,
             eager_kernels=eager_kernels,
             log=log,
         )
 
-    def context(self, shape: tuple[int, ...]) -> Any:
-        """An execution context for one input shape; raises BadInput when the plan's profile doesn't take it."""
-        least, _, most = (tuple(limit) for limit in self.engine.get_tensor_profile_shape(self.input, 0))
-        fits = len(shape) == len(least) and all(
-            low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
-        )
-        if not fits:
-            raise BadInput(
-                f"{self.path}: takes {self.input} from {list(least)} to {list(most)}, got {list(shape)}; "
-                f"build it with a profile that includes this batch"
-            )
+    def context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        """An execution context for these input shapes; raises BadInput when the plan's profile doesn't take them."""
+        self._refuse_beyond_profile(shapes)
         context = self._new_context()
         if context is None:
             raise MemoryError(f"{self.path}: no memory for an execution context; {_said(self.log)}")
-        if not context.set_input_shape(self.input, shape):
-            raise BadInput(f"{self.path}: the engine refused the shape {list(shape)}; {_said(self.log)}")
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise BadInput(f"{self.path}: the engine refused the shape {list(shape)} of {name}; {_said(self.log)}")
         return context
 
-    def address(self, context: Any, source: int, sink: int) -> None:
-        """Fix where the context reads images and writes logits."""
-        for name, pointer in ((self.input, source), (self.output, sink)):
+    def _refuse_beyond_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        beyond = []
+        for name, shape in shapes.items():
+            least, _, most = (tuple(limit) for limit in self.engine.get_tensor_profile_shape(name, 0))
+            fits = len(shape) == len(least) and all(
+                low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
+            )
+            if not fits:
+                beyond.append(f"takes {name} from {list(least)} to {list(most)}, got {list(shape)}")
+        if beyond:
+            raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
+
+    def address(self, context: Any, pointers: Mapping[str, int]) -> None:
+        """Fix where the context reads its inputs and writes its outputs."""
+        for name, pointer in pointers.items():
             if not context.set_tensor_address(name, pointer):
                 raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {_said(self.log)}")
 
@@ -177,15 +191,27 @@ class EngineSession:
         return self.engine.create_execution_context(config)
 
 
-def _ends(trt: Any, engine: Any, path: Path) -> tuple[str, str]:
+def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[OutputPort, ...]]:
+    """Raises BadInput for an input of a type that nothing here feeds, and for an output that is not float32."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     sources = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
     sinks = [name for name in names if name not in sources]
-    single = len(sources) == 1 and len(sinks) == 1
-    if not single or any(engine.get_tensor_dtype(name) != trt.float32 for name in names):
+    known = {trt.float32: "float32", trt.int64: "int64", trt.int32: "int32", trt.bool: "bool"}
+    dtypes = {name: known.get(engine.get_tensor_dtype(name)) for name in names}
+    if not sources or not sinks or None in dtypes.values() or {dtypes[name] for name in sinks} != {"float32"}:
         found = ", ".join(f"{name}: {engine.get_tensor_dtype(name)}" for name in names)
-        raise BadInput(f"{path}: expected one float32 input and one float32 output, found {found}")
-    return sources[0], sinks[0]
+        raise BadInput(
+            f"{path}: expected inputs of {', '.join(known.values())} and float32 outputs, found {found}; export the "
+            "graph with a float32 border"
+        )
+    inputs = tuple(
+        Port(name=name, shape=tuple(engine.get_tensor_shape(name))[1:], dtype=str(dtypes[name])) for name in sources
+    )
+    return inputs, tuple(_output_port(engine, name) for name in sinks)
+
+
+def _output_port(engine: Any, name: str) -> OutputPort:
+    return OutputPort(name=name, role="logits" if len(engine.get_tensor_shape(name)) == 2 else "feature map")
 
 
 def _collector(trt: Any, log: list[str]) -> Any:

@@ -1,6 +1,7 @@
 """Runs a torch module: eager, compiled, or as a CUDA graph; on the CPU or a GPU; in fp32, fp16 or bf16."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -10,30 +11,38 @@ import torch
 from torch import nn
 
 from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, checked_feeds
 from ground.gpu import require_cuda
+from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
 from .memory import Gauge, TorchAllocator, resident_gauge
-from .protocol import HostBound, Images, Logits, as_images
+from .protocol import HostBound
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 COMPILED_SHAPES = 1024  # past the limit torch.compile would refuse the whole model
 Precision = Literal["fp32", "fp16", "bf16"]
+ANY_IMAGES = image_port((-1, -1, -1))
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
 class ModuleRunner:
-    """A module that maps images to logits. What has to be moved, cast or compiled is a copy; the caller's own stays.
+    """A module that maps named tensors to named tensors. What has to be moved, cast or compiled is a copy; the
+    caller's own stays.
 
     Args:
-        module: called with one tensor [B, 3, H, W], returns [B, classes].
+        module: called with one tensor [B, ...] for each of `inputs` in their order; gives one tensor [B, ...] bare, or
+            a tuple of as many as there are `outputs`.
         device: `cpu` or `cuda`; asking for cuda where there is none raises Missing.
         mode: `cuda_graph` needs cuda.
         threads: torch's threads, a setting of the whole process, put back on leaving; None leaves it.
         label: a name for the record.
+        inputs: what the module takes; images of any size unless told.
+        outputs: what it gives; logits unless told.
     """
 
     module: nn.Module
@@ -43,6 +52,8 @@ class ModuleRunner:
     threads: int | None = None
     flush_l2: bool = False
     label: str = "module"
+    inputs: tuple[Port, ...] = (ANY_IMAGES,)
+    outputs: tuple[OutputPort, ...] = (LOGITS,)
     _ready: Any = field(default=None, init=False, repr=False)
     _stream: Any = field(default=None, init=False, repr=False)
     _threads_before: int | None = field(default=None, init=False, repr=False)
@@ -82,23 +93,22 @@ class ModuleRunner:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
-    def __call__(self, images: Images) -> Logits:
+    def __call__(self, feeds: Feeds) -> Outputs:
         with torch.inference_mode():
-            logits = self._first(torch.from_numpy(as_images(images)).to(self.device))
-        return np.asarray(logits.cpu().numpy(), dtype=np.float32)
+            return self._named(self._first(self._tensors(self._checked(feeds))))
 
-    def bind(self, images: Images) -> Bound:
+    def bind(self, feeds: Feeds) -> Bound:
         if self.device == "cuda":
-            return self._bind_cuda(as_images(images))
-        batch = torch.from_numpy(as_images(images))
+            return self._bind_cuda(self._checked(feeds))
+        batch = self._tensors(self._checked(feeds))
         with torch.inference_mode():
             self._first(batch)
 
-        def call() -> torch.Tensor:
+        def call() -> Tensors:
             with torch.inference_mode():
                 return self._forward(batch)
 
-        return HostBound(call)
+        return HostBound(call, outputs=self._named)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.device == "cpu" else TorchAllocator()
@@ -120,29 +130,55 @@ class ModuleRunner:
             "model": self.label,
         }
 
-    def _first(self, images: torch.Tensor) -> torch.Tensor:
+    def _checked(self, feeds: Feeds) -> Feeds:
+        return checked_feeds(feeds, self.inputs, where=self.label)
+
+    def _tensors(self, feeds: Feeds) -> Tensors:
+        return tuple(torch.from_numpy(array).to(self.device) for array in feeds.values())
+
+    def _named(self, tensors: Tensors) -> Outputs:
+        return {
+            port.name: np.asarray(tensor.cpu().numpy(), dtype=np.float32)
+            for port, tensor in zip(self.outputs, tensors, strict=True)
+        }
+
+    def _first(self, batch: Tensors) -> Tensors:
         """The first call at a shape, which compiles for it; the shapes of all models count towards one limit."""
         if self.mode != "compiled":
-            return self._forward(images)
+            return self._forward(batch)
         from torch._dynamo import config
 
         with config.patch(recompile_limit=COMPILED_SHAPES, accumulated_recompile_limit=COMPILED_SHAPES):
-            return self._forward(images)
+            return self._forward(batch)
 
-    def _forward(self, images: torch.Tensor) -> torch.Tensor:
+    def _forward(self, batch: Tensors) -> Tensors:
         """Casting to the module's precision and back belongs to the call: borders are float32 everywhere."""
-        logits: torch.Tensor = self._ready(images.to(DTYPES[self.precision]))
-        return logits.float()
+        dtype = DTYPES[self.precision]
+        cast = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
+        return tuple(tensor.float() for tensor in tensors_of_ports(self._ready(*cast), self.outputs, where=self.label))
 
-    def _bind_cuda(self, images: Images) -> Bound:
+    def _bind_cuda(self, feeds: Feeds) -> Bound:
+        names = [port.name for port in self.outputs]
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            shape = self._first(torch.from_numpy(images).to("cuda")).shape
-        staging = Staging.hold(self._stream, images, shape)
+            shapes = [tensor.shape for tensor in self._first(self._tensors(feeds))]
+        staging = Staging.hold(self._stream, feeds, dict(zip(names, shapes, strict=True)))
+        batch = tuple(staging.device_in.values())
 
         def launch() -> None:
             with torch.inference_mode():
-                staging.device_out.copy_(self._forward(staging.device_in))
+                for name, tensor in zip(names, self._forward(batch), strict=True):
+                    staging.device_out[name].copy_(tensor)
 
         return staging.bound(
             captured(self._stream, launch) if self.mode == "cuda_graph" else launch, flush_l2=self.flush_l2
         )
+
+
+def tensors_of_ports(answer: object, ports: Sequence[OutputPort], *, where: str) -> Tensors:
+    """What a module gave, one tensor for each port. Raises BadInput for anything else."""
+    tensors = (answer,) if isinstance(answer, torch.Tensor) else answer
+    if not isinstance(tensors, tuple) or [isinstance(each, torch.Tensor) for each in tensors] != [True] * len(ports):
+        got = f"{len(tensors)} values" if isinstance(tensors, tuple) else f"a {type(answer).__name__}"
+        names = ", ".join(port.name for port in ports)
+        raise BadInput(f"{where}: gives {got}, expected {len(ports)} tensors in a tuple, or one bare: {names}")
+    return tensors

@@ -1,21 +1,24 @@
 """Runs an ONNX file in ONNX Runtime, on the CPU or through the CUDA or TensorRT execution provider."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
+from ground.ports import OutputPort, Port, Role
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
 from .memory import DeviceMemory, Gauge, resident_gauge
-from .protocol import HostBound, Images, Logits, as_images
+from .protocol import HostBound
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 PROVIDERS: dict[Provider, str] = {
@@ -23,12 +26,16 @@ PROVIDERS: dict[Provider, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
+# The note in which a graph says what its outputs are for: a list of objects with name and role.
+OUTPUTS_NOTE = "export.outputs"
 WEIGHT_PRECISION = {1: "fp32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto.DataType
 
 
 @dataclass(slots=True)
 class OnnxRunner:
-    """An ONNX model with one input of images and one output of logits.
+    """An ONNX model; its file tells its inputs and outputs. An output of which no note tells the role passes for logits
+    if it is [B, classes], else for a feature map.
 
     Args:
         path: the ONNX file; external data beside it.
@@ -42,6 +49,8 @@ class OnnxRunner:
     threads: int | None = None
     cuda_graph: bool = False
     flush_l2: bool = False
+    inputs: tuple[Port, ...] = field(default=(), init=False)
+    outputs: tuple[OutputPort, ...] = field(default=(), init=False)
     _session: Any = field(default=None, init=False, repr=False)
     _stream: Any = field(default=None, init=False, repr=False)
     _describe: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -75,7 +84,7 @@ class OnnxRunner:
                 raise
             raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error}") from error
         require_granted(self._session.get_providers(), self.provider)
-        self._require_signature()
+        self.inputs, self.outputs = self._input_ports(), self._output_ports()
         precision = onnx_precision(self.path)
         self._describe = {
             "backend": "onnxruntime",
@@ -99,27 +108,28 @@ class OnnxRunner:
     ) -> None:
         self._session = None
 
-    def __call__(self, images: Images) -> Logits:
+    def __call__(self, feeds: Feeds) -> Outputs:
+        checked = self._checked(feeds)
         if self.provider != "cpu":
-            return self._call_cuda(as_images(images))
-        feeds = {self._input.name: self._fitting(images)}
+            staging, launch = self._staged(checked)
+            return staging.run(launch)
         try:
-            logits = self._session.run(None, feeds)[0]
+            return self._named(self._session.run(None, dict(checked)))
         except _ort_errors(_onnxruntime()) as error:
             if is_out_of_memory(error):
                 raise
-            sizes = list(feeds[self._input.name].shape)
+            fed = ", ".join(f"{name} {list(array.shape)}" for name, array in checked.items())
             raise BadInput(
-                f"{self.path}: ONNX Runtime cannot run it on {self._input.name} {sizes}, which it says it takes; "
+                f"{self.path}: ONNX Runtime cannot run it on {fed}, which it says it takes; "
                 f"export it again ({error!s:.300})"
             ) from error
-        return np.asarray(logits, dtype=np.float32)
 
-    def bind(self, images: Images) -> Bound:
+    def bind(self, feeds: Feeds) -> Bound:
+        checked = dict(self._checked(feeds))
         if self.provider != "cpu":
-            return self._bind_cuda(as_images(images))
-        run, feeds = self._session.run, {self._input.name: self._fitting(images)}
-        return HostBound(lambda: run(None, feeds))
+            return self._bind_cuda(checked)
+        run = self._session.run
+        return HostBound(lambda: run(None, checked), outputs=self._named)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -127,24 +137,34 @@ class OnnxRunner:
     def describe(self) -> Flat:
         return dict(self._describe)
 
-    def _fitting(self, images: Images) -> Images:
-        """The images, if they have the sizes that the graph fixes."""
-        given, sizes = as_images(images), self._input.shape
-        if len(sizes) != given.ndim or any(
-            isinstance(size, int) and size != own for size, own in zip(sizes, given.shape, strict=True)
-        ):
-            raise BadInput(f"{self.path}: takes {self._input.name} {list(sizes)}, got {list(given.shape)}")
-        return given
+    def _checked(self, feeds: Feeds) -> Feeds:
+        """The feeds, if they have the types and the sizes that the graph fixes."""
+        batches = {
+            node.shape[0] for node in self._session.get_inputs() if node.shape and isinstance(node.shape[0], int)
+        }
+        return checked_feeds(feeds, self.inputs, where=str(self.path), batch=min(batches, default=None))
 
-    @property
-    def _input(self) -> Any:
-        return self._session.get_inputs()[0]
+    def _named(self, arrays: Sequence[Any]) -> Outputs:
+        return {
+            port.name: np.asarray(array, dtype=np.float32) for port, array in zip(self.outputs, arrays, strict=True)
+        }
 
-    def _require_signature(self) -> None:
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        if len(inputs) != 1 or len(outputs) != 1 or inputs[0].type != "tensor(float)":
-            found = ", ".join(f"{node.name}: {node.type}" for node in (*inputs, *outputs))
-            raise BadInput(f"{self.path}: expected one float32 input and one output, found {found}")
+    def _input_ports(self) -> tuple[Port, ...]:
+        nodes = self._session.get_inputs()
+        if not nodes or any(node.type not in DTYPES or not node.shape for node in nodes):
+            found = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
+            types = ", ".join(DTYPES.values())
+            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {types}; found {found}")
+        return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=DTYPES[node.type]) for node in nodes)
+
+    def _output_ports(self) -> tuple[OutputPort, ...]:
+        note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
+        try:
+            roles = {port.name: port.role for port in msgspec.json.decode(note, type=list[OutputPort])}
+        except msgspec.DecodeError as error:
+            raise BadInput(f"{self.path}: its note {OUTPUTS_NOTE} can't be read ({error}); export it again") from error
+        nodes = self._session.get_outputs()
+        return tuple(OutputPort(name=node.name, role=roles.get(node.name, _role(node))) for node in nodes)
 
     def _providers(self) -> list[tuple[str, dict[str, str]]]:
         if self.provider == "cpu":
@@ -154,34 +174,24 @@ class OnnxRunner:
             return [(PROVIDERS["tensorrt"], {**options, "trt_cuda_graph_enable": str(int(self.cuda_graph))})]
         return [(PROVIDERS["cuda"], {**options, "enable_cuda_graph": str(int(self.cuda_graph))})]
 
-    def _call_cuda(self, images: Images) -> Logits:
-        staging, launch = self._staged(images)
-        bound = staging.bound(launch, flush_l2=False)
-        bound.copy_in()
-        bound.launch()
-        bound.copy_out()
-        bound.wait()
-        return np.array(staging.host_out.numpy(), dtype=np.float32)
-
-    def _bind_cuda(self, images: Images) -> Bound:
+    def _bind_cuda(self, feeds: Feeds) -> Bound:
         """The first runs happen here: kernels are chosen in them, and a graph is captured."""
-        staging, launch = self._staged(images)
+        staging, launch = self._staged(feeds)
         for _ in range(3):
             launch()
         self._stream.synchronize()
         return staging.bound(launch, flush_l2=self.flush_l2)
 
-    def _staged(self, images: Images) -> tuple[Staging, Callable[[], None]]:
+    def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""
         import onnxruntime as ort
 
-        staging = Staging.hold(self._stream, images, (len(images), self._classes()))
+        staging = Staging.hold(self._stream, feeds, self._output_shapes(batch_size(feeds)))
         binding = self._session.io_binding()
-        for bind, name, tensor in (
-            (binding.bind_input, self._input.name, staging.device_in),
-            (binding.bind_output, self._output.name, staging.device_out),
-        ):
-            bind(name, "cuda", 0, np.float32, tuple(tensor.shape), tensor.data_ptr())
+        for name, tensor in staging.device_in.items():
+            binding.bind_input(name, "cuda", 0, feeds[name].dtype.type, tuple(tensor.shape), tensor.data_ptr())
+        for name, tensor in staging.device_out.items():
+            binding.bind_output(name, "cuda", 0, np.float32, tuple(tensor.shape), tensor.data_ptr())
         options = ort.RunOptions()
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         session = self._session
@@ -191,17 +201,24 @@ class OnnxRunner:
 
         return staging, launch
 
-    def _classes(self) -> int:
-        shape = self._output.shape
-        if len(shape) != 2 or not isinstance(shape[1], int):
-            raise BadInput(
-                f"{self.path}: the output must be [batch, classes] with a fixed number of classes, got {shape}"
-            )
-        return shape[1]
+    def _output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs()}
+        for name, shape in shapes.items():
+            if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
+                raise BadInput(
+                    f"{self.path}: the output {name} must be [batch, ...] with fixed sizes behind the batch, "
+                    f"got {list(shape)}"
+                )
+        return {name: (batch, *shape[1:]) for name, shape in shapes.items()}
 
-    @property
-    def _output(self) -> Any:
-        return self._session.get_outputs()[0]
+
+def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else -1 for size in shape)
+
+
+def _role(node: Any) -> Role:
+    """Of an output that the graph says nothing of."""
+    return "logits" if len(node.shape) == 2 else "feature map"
 
 
 def require_provider(available: list[str], provider: Provider) -> None:

@@ -1,7 +1,7 @@
 """What every runner is, and the binding that times one on the host's clock.
 
-Runners live in files by what they run: `module_runner` (a torch module), `onnx_runner` (an ONNX file in ONNX Runtime),
-`engine_runner` (a TensorRT or TensorRT-RTX plan). A runner never falls back: asked for a device, provider or precision
+Runners live in files by what they run: `module` (a torch module), `onnx` (an ONNX file in ONNX Runtime), `engine` (a
+TensorRT or TensorRT-RTX plan). A runner never falls back: asked for a device, provider or precision
 that it doesn't get, it raises Missing.
 """
 
@@ -10,24 +10,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs
+from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound, Clock, Laps
 from perf.timing.watch import LostTime, lost_time
 
 from .memory import Gauge
 
-Images = NDArray[np.float32]
-Logits = NDArray[np.float32]
-
 
 class Runner(Protocol):
-    """A model made ready on a device; a context manager that holds it there."""
+    """A model made ready on a device; a context manager that holds it there.
+
+    Feeds go in by the names of its inputs; what doesn't fit them is refused with BadInput, naming every mismatch.
+    """
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """What it takes; valid once entered."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[OutputPort, ...]:
+        """What it answers, in this order; valid once entered."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -35,11 +43,11 @@ class Runner(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
 
-    def __call__(self, images: Images) -> Logits:
-        """[B, 3, H, W] float32 -> [B, classes] float32."""
+    def __call__(self, feeds: Feeds) -> Outputs:
+        """Arrays [B, ...] by input -> arrays [B, ...] float32 by output."""
         ...
 
-    def bind(self, images: Images) -> Bound:
+    def bind(self, feeds: Feeds) -> Bound:
         """Put one batch in place for timing; every call of the result runs the model on it once."""
         ...
 
@@ -52,15 +60,22 @@ class Runner(Protocol):
         ...
 
 
+def _as_given(answer: Any) -> Outputs:
+    outputs: Outputs = answer
+    return outputs
+
+
 @dataclass(frozen=True, slots=True)
 class HostBound:
     """Calls timed by the host's clock: the model runs on the CPU and returns when it is done.
 
-    `watch` gives the time that threads lost to other programs, see perf.timing.watch.lost_time.
+    `watch` gives the time that threads lost to other programs, see perf.timing.watch.lost_time. `outputs` reads what a
+    call gave, outside of any time.
     """
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time
+    outputs: Callable[[Any], Outputs] = _as_given
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         """Two readings of the clock around each call and nothing else between them."""
@@ -93,17 +108,3 @@ class ParallelStreams:
         for future in running:
             future.result()
         return Laps(calls=calls * len(self.bounds), wall_ms=(clock() - started) / 1e6, compute_ms=())
-
-
-def as_images(images: Images) -> Images:
-    """Check what every runner is fed: [B, 3, H, W] float32, contiguous, not empty."""
-    if images.ndim != 4 or images.dtype != np.float32 or len(images) == 0:
-        raise BadInput(f"images must be float32 [B, 3, H, W] with B >= 1, got {images.dtype} {list(images.shape)}")
-    return np.ascontiguousarray(images)
-
-
-def batch_of(images: Images, batch: int) -> Images:
-    """The first `batch` images, begun again from the first when there are fewer."""
-    if batch < 1:
-        raise BadInput(f"a batch size is at least 1, got {batch}")
-    return as_images(images[np.arange(batch) % len(images)])

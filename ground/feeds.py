@@ -1,0 +1,125 @@
+"""Named arrays with the batch in front: what a model is fed and what it answers, held against its ports."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import BadInput
+from .ports import Port
+
+Feeds = Mapping[str, NDArray[Any]]
+Outputs = Mapping[str, NDArray[Any]]
+
+
+def batch_size(arrays: Feeds | Outputs) -> int:
+    """How many inputs there are; all arrays hold as many."""
+    return len(next(iter(arrays.values())))
+
+
+def rows_of(arrays: Feeds | Outputs, rows: slice | NDArray[np.integer]) -> dict[str, NDArray[Any]]:
+    """Some of the inputs, in the order asked for."""
+    return {name: array[rows] for name, array in arrays.items()}
+
+
+def batch_of(feeds: Feeds, batch: int) -> dict[str, NDArray[Any]]:
+    """The first `batch` inputs, begun again from the first when there are fewer."""
+    if batch < 1:
+        raise BadInput(f"a batch size is at least 1, got {batch}")
+    return rows_of(feeds, np.arange(batch) % batch_size(feeds))
+
+
+def only(arrays: Feeds | Outputs) -> NDArray[Any]:
+    """The array of a model that has one of them. Raises BadInput where there are several."""
+    if len(arrays) != 1:
+        raise BadInput(f"expected one array, got {len(arrays)}: {', '.join(arrays)}; say which one is meant")
+    return next(iter(arrays.values()))
+
+
+def feeds_from_array(array: NDArray[Any], ports: Sequence[Port]) -> Feeds:
+    """A bare array under the name of a model's only input. Raises BadInput where it has several."""
+    if len(ports) != 1:
+        raise BadInput(f"one array for {len(ports)} inputs; expected one for each of {', '.join(_names(ports))}")
+    return {ports[0].name: array}
+
+
+def feeds_of_ports(feeds: Feeds, ports: Sequence[Port]) -> Feeds:
+    """The feeds by a model's own names: where one array meets one input, their names need not be equal."""
+    return feeds_from_array(only(feeds), ports) if len(feeds) == len(ports) == 1 else feeds
+
+
+def noise_of_ports(ports: Sequence[Port], count: int, *, seed: int) -> Feeds:
+    """Inputs for what doesn't depend on their values: normal noise, and of whole numbers ones, which every vocabulary
+    and every mask has. Raises BadInput for a size that is free.
+    """
+    free = [f"{port.name} {shown_shape(port)}" for port in ports if min(port.shape, default=1) < 0]
+    if free:
+        raise BadInput(f"{', '.join(free)}: a free size, expected fixed ones; export the model for one size")
+    generator = np.random.default_rng(seed)
+    return {
+        port.name: generator.standard_normal((count, *port.shape), dtype=np.float32)
+        if port.dtype == "float32"
+        else np.ones((count, *port.shape), dtype=port.dtype)
+        for port in ports
+    }
+
+
+def noun_of(feeds: Feeds) -> str:
+    """What one calls what is fed."""
+    return "images" if list(feeds) == ["images"] else "inputs"
+
+
+def checked_feeds(feeds: Feeds, ports: Sequence[Port], *, where: str, batch: int | None = None) -> Feeds:
+    """The feeds in the order of the ports, contiguous. `batch`: the only size that fits, None where any does.
+
+    Raises BadInput that names every array which is missing, unknown, of another type or shape, and unequal batches.
+    """
+    wrong = [*_wrong_names(feeds, ports), *_wrong_arrays(feeds, ports, batch), *_unequal_batches(feeds)]
+    if wrong:
+        raise BadInput(f"{where}: {'; '.join(wrong)}")
+    return {port.name: np.ascontiguousarray(feeds[port.name]) for port in ports}
+
+
+def shown_shape(port: Port, batch: int | None = None) -> str:
+    """`[B, 3, 32, 32]`, a size that is free as `?`."""
+    sizes = ("?" if size < 0 else str(size) for size in port.shape)
+    return f"[{', '.join(('B' if batch is None else str(batch), *sizes))}]"
+
+
+def _wrong_names(feeds: Feeds, ports: Sequence[Port]) -> Iterator[str]:
+    for port in ports:
+        if port.name not in feeds:
+            yield f"takes {port.name} {shown_shape(port)} as {port.dtype}, which is missing"
+    for name in feeds:
+        if name not in _names(ports):
+            yield f"takes no {name}, only {', '.join(_names(ports))}"
+
+
+def _wrong_arrays(feeds: Feeds, ports: Sequence[Port], batch: int | None) -> Iterator[str]:
+    for port in ports:
+        if port.name in feeds:
+            array = feeds[port.name]
+            if array.dtype.name != port.dtype:
+                yield f"takes {port.name} as {port.dtype}, got {array.dtype.name}"
+            if not array.size:
+                yield f"got no {port.name}, {list(array.shape)}; a batch has 1 or more"
+            elif not _fits(array.shape, port, batch):
+                yield f"takes {port.name} {shown_shape(port, batch)}, got {list(array.shape)}"
+
+
+def _fits(shape: tuple[int, ...], port: Port, batch: int | None) -> bool:
+    if len(shape) != 1 + len(port.shape) or batch not in (None, shape[0]):
+        return False
+    return all(size < 0 or size == own for size, own in zip(port.shape, shape[1:], strict=True))
+
+
+def _unequal_batches(feeds: Feeds) -> Iterator[str]:
+    sizes = {name: len(array) for name, array in feeds.items() if array.ndim}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} of {name}" for name, size in sizes.items())
+        yield f"got {listed}; expected as many of each, as they make one batch"
+
+
+def _names(ports: Sequence[Port]) -> list[str]:
+    return [port.name for port in ports]

@@ -1,0 +1,277 @@
+"""PURE: how far a candidate's logits are from a reference's, those of inputs and those of tokens. N inputs, T tokens of
+each, C classes; float64 inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.records import Figure
+
+from .labels import wilson
+from .rows import Answers, AnyMeasures, Bools, Floats, Rows
+
+LOGITS = Answers(
+    what="logits",
+    shape="[images, classes]",
+    rank=2,
+    inputs="images",
+    values="pixel values",
+    hint="run both on the same images with the same classifier head",
+)
+TOKEN_LOGITS = Answers(
+    what="token logits",
+    shape="[inputs, tokens, classes]",
+    rank=3,
+    inputs="inputs",
+    values="input values",
+    hint="run both on the same inputs, padded alike, with the same classifier head",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerImage:
+    """One figure per image. Where the candidate gives NaN or Inf, errors are infinite, cosine 0 and nothing agrees."""
+
+    relative_error_N: Floats
+    max_abs_N: Floats
+    cosine_N: Floats
+    kl_N: Floats
+    top5_overlap_N: Floats
+    margin_N: Floats
+    agrees_N: Bools
+    finite_N: Bools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitMeasures(AnyMeasures):
+    """Errors of a whole set of images.
+
+    relative_error is ||candidate - reference||_F / ||reference||_F of the logits as they are (not centred), KL is in
+    nats from the reference's softmax to the candidate's, the agreement's bounds are Wilson's at 95 %. A decisive flip
+    is a top-1 flip on an image whose reference margin (first minus second logit) exceeds margin_noise. spread_ratio is
+    how much the candidate's logits vary over the images, relative to the reference's; 0 is a constant output.
+    """
+
+    images: int
+    relative_error: Figure
+    max_abs: Figure
+    cosine_mean: Figure
+    cosine_min: Figure
+    top1_agreement: Figure
+    top1_agreement_low: Figure
+    top1_agreement_high: Figure
+    top5_overlap: Figure
+    kl_mean: Figure
+    kl_max: Figure
+    flips: int
+    margin_noise: float
+    decisive_images: int
+    decisive_flips: int
+    nonfinite_images: int
+    spread_ratio: Figure
+
+    @property
+    def inputs(self) -> str:
+        return LOGITS.inputs
+
+    @property
+    def agreement(self) -> float | None:
+        return self.top1_agreement
+
+    @property
+    def agreement_bounds(self) -> tuple[float, float] | None:
+        return self.top1_agreement_low, self.top1_agreement_high
+
+    @property
+    def agreement_line(self) -> str:
+        return f"top-1 agreement {self.top1_agreement:.2%}"
+
+    @property
+    def disagreement_line(self) -> str:
+        return f"{self.flips} of {self.images} images flipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogitMeasures(AnyMeasures):
+    """The same of the tokens of a whole set of inputs; cosine and KL are of tokens. Tokens of one input are alike, so
+    that the agreement's bounds are Wilson's as if each input had been asked once.
+    """
+
+    images: int
+    tokens: int
+    relative_error: Figure
+    max_abs: Figure
+    cosine_mean: Figure
+    cosine_min: Figure
+    token_agreement: Figure
+    token_agreement_low: Figure
+    token_agreement_high: Figure
+    kl_mean: Figure
+    kl_max: Figure
+    flips: int
+    margin_noise: float
+    decisive_tokens: int
+    decisive_flips: int
+    nonfinite_images: int
+    spread_ratio: Figure
+
+    @property
+    def inputs(self) -> str:
+        return TOKEN_LOGITS.inputs
+
+    @property
+    def agreement(self) -> float | None:
+        return self.token_agreement
+
+    @property
+    def agreement_bounds(self) -> tuple[float, float] | None:
+        return self.token_agreement_low, self.token_agreement_high
+
+    @property
+    def agreement_line(self) -> str:
+        return f"token agreement {self.token_agreement:.2%}"
+
+    @property
+    def disagreement_line(self) -> str:
+        return f"{self.flips} of {self.tokens} tokens flipped"
+
+
+def per_image(reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating]) -> PerImage:
+    """Raises BadInput when the shapes differ, there is no image, or the reference itself is not finite."""
+    return _classified(LOGITS.rows(reference_NC, candidate_NC))
+
+
+def logit_measures(
+    reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating], *, margin_noise: float = 0.0
+) -> LogitMeasures:
+    """The errors of a candidate over all images; see LogitMeasures. Raises BadInput as per_image does."""
+    rows = LOGITS.rows(reference_NC, candidate_NC)
+    each = _classified(rows)
+    images, agreeing = len(each.agrees_N), int(each.agrees_N.sum())
+    low, high = wilson(agreeing, images)
+    common = _common(rows, each, margin_noise)
+    return LogitMeasures(
+        **common,
+        images=images,
+        top1_agreement=agreeing / images,
+        top1_agreement_low=low,
+        top1_agreement_high=high,
+        top5_overlap=float(each.top5_overlap_N.mean()),
+        decisive_images=int((each.margin_N > margin_noise).sum()),
+        nonfinite_images=images - int(each.finite_N.sum()),
+    )
+
+
+def token_logit_measures(
+    reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating], *, margin_noise: float = 0.0
+) -> TokenLogitMeasures:
+    """The errors of a candidate over all tokens; see TokenLogitMeasures. Raises BadInput as per_image does."""
+    by_input = TOKEN_LOGITS.rows(reference_NTC, candidate_NTC)
+    rows = _rows_of_tokens(reference_NTC, candidate_NTC)
+    each = _classified(rows)
+    images, agreement = len(reference_NTC), float(each.agrees_N.mean())
+    low, high = wilson(agreement * images, images)
+    common = _common(rows, each, margin_noise)
+    return TokenLogitMeasures(
+        **common,
+        images=images,
+        tokens=len(each.agrees_N),
+        token_agreement=agreement,
+        token_agreement_low=low,
+        token_agreement_high=high,
+        decisive_tokens=int((each.margin_N > margin_noise).sum()),
+        nonfinite_images=images - int(by_input.finite_N.sum()),
+    )
+
+
+def margins(logits_NC: NDArray[np.floating]) -> Floats:
+    """First minus second logit of each image; infinite with a single class, where nothing can flip."""
+    if logits_NC.shape[1] == 1:
+        return np.full(len(logits_NC), np.inf)
+    top_N2 = np.sort(logits_NC.astype(np.float64), axis=1)[:, -2:]
+    return np.asarray(top_N2[:, 1] - top_N2[:, 0], dtype=np.float64)
+
+
+def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Floats:
+    """The share of each input's tokens whose first class is the same [N]."""
+    rows = _rows_of_tokens(reference_NTC, candidate_NTC)
+    return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
+
+
+class _Common(TypedDict):
+    relative_error: float
+    max_abs: float
+    cosine_mean: float
+    cosine_min: float
+    kl_mean: float
+    kl_max: float
+    flips: int
+    margin_noise: float
+    decisive_flips: int
+    spread_ratio: float
+
+
+def _common(rows: Rows, each: PerImage, margin_noise: float) -> _Common:
+    assert margin_noise >= 0, margin_noise
+    return {
+        "relative_error": rows.relative_error(),
+        "max_abs": float(each.max_abs_N.max()),
+        "cosine_mean": float(each.cosine_N.mean()),
+        "cosine_min": float(each.cosine_N.min()),
+        "kl_mean": float(each.kl_N.mean()),
+        "kl_max": float(each.kl_N.max()),
+        "flips": int((~each.agrees_N).sum()),
+        "margin_noise": margin_noise,
+        "decisive_flips": int(((each.margin_N > margin_noise) & ~each.agrees_N).sum()),
+        "spread_ratio": rows.spread_ratio(),
+    }
+
+
+def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Rows:
+    """One row a token."""
+    flat = (side.reshape(-1, side.shape[-1]) for side in (reference_NTC, candidate_NTC))
+    return LOGITS.rows(*flat)
+
+
+def _classified(rows: Rows) -> PerImage:
+    """Figures of each row, whose columns are classes."""
+    errors = rows.errors()
+    ref_NC, cand_NC = rows.reference_NF, rows.candidate_NF
+    return PerImage(
+        relative_error_N=errors.relative_error_N,
+        max_abs_N=errors.max_abs_N,
+        cosine_N=errors.cosine_N,
+        kl_N=rows.unless_finite(_kl(ref_NC, cand_NC), np.inf),
+        top5_overlap_N=rows.unless_finite(_overlap(ref_NC, cand_NC, top=5), 0.0),
+        margin_N=margins(ref_NC),
+        agrees_N=_agrees(rows),
+        finite_N=errors.finite_N,
+    )
+
+
+def _agrees(rows: Rows) -> Bools:
+    agrees_N: Bools = (rows.reference_NF.argmax(axis=1) == rows.candidate_NF.argmax(axis=1)) & rows.finite_N
+    return agrees_N
+
+
+def _log_softmax(logits_NC: Floats) -> Floats:
+    shifted_NC = logits_NC - logits_NC.max(axis=1, keepdims=True)
+    return np.asarray(shifted_NC - np.log(np.exp(shifted_NC).sum(axis=1, keepdims=True)), dtype=np.float64)
+
+
+def _kl(ref_NC: Floats, cand_NC: Floats) -> Floats:
+    log_p_NC, log_q_NC = _log_softmax(ref_NC), _log_softmax(cand_NC)
+    kl_N: Floats = (np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1)
+    return np.maximum(kl_N, 0.0)
+
+
+def _overlap(ref_NC: Floats, cand_NC: Floats, *, top: int) -> Floats:
+    """Share of the reference's first `top` classes that are among the candidate's first `top`."""
+    kept = min(top, ref_NC.shape[1])
+    ref_NK, cand_NK = (np.argsort(-rows, axis=1, kind="stable")[:, :kept] for rows in (ref_NC, cand_NC))
+    return np.asarray((ref_NK[:, :, None] == cand_NK[:, None, :]).any(axis=2).mean(axis=1), dtype=np.float64)

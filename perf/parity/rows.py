@@ -1,0 +1,131 @@
+"""PURE: how far a candidate's answers are from a reference's on the same inputs, whatever they are for. N inputs, F
+figures of each; float64 inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+class AnyMeasures:
+    """The measures of any role. A record reads them by the role; see perf.parity.parity.load_parity."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowErrors:
+    """One figure per input. Where the candidate gives NaN or Inf, errors are infinite and the cosine is 0."""
+
+    relative_error_N: Floats
+    max_abs_N: Floats
+    cosine_N: Floats
+    finite_N: Bools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Both sides in float64; the candidate's rows that are not finite are set to zero."""
+
+    reference_NF: Floats
+    candidate_NF: Floats
+    finite_N: Bools
+
+    def errors(self) -> RowErrors:
+        """Of each input."""
+        ref_NF, cand_NF = self.reference_NF, self.candidate_NF
+        delta_NF = cand_NF - ref_NF
+        ref_norm_N = np.linalg.norm(ref_NF, axis=1)
+        norms_N = ref_norm_N * np.linalg.norm(cand_NF, axis=1)
+        cosine_N = ratio((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
+        return RowErrors(
+            relative_error_N=self.unless_finite(ratio(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf),
+            max_abs_N=self.unless_finite(np.abs(delta_NF).max(axis=1), np.inf),
+            cosine_N=self.unless_finite(cosine_N, 0.0),
+            finite_N=self.finite_N,
+        )
+
+    def relative_error(self) -> float:
+        """||candidate - reference||_F / ||reference||_F over all inputs."""
+        if not self.finite_N.all():
+            return np.inf
+        return share(np.linalg.norm(self.candidate_NF - self.reference_NF), np.linalg.norm(self.reference_NF))
+
+    def spread_ratio(self) -> float:
+        """How much the candidate's finite rows vary over the inputs, relative to the reference's; 0 is a constant
+        output, 1 stands where fewer than two inputs can tell.
+        """
+        ref_NF, cand_NF = self.reference_NF[self.finite_N], self.candidate_NF[self.finite_N]
+        if len(ref_NF) < 2:
+            return 1.0
+        candidate, reference = (np.linalg.norm(rows - rows.mean(axis=0)) for rows in (cand_NF, ref_NF))
+        return share(candidate, reference, at_zero=1.0)
+
+    def unless_finite(self, values_N: Floats, worst: float) -> Floats:
+        """The values, `worst` for rows that are not finite."""
+        return np.where(self.finite_N, values_N, worst)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What one kind of output is called, how it is shaped (`rank` None: any), and what people call its inputs."""
+
+    what: str
+    shape: str
+    rank: int | None
+    inputs: str
+    values: str
+    hint: str
+
+    def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> Rows:
+        """Both sides, all behind the first axis in one row.
+
+        Raises BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is not
+        finite.
+        """
+        self._refuse_shapes(reference, candidate)
+        ref_NF, cand_NF = (side.reshape(len(side), -1) for side in (reference, candidate))
+        nonfinite = int((~np.isfinite(ref_NF)).any(axis=1).sum())
+        if nonfinite:
+            raise BadInput(
+                f"{self.what}: the reference gives NaN or Inf on {nonfinite} of {len(ref_NF)} {self.inputs}, so "
+                f"nothing can be compared with it; look for (a) bad {self.values}, (b) weights that don't fit the model"
+            )
+        finite_N = np.isfinite(cand_NF).all(axis=1)
+        return Rows(
+            reference_NF=ref_NF.astype(np.float64),
+            candidate_NF=np.where(finite_N[:, None], cand_NF, 0).astype(np.float64),
+            finite_N=finite_N,
+        )
+
+    def _refuse_shapes(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
+        odd = reference.ndim < 2 or self.rank not in (None, reference.ndim)
+        if odd and reference.shape == candidate.shape and reference.ndim > 2 and self.rank == 2:
+            raise BadInput(
+                f"{self.what}: got {reference.shape} of both, expected {self.shape}; outputs with a vector for each "
+                "token aren't compared here: give models whose output is pooled"
+            )
+        if odd or reference.shape != candidate.shape or reference.size == 0:
+            raise BadInput(
+                f"{self.what}: got reference {reference.shape} and candidate {candidate.shape}, expected the same "
+                f"{self.shape} for both; {self.hint}"
+            )
+
+
+def ratio(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
+    """top / bottom; where the bottom is zero, `at_zero` if the top is zero too, else inf."""
+    safe_N = np.where(bottom_N > 0, bottom_N, 1.0)
+    return np.where(bottom_N > 0, top_N / safe_N, np.where(top_N == 0, at_zero, np.inf))
+
+
+def share(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
+    """The same of two numbers."""
+    return float(ratio(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
