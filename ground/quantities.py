@@ -14,6 +14,8 @@ OPSET = Count(low=20, high=23)
 OPTIMIZATION_LEVEL = Count(low=0, high=5)
 WORKSPACE_MIB = Count(low=1, high=2**24)
 MODEL_VERSION = Count(low=1, high=2**63 - 1)
+QUEUE_DELAY_US = Count(low=0, high=10**8)
+INSTANCES = Count(low=1, high=1024)
 
 MEAN = Real(low=-1000.0, high=1000.0)
 DEVIATION = Real(low=0.0, high=1000.0, low_open=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from export.engine.options import BatchProfile
 from export.engine.record import record_path
 from export.triton.config import Serving
 from export.triton.expected import Agreement, Expected, Latency
@@ -28,6 +29,9 @@ FIGURES = Expected(
     latencies=(Latency(batch=4, measure="end_to_end", p50_ms=1.5, low_ms=1.4, high_ms=1.7),),
     top1_agreement=Agreement(share=0.99, images=1000, low=0.98, high=0.995),
 )
+
+
+PROFILES = (BatchProfile(smallest=1, tuned=2, largest=4), BatchProfile(smallest=1, tuned=16, largest=64))
 
 
 def full(folder: Path, **changes: object) -> Package:
@@ -215,6 +219,36 @@ def test_the_build_script_makes_the_plan_of_a_model_that_has_none(tmp_path: Path
     assert serve_version(repository, "vit", 1).models == ("vit", "vit_onnx", "vit_cpu")
 
 
+def test_the_build_script_takes_the_profiles_of_a_package_without_a_plan(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    serving = Serving(graph_batches=(64,))
+    write_repository(full(tmp_path, plans=(), profiles=PROFILES, serving=serving), repository)
+    assert run_script(repository / "vit_onnx/1/build_plan.sh", tmp_path).returncode == 0
+    arguments = (tmp_path / "arguments").read_text().split()
+    shapes = [argument for argument in arguments if argument.startswith(("--profile", "--optShapes", "--maxShapes"))]
+    assert shapes == [
+        *("--profile=0", "--optShapes=images:2x3x4x4", "--maxShapes=images:4x3x4x4"),
+        *("--profile=1", "--optShapes=images:16x3x4x4", "--maxShapes=images:64x3x4x4"),
+    ]
+    assert config_of(repository / "vit").number("max_batch_size") == 64
+    fixed = write_onnx(tmp_path / "fixed.onnx", batch=2)
+    with pytest.raises(BadInput, match=r"fixed.onnx: its batch is fixed at 2, asked for profiles 1:2:4, 1:16:64"):
+        write_repository(full(tmp_path, version=2, plans=(), onnx=fixed, profiles=PROFILES), repository)
+
+
+@pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
+def test_threads_are_told_each_backend_by_its_own_key(tmp_path: Path, backend: str, key: str) -> None:
+    serving = Serving(cpu_backend=backend, cpu_threads=3, instances=2, policy="all", queue_delay_us=0)
+    write_repository(full(tmp_path, plans=(), onnx=None, serving=serving), tmp_path / "repo")
+    config = config_of(tmp_path / "repo/vit_cpu")
+    (parameter,) = config.messages("parameters")
+    assert (parameter.text("key"), (parameter.message("value") or config).text("string_value")) == (key, "3")
+    assert config.messages("instance_group")[0].number("count") == 2
+    assert (config.message("version_policy") or config).message("all") is not None
+    assert (config.message("dynamic_batching") or config).number("max_queue_delay_microseconds", -1) == 0
+    assert lint_repository(tmp_path / "repo") == ()
+
+
 def test_the_build_script_replaces_the_plan_of_this_gpu(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx")
     plans = tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "120"))
@@ -249,6 +283,9 @@ def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_chan
         ({"labels": ("a", "a", "b", "c", "d")}, "stands once"),
         ({"serving": Serving(preferred_batches=(32,))}, "preferred batch 32 is beyond the largest batch 16"),
         ({"serving": Serving(graph_batches=(17,))}, "CUDA graph of batch 17"),
+        ({"serving": Serving(graph_batches=(9,), max_batch=8), "plans": ()}, "vit: CUDA graph of batch 9 is beyond"),
+        ({"profiles": PROFILES}, "vit: profiles are for the script .* the plan has its own"),
+        ({"profiles": PROFILES, "plans": (), "onnx": None}, "vit: profiles are for the script .* give that file"),
         ({"expected": {"gpu": FIGURES}}, "by plan, onnx and cpu, got gpu"),
         ({"server": "19.01"}, "'19.01' is not in the table"),
     ],

@@ -9,6 +9,7 @@ from ground.quantities import MODEL_VERSION
 
 from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
+from .serving_choice import ServingChoice, serving_options
 
 
 @click.command()
@@ -20,9 +21,17 @@ from .options import DIRECTORY, FILE, output_options
 )
 @click.option("--labels", type=FILE, default=None, help="Class names, one a line.")
 @click.option("--server", default=None, help="Server release such as 26.07, to warn when versions don't match.")
+@serving_options
 @output_options
 def package(
-    directory: Path, output: Path, name: str, model_version: int, labels: Path | None, server: str | None, out: Output
+    directory: Path,
+    output: Path,
+    name: str,
+    model_version: int,
+    labels: Path | None,
+    server: str | None,
+    serving: ServingChoice,
+    out: Output,
 ) -> None:
     """Write a Triton model repository from a directory of results.
 
@@ -31,7 +40,15 @@ def package(
     from corp_deploy.release.serving import package_of_directory
     from export.triton.repository import write_repository
 
-    what, notes = package_of_directory(directory, name=name, version=model_version, labels=labels, server=server)
+    what, notes = package_of_directory(
+        directory,
+        name=name,
+        version=model_version,
+        labels=labels,
+        server=server,
+        serving=serving.serving(),
+        profiles=serving.batch,
+    )
     written = write_repository(what, output)
     for note in (*notes, *written.warnings):
         out.warn(note)

@@ -1,16 +1,20 @@
 """A directory of results as a Triton model repository: which artefacts go in, and what was measured of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from export.engine.options import BatchProfile
 from export.engine.record import record_from_json, record_path
-from export.triton.config import Serving
+from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.package import Package
 from ground.errors import BadInput
 from ground.files import read_json, regular, whole
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import finite, summarise
+
+AS_MEASURED = Serving()
 
 
 def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str]]:
@@ -68,9 +72,18 @@ def _labels(path: Path | None) -> tuple[str, ...]:
 
 
 def package_of_directory(
-    directory: Path, *, name: str, version: int, labels: Path | None, server: str | None
+    directory: Path,
+    *,
+    name: str,
+    version: int,
+    labels: Path | None,
+    server: str | None,
+    serving: Serving = AS_MEASURED,
+    profiles: tuple[BatchProfile, ...] = (),
 ) -> tuple[Package, list[str]]:
     """What a release's (or the demo's) directory offers to a server, and what is left out and why.
+
+    `serving` gets the batch to prefer, and the largest one where it names none, from what was measured.
 
     Raises BadInput when there is no reduced graph in it.
     """
@@ -91,6 +104,7 @@ def package_of_directory(
         expected[variant] = Expected(
             measured_on=where, latencies=_latencies(bench), top1_agreement=_agreement(directory)
         )
+    largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(
         name=name,
         version=version,
@@ -98,8 +112,9 @@ def package_of_directory(
         onnx=half if half.is_file() else single,
         cpu_onnx=single,
         labels=_labels(labels),
-        serving=Serving(preferred_batches=preferred, max_batch=None if plans else max((8, *preferred))),
+        serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,
+        profiles=profiles,
         server=server,
     )
     return package, notes

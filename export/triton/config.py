@@ -9,7 +9,10 @@ from .pbtxt import Name, Plain, pbtxt_from
 from .signature import Signature, Tensor
 
 LABELS_NAME = "labels.txt"
+DEFAULT_MAX_BATCH = 8
 POLICIES = ("latest", "all", "specific")
+THREAD_KEYS = {"python": "intra_op_threads", "onnxruntime": "intra_op_thread_count"}  # the latter is the server's own
+CPU_BACKENDS = tuple(THREAD_KEYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,8 @@ class Serving:
                 raise BadInput(f"{name.replace('_', ' ')} must be at least {least}, got {value}")
         if self.policy not in POLICIES:
             raise BadInput(f"version policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        if self.cpu_backend not in ("python", "onnxruntime"):
-            raise BadInput(f"CPU backend {self.cpu_backend!r} is unknown; choose python or onnxruntime")
+        if self.cpu_backend not in CPU_BACKENDS:
+            raise BadInput(f"CPU backend {self.cpu_backend!r} is unknown; choose {' or '.join(CPU_BACKENDS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,8 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
     if variant.cc_filenames:
         fields["cc_model_filenames"] = [{"key": key, "value": name} for key, name in variant.cc_filenames.items()]
     if variant.threads is not None:
-        fields["parameters"] = {"key": "intra_op_threads", "value": {"string_value": str(variant.threads)}}
+        key = THREAD_KEYS[variant.backend]
+        fields["parameters"] = {"key": key, "value": {"string_value": str(variant.threads)}}
     fields["model_warmup"] = [_warmup(variant, size) for size in warmup_batches(variant, serving)]
     return pbtxt_from(fields)
 

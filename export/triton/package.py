@@ -41,6 +41,11 @@ class Package:
             raise BadInput(
                 f"{self.name}: there is nothing to serve; give a plan, an ONNX file or an ONNX file for the CPU"
             )
+        if self.profiles and (self.plans or self.onnx is None):
+            raise BadInput(
+                f"{self.name}: profiles are for the script that builds a plan from an ONNX file; "
+                f"{'leave them out, the plan has its own' if self.plans else 'give that file, or leave them out'}"
+            )
         unknown = set(self.expected) - {"plan", "onnx", "cpu"}
         if unknown:
             raise BadInput(f"expected figures go by plan, onnx and cpu, got {', '.join(sorted(unknown))}")

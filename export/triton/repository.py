@@ -36,7 +36,9 @@ def write_repository(package: Package, repository: Path) -> Written:
     records = tuple(map(checked_record, package.plans))
     models = models_of(package, records, release)
     for model in models:
-        _refuse_contradictions(package, model.variant)
+        for variant in (model.variant, model.pending):
+            if variant is not None:
+                _refuse_contradictions(package, variant)
     entries = read_expected(repository / EXPECTED_NAME)
     for model in models:
         entry = expected_entry(model.variant, package.version, model.expected)

@@ -10,23 +10,26 @@ from export.engine.record import EngineRecord, record_from_json, record_path, sh
 from ground.errors import BadInput
 
 from .build_script import PENDING_NAME, SCRIPT_NAME, build_script
-from .config import Serving, Variant, config_text
+from .config import DEFAULT_MAX_BATCH, Serving, Variant, config_text
 from .expected import Expected
 from .package import Package
 from .server_releases import ServerRelease, server_tags
 from .signature import Signature, signature_from_onnx, signature_from_record
 
 BACKEND_MODEL = Path(__file__).with_name("python_backend_model.py")
-DEFAULT_MAX_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A variant with its files: by name in the version directory, either a path to copy or the text itself."""
+    """A variant with its files: by name in the version directory, either a path to copy or the text itself.
+
+    `pending` is the plan that a script among the files will build, and whose config waits beside it.
+    """
 
     variant: Variant
     files: Mapping[str, Path | str]
     expected: Expected | None
+    pending: Variant | None = None
 
 
 def checked_record(plan: Path) -> EngineRecord:
@@ -93,8 +96,11 @@ def _onnx_models(package: Package, records: tuple[EngineRecord, ...], release: S
     if package.onnx is not None:
         variant = _graph_variant(package, package.onnx, "onnx", limit)
         files: dict[str, Path | str] = {"model.onnx": package.onnx}
-        files |= _build_files(package, variant.signature, records, release)
-        models.append(Model(variant=variant, files=files, expected=package.expected.get("onnx")))
+        profiles = _profiles_to_build(package, package.onnx, variant.signature, records)
+        planned = replace(variant.signature, profiles=profiles)
+        pending = None if records else _plan_variant(package, planned, {})
+        files |= _build_files(package, planned, records, release, pending)
+        models.append(Model(variant=variant, files=files, expected=package.expected.get("onnx"), pending=pending))
     if package.cpu_onnx is not None:
         variant = _graph_variant(package, package.cpu_onnx, "cpu", limit)
         code = {"model.py": BACKEND_MODEL} if package.serving.cpu_backend == "python" else {}
@@ -120,36 +126,49 @@ def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None)
 
 
 def _build_files(
-    package: Package, signature: Signature, records: tuple[EngineRecord, ...], release: ServerRelease | None
+    package: Package,
+    signature: Signature,
+    records: tuple[EngineRecord, ...],
+    release: ServerRelease | None,
+    pending: Variant | None,
 ) -> dict[str, Path | str]:
     """The build script, and the plan's config for when there is no plan yet."""
     assert package.onnx is not None
-    if signature.fixed_batch is not None:
-        profiles: tuple[BatchProfile, ...] = ()
-    elif records:
-        profiles = signature_from_record(records[0]).profiles
-    else:
-        profiles = package.profiles or (_default_profile(package.serving),)
     names = {} if len(records) < 2 else _cc_filenames(package.plans, records)
     script = build_script(
         name=package.name,
         version=package.version,
         inputs=signature.inputs,
-        profiles=profiles,
+        profiles=signature.profiles,
         onnx_sha256=sha256_of(package.onnx.read_bytes()),
         cc_filenames=names,
         image_tag=f"{server_tags()[0]}-py3" if release is None else release.tag,
-        pending=not records,
+        pending=pending is not None,
     )
     files: dict[str, Path | str] = {SCRIPT_NAME: script}
-    if not records:
-        variant = _plan_variant(package, replace(signature, profiles=profiles), {})
-        files[PENDING_NAME] = config_text(variant, package.serving, package.version, labelled=bool(package.labels))
+    if pending is not None:
+        files[PENDING_NAME] = config_text(pending, package.serving, package.version, labelled=bool(package.labels))
     return files
 
 
+def _profiles_to_build(
+    package: Package, graph: Path, signature: Signature, records: tuple[EngineRecord, ...]
+) -> tuple[BatchProfile, ...]:
+    """Those of the plans that are there, else those that the package names; none for a fixed batch."""
+    if signature.fixed_batch is not None:
+        if package.profiles:
+            raise BadInput(
+                f"{graph}: its batch is fixed at {signature.fixed_batch}, asked for profiles "
+                f"{', '.join(map(str, package.profiles))}; leave them out or export with an open batch"
+            )
+        return ()
+    if records:
+        return signature_from_record(records[0]).profiles
+    return package.profiles or (_default_profile(package.serving),)
+
+
 def _default_profile(serving: Serving) -> BatchProfile:
-    largest = serving.max_batch or max((DEFAULT_MAX_BATCH, *serving.preferred_batches))
+    largest = serving.max_batch or max((DEFAULT_MAX_BATCH, *serving.preferred_batches, *serving.graph_batches))
     tuned = min(serving.preferred_batches, default=largest)
     return BatchProfile(smallest=1, tuned=tuned, largest=largest)
 

@@ -1,0 +1,89 @@
+"""corp-deploy package: what its options say to a server stands in the configs."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy.cli import main
+from export.triton.lint import lint_repository
+from export.triton.pbtxt import Message, parse
+from tests.export_served import write_onnx, write_plan
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A directory of results with a graph and no measurement."""
+    (tmp_path / "reduced").mkdir()
+    write_onnx(tmp_path / "reduced" / "model.onnx")
+    return tmp_path
+
+
+def package(results: Path, *words: object) -> Result:
+    return CliRunner().invoke(main, ["package", *map(str, (results, "-o", results / "repo", *words))])
+
+
+def config_of(path: Path) -> Message:
+    return parse(path.read_text())
+
+
+def inner(message: Message, *names: str) -> Message:
+    """The message at the end of a path of fields."""
+    for name in names:
+        held = message.message(name)
+        assert held is not None, name
+        message = held
+    return message
+
+
+def test_what_a_server_is_told_is_an_option(results: Path) -> None:
+    words = ["--queue-delay-us", 0, "--instances", 3, "--graph-batches", "1,16", "--policy", "all"]
+    words += ["--cpu-backend", "onnxruntime", "--cpu-threads", 2, "--batch", "1:4:8", "--batch", "1:16:32"]
+    result = package(results, *words)
+    assert result.exit_code == 0, result.output
+    cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
+    assert (cpu.text("backend"), cpu.number("max_batch_size")) == ("onnxruntime", 8)
+    assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
+    assert inner(cpu, "instance_group").number("count") == 3
+    assert inner(cpu, "parameters", "value").text("string_value") == "2"
+    inner(cpu, "version_policy", "all")
+    pending = config_of(results / "repo/vit_onnx/1/plan.config.pbtxt")
+    assert pending.number("max_batch_size") == 32
+    specs = inner(pending, "optimization", "cuda").messages("graph_spec")
+    assert [spec.number("batch_size") for spec in specs] == [1, 16]
+    script = (results / "repo/vit_onnx/1/build_plan.sh").read_text()
+    assert "--optShapes=images:4x3x4x4" in script
+    assert "--optShapes=images:16x3x4x4" in script
+    assert not any(each.severity == "error" for each in lint_repository(results / "repo"))
+
+
+def test_without_options_nothing_changes(results: Path) -> None:
+    assert package(results, "--max-batch", 4).exit_code == 0
+    cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
+    assert (cpu.text("backend"), cpu.number("max_batch_size")) == ("python", 4)
+    assert package(results, "--model-version", 2).exit_code == 0
+    cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
+    assert cpu.number("max_batch_size") == 8
+    assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds") == 500
+    assert inner(cpu, "version_policy", "latest").number("num_versions") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--graph-batches", "16", "--max-batch", 8], "CUDA graph of batch 16 is beyond the largest batch 8"),
+        (["--batch", "8:4:16"], "1 <= min <= opt <= max"),
+        (["--instances", 0], "a whole number from 1 to 1024"),
+        (["--policy", "newest"], "'newest' is not one of 'latest', 'all', 'specific'"),
+    ],
+)
+def test_what_can_not_be_served_is_refused(results: Path, words: list[object], says: str) -> None:
+    result = package(results, *words)
+    assert (result.exit_code, says in result.output) == (2, True), result.output
+    assert not (results / "repo").exists()
+
+
+def test_profiles_beside_a_plan_are_refused(results: Path) -> None:
+    write_plan(results / "reduced" / "model.plan", results / "reduced" / "model.onnx")
+    result = package(results, "--batch", "1:4:8")
+    assert (result.exit_code, "leave them out, the plan has its own" in result.output) == (2, True), result.output
