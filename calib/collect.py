@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .hooks import Role, evaluating, listening, roles
+from .hooks import evaluating, listening
 from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
 from .moments import Moments
 from .products import Kernel, kernel_for
-from .sites import ChannelTaps, Site
+from .sites import ChannelTaps, Role, Site
 from .sums import ChannelSums, HeadSums, SiteSums
 from .weights import TokenWeights, Weights, weights_by_tokens
 
@@ -146,7 +146,7 @@ class Collector:
         with suppress(_AllHeard), torch.no_grad(), forward, cast:
             run_model(self._model, moved(inputs, self.device))
         for site in self._sites:
-            for role in roles(site):
+            for role in site.taps:
                 if (runs := self._heard.count((site.name, role))) != 1:
                     raise BadInput(f"{site.name}: {role} came {runs} times in one forward pass, expected once")
         self._stop_after = len(self._heard)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .hooks import Role, evaluating, listening
+from .hooks import evaluating, listening
 from .inputs import Inputs, moved, run_model
-from .sites import ChannelTaps, Site
+from .sites import ChannelTaps, Role, Site
 
 FLOAT64_BYTES = 8
 CGROUP = Path("/sys/fs/cgroup")

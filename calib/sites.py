@@ -1,17 +1,63 @@
-"""Where to listen: the modules of a model whose inputs or outputs are statistics' raw material."""
+"""Where to listen: the modules of a model whose inputs or outputs are statistics' raw material.
 
-from collections.abc import Callable
+Shapes: B inputs, H heads, N tokens, D dims, F and C channels.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ground.errors import BadInput
+
+Role = Literal["x", "q", "k", "z"]
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tap:
-    """`take` turns the output of `module` into [B,H,N,D]: images, heads, tokens, dims."""
+    """`take` turns the output of `module` into [B,H,N,D]."""
 
     module: nn.Module
     take: Callable[[Tensor], Tensor]
+
+    def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x_BHND = self.take(output)
+            if x_BHND.ndim != 4:
+                raise BadInput(f"{site}: its tap gave {list(x_BHND.shape)}, expected [batch, heads, tokens, dims]")
+            hear(x_BHND)
+
+        return self.module.register_forward_hook(hook)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputTap:
+    """What enters `module`, as [B,N,F]."""
+
+    module: nn.Module
+
+    def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            hear(_tokens_from(site, inputs[0], self.module))
+
+        return self.module.register_forward_pre_hook(hook)
+
+
+def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
+    """[B,F], [B,N,F], or [B,...,F] into a linear layer -> [B,N,F]: what lies between batch and channels is tokens."""
+    if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
+        raise BadInput(
+            f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; there are "
+            "statistics of tokens [batch, tokens, channels] and of vectors [batch, channels] alone: leave this site out"
+        )
+    if x.ndim < 2:
+        raise BadInput(
+            f"{site}: got an input of shape {list(x.shape)}, expected [batch, tokens, channels] or [batch, channels]"
+        )
+    return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +66,11 @@ class ChannelTaps:
 
     name: str
     output: nn.Linear
+
+    @property
+    def taps(self) -> Mapping[Role, Tap | InputTap]:
+        """What one forward pass must bring, each exactly once."""
+        return {"x": InputTap(module=self.output)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +81,11 @@ class HeadTaps:
     queries: Tap
     keys: Tap
     output: nn.Module
+
+    @property
+    def taps(self) -> Mapping[Role, Tap | InputTap]:
+        """What one forward pass must bring, each exactly once."""
+        return {"q": self.queries, "k": self.keys, "z": InputTap(module=self.output)}
 
 
 Site = ChannelTaps | HeadTaps

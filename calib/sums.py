@@ -8,10 +8,10 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from .hooks import Role
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, mirror, upper_triangle
+from .sites import Role
 from .weights import Weights, rooted, token_count, weighted
 
 

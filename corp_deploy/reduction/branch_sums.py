@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from calib.collect import ACTIVE_EPS
-from calib.hooks import Role, listening
+from calib.hooks import listening
 from calib.moments import ChannelMoments, HeadMoments, on_device
 from calib.products import add_active
+from calib.sites import Role
 from calib.sums import HeadSums
 from calib.weights import Weights, weights_of
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
