@@ -13,9 +13,13 @@ from benchmarks import calibration, passes, proof_cost, readme_tables, sweep_cos
 from benchmarks.readme_tables import calibration as calibration_sentence
 from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
+from calib.texts import open_texts
 from corp_deploy.commands import passes as told
-from corp_deploy.families.steps import Branch
+from corp_deploy.families.bert import EncoderArchitecture, EncoderArguments, architecture_of
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.families.widths import HeadWidths
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}
@@ -29,35 +33,34 @@ def test_a_sweep_is_timed_beside_its_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(value > 0.0 for value in row.values())
 
 
-def subject(monkeypatch: pytest.MonkeyPatch) -> text_encoder.Subject:
-    """An encoder of one small block with random weights."""
-    for name, value in (("WIDTH", 24), ("HEADS", 2), ("HIDDEN", 128), ("LAYERS", 1), ("BATCH", 4)):
-        monkeypatch.setattr(text_encoder, name, value)
+def subject(monkeypatch: pytest.MonkeyPatch, directory: Path) -> text_encoder.Subject:
+    """An encoder of one small block with random weights, and pieces of 5 random tokens."""
+    monkeypatch.setattr(text_encoder, "BATCH", 4)
     torch.manual_seed(0)
-    model = text_encoder.Encoder().eval().requires_grad_(False)
-    return text_encoder.Subject(model, torch.randn(8, 1, 5, 24), torch.randn(4, 1, 5, 24))
+    encoder = EncoderArchitecture(vocabulary=40, positions=8, width=24, heads=2, hidden=128, layers=1)
+    arguments = EncoderArguments(encoder=encoder, text=Tokenization(length=5, sha256="0" * 64))
+    architecture = architecture_of("bert", arguments)
+    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
+    opened = []
+    for name, count in (("calibration", 8), ("held-out", 4)):
+        rows = torch.randint(40, (count, 5)).tolist()
+        (directory / name).write_text("\n".join(" ".join(map(str, row)) for row in rows))
+        opened.append(open_texts(directory / name, encode=text_encoder.encode))
+    return text_encoder.Subject(dense, *opened)
 
 
-def test_the_encoders_steps_are_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = subject(monkeypatch)
-    x = made.held_out.squeeze(1)
-    for step in made.steps():
-        x = x + step.added_by(step.layer, x) if isinstance(step, Branch) else step(x)
-    torch.testing.assert_close(x.mean(dim=1), made.model(made.held_out))
-
-
-def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = subject(monkeypatch)
-    rows = list(text_encoder.rows_of(made, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}))
+def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = subject(monkeypatch, tmp_path)
+    rows = list(text_encoder.rows_of(small, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}))
     assert [row["method"] for row in rows] == [method.name for method in text_encoder.VARIANTS]
     assert all(0.0 < row["error"] < 3.0 for row in rows)
     assert rows[0]["of_corp"] == 1.0
-    widths = made.widths("joint", 0.5)
+    best = text_encoder.VARIANTS[1]
+    widths = {site.name: site.width for site in sites_of(small.reduced(best, "joint", 0.5)).every}
     assert widths == {"blocks.0.attn": HeadWidths(qk=6, v=12), "blocks.0.mlp": 64}
-    again = list(text_encoder.rows_of(made, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}, rows))
-    assert again == rows
-    whole = made.reduced(text_encoder.VARIANTS[1], made.widths("joint", 0.0))
-    torch.testing.assert_close(whole(made.held_out), made.model(made.held_out), rtol=1e-3, atol=1e-4)
+    assert small.error(best, "joint", 0.0) < 1e-3
     table = text_encoder_table({"rows": rows})
     assert "| joint | 50% | 40 |" in table
 

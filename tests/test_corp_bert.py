@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,10 +14,10 @@ from corp_deploy.families.bert import EncoderArchitecture, TextEncoder
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES, architecture_from_transformers, state_from_transformers
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
-from corp_deploy.families.tokenizer import TextTokenizer, Tokenization
+from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
-from ground.files import sha256_of_file
+from ground.files import sha256_of_text
 from tests import encoders
 
 TOKENS = 12
@@ -165,24 +164,24 @@ def test_tensors_without_a_place_and_incomplete_projections_are_refused(tmp_path
         state_from_transformers(twice, model_type="bert", where="weights")
 
 
-def _tokenizer(directory: Path, length: int = 10, **changes: Any) -> TextTokenizer:
-    path = directory / "tokenizer.json"
-    digest = sha256_of_file(path)
-    tokenization = Tokenization(length=length, pad_id=encoders.PAD, sha256=digest, **changes)
-    return TextTokenizer(path, tokenization, vocabulary=encoders.VOCABULARY)
+def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULARY, **changes: Any) -> TextSpec:
+    content = content_of_tokenizer(directory)
+    tokenization = Tokenization(length=length, pad_id=encoders.PAD, sha256=sha256_of_text(content), **changes)
+    return TextSpec(tokenization=tokenization, tokenizer_json=content, vocabulary=vocabulary)
 
 
 def test_texts_become_ids_of_one_length_with_their_mask(tmp_path: Path) -> None:
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
-    tokens = _tokenizer(tmp_path).encode(["a list", "", " ".join(encoders.TEXTS)])
-    ids, mask = tokens["input_ids"], tokens["attention_mask"]
+    tokens = _spec(tmp_path).encoder()(["a list", "", " ".join(encoders.TEXTS)])
+    assert list(tokens) == ["input_ids", "attention_mask"]
+    ids, mask = tokens.values()
     assert ids.shape == mask.shape == (3, 10)
-    assert ids.dtype == mask.dtype == np.int64
-    assert mask.sum(axis=1).tolist()[1:] == [2, 10]
+    assert ids.dtype == mask.dtype == torch.int64
+    assert mask.sum(dim=1).tolist()[1:] == [2, 10]
     assert ids[1].tolist() == [1, 2, *[encoders.PAD] * 8]
-    assert (ids[:, 0] == 1).all()
-    assert ids[2, -1] == 2
-    assert (ids[mask == 0] == encoders.PAD).all()
+    assert bool((ids[:, 0] == 1).all())
+    assert int(ids[2, -1]) == 2
+    assert bool((ids[mask == 0] == encoders.PAD).all())
 
 
 def test_texts_are_lower_cased_where_the_encoder_was_trained_so(tmp_path: Path) -> None:
@@ -191,23 +190,24 @@ def test_texts_are_lower_cased_where_the_encoder_was_trained_so(tmp_path: Path) 
     content = json.loads(path.read_text())
     content["normalizer"] = None
     path.write_text(json.dumps(content))
-    cased, lower = _tokenizer(tmp_path), _tokenizer(tmp_path, lower_case=True)
-    assert np.array_equal(lower.encode(["A LIST"])["input_ids"], cased.encode(["a list"])["input_ids"])
-    assert not np.array_equal(cased.encode(["A LIST"])["input_ids"], cased.encode(["a list"])["input_ids"])
+    cased, lower = _spec(tmp_path).encoder(), _spec(tmp_path, lower_case=True).encoder()
+    assert torch.equal(lower(["A LIST"])["input_ids"], cased(["a list"])["input_ids"])
+    assert not torch.equal(cased(["A LIST"])["input_ids"], cased(["a list"])["input_ids"])
 
 
 def test_a_tokenizer_that_does_not_belong_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
     with pytest.raises(BadInput, match="no such file"):
-        TextTokenizer(path, Tokenization(length=10, sha256="0" * 64), vocabulary=encoders.VOCABULARY)
-    encoders.write_tokenizer(path)
-    with pytest.raises(BadInput, match="the model has 50 words"):
-        TextTokenizer(path, Tokenization(length=10, sha256="0" * 64), vocabulary=50)
+        content_of_tokenizer(tmp_path)
+    encoders.write_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(BadInput, match=r"sha256 .*, expected 0000"):
+        content_of_tokenizer(tmp_path, sha256="0" * 64)
+    with pytest.raises(BadInput, match="the model knows 50"):
+        _spec(tmp_path, vocabulary=50).encoder()
     with pytest.raises(BadInput, match="2 marks of start and end"):
-        _tokenizer(tmp_path, length=2)
-    path.write_text("{}")
+        _spec(tmp_path, length=2).encoder()
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadInput, match="not a tokenizer"):
-        _tokenizer(tmp_path)
+        _spec(tmp_path).encoder()
 
 
 def test_pooling_and_length_are_read_of_what_stands_beside(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A family of models that nothing but this file knows goes through calibrate, reduce, export and verify."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -165,6 +165,12 @@ class LadderFamily:
     def exportable(self, model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
         plain = {site.name: site.plain(geometry) for site in self.sites(model).heads}
         return replaced(model, plain).eval().requires_grad_(False)
+
+    def beside(self, model: nn.Module) -> Mapping[str, str]:
+        return {}
+
+    def take_beside_(self, model: nn.Module, directory: Path) -> None:
+        pass
 
 
 @pytest.fixture

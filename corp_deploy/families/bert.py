@@ -6,7 +6,8 @@ here they are one model, with the q, k and v of a layer in one fused projection.
 Legend: B texts, N tokens, C channels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,11 +16,29 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from calib.inputs import Inputs, named
+from ground.errors import BadInput
+from ground.ports import OutputPort
+
+from .architecture import Architecture
+from .channel_site import ChannelSite
 from .head_attention import HeadAttention
+from .head_site import HeadSite
+from .modules import replaced
+from .sites import Sites
+from .steps import Branch, Passage, Step
+from .tokenizer import FILE as TOKENIZER
+from .tokenizer import TextSpec, Tokenization, content_of_tokenizer
+from .widths import HeadGeometry
+
+NAME = "bert"
+FIXED_PARTS: tuple[str, ...] = ()
+MOST_PARAMETERS = 20_000_000_000
+EMBEDDING = OutputPort(name="embedding", role="embedding")
 
 Pooling = Literal["mean", "first"]
 Width = Annotated[int, Meta(ge=1, le=65_536)]
-Rows = Annotated[int, Meta(ge=1, le=10_000_000)]
+Rows = Annotated[int, Meta(ge=2, le=10_000_000)]
 Heads = Annotated[int, Meta(ge=1, le=1024)]
 Layers = Annotated[int, Meta(ge=1, le=256)]
 Eps = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -132,9 +151,12 @@ class Block(nn.Module):
 class TextEncoder(nn.Module):
     """input_ids and attention_mask [B,N], 1 for a token and 0 for padding behind it -> one embedding a text [B,C]."""
 
-    def __init__(self, architecture: EncoderArchitecture) -> None:
+    def __init__(self, architecture: EncoderArchitecture, tokenization: Tokenization | None = None) -> None:
+        """`tokenization` and the content of its tokenizer.json go with the model, as texts are nothing without them."""
         super().__init__()
         self.architecture = architecture
+        self.tokenization = tokenization
+        self.tokenizer_json = ""
         self.embeddings = Embeddings(architecture)
         self.blocks = nn.ModuleList(Block(architecture) for _ in range(architecture.layers))
 
@@ -160,3 +182,160 @@ class TextEncoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.pooled(self.tokens(input_ids, attention_mask), attention_mask)
+
+
+class EncoderArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What config.json of a model directory says of an encoder."""
+
+    encoder: EncoderArchitecture
+    text: Tokenization
+
+
+def arguments_of(architecture: Architecture) -> EncoderArguments:
+    """Raises BadInput, naming the entry, for one that is missing, of another type or beyond bounds."""
+    try:
+        arguments = msgspec.convert(dict(architecture.kwargs), EncoderArguments)
+    except ValueError as error:  # msgspec's own are ValueErrors too
+        raise BadInput(f"architecture of a text encoder: {str(error)[:300]}; write the model again") from None
+    if arguments.text.length > arguments.encoder.longest:
+        raise BadInput(
+            f"a text of {arguments.text.length} tokens: the encoder has places for {arguments.encoder.longest} at most"
+        )
+    return arguments
+
+
+def architecture_of(name: str, arguments: EncoderArguments) -> Architecture:
+    """As config.json has it; `name` is the kind that the weights were trained as."""
+    return Architecture(name=name, kwargs=msgspec.to_builtins(arguments), family=NAME)
+
+
+def accepts(model: nn.Module) -> bool:
+    return isinstance(model, TextEncoder)
+
+
+def _encoder(model: nn.Module) -> TextEncoder:
+    assert isinstance(model, TextEncoder), type(model)
+    return model
+
+
+def build(architecture: Architecture) -> nn.Module:
+    """The encoder with its initial weights, in eval mode; its tokenizer is set by `take_beside_`."""
+    arguments = arguments_of(architecture)
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in TextEncoder(arguments.encoder).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise BadInput(f"an encoder of {parameters:,} parameters; {MOST_PARAMETERS:,} at most are built")
+    return TextEncoder(arguments.encoder, arguments.text).eval()
+
+
+def _channel_site(name: str, mlp: nn.Module) -> ChannelSite:
+    assert isinstance(mlp, Mlp), (name, mlp)
+    return ChannelSite(name=name, first=mlp.fc1, last=mlp.fc2, first_name=f"{name}.fc1", last_name=f"{name}.fc2")
+
+
+def _head_site(name: str, attention: nn.Module) -> HeadSite:
+    assert isinstance(attention, HeadAttention), (name, attention)
+    return HeadSite(
+        name=name,
+        module=attention,
+        first=attention.qkv,
+        last=attention.proj,
+        heads=attention.heads,
+        qk=attention.qk,
+        v=attention.v,
+        scale=attention.scale,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        geometry=attention.geometry,
+    )
+
+
+def sites(model: nn.Module) -> Sites:
+    """The MLPs, then the attentions, dense or already reduced."""
+    blocks = [(f"blocks.{index}", block) for index, block in enumerate(_encoder(model).blocks)]
+    channels = [_channel_site(f"{name}.mlp", block.get_submodule("mlp")) for name, block in blocks]
+    heads = [_head_site(f"{name}.attn", block.get_submodule("attn")) for name, block in blocks]
+    return Sites(every=(*channels, *heads), refused=())
+
+
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+    """Of every block the attention's branch, the norm behind it, the MLP's branch and the norm behind that."""
+    blocks = _encoder(model).blocks
+    for index, block in enumerate(blocks):
+        counted = read if index == len(blocks) - 1 else None
+        for layer, norm in (("attn", "norm1"), ("mlp", "norm2")):
+            yield Branch(
+                name=f"blocks.{index}.{layer}",
+                norm=nn.Identity(),
+                layer=block.get_submodule(layer),
+                scale_C=None,
+                read=counted,
+                mixes_tokens=layer == "attn",
+            )
+            yield Passage(module=block.get_submodule(norm))
+
+
+def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
+    """What enters the first block [B,N,C]."""
+    x_BNC: Tensor = _encoder(model).embeddings(named(inputs)["input_ids"])
+    return x_BNC
+
+
+def token_weights(model: nn.Module, inputs: Inputs) -> Tensor:
+    """1 for a token, 0 for padding: [B,N]."""
+    return named(inputs)["attention_mask"].to(torch.float32)
+
+
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
+    """One embedding a text [B,C]."""
+    return _encoder(model).pooled(x_BNC, named(inputs)["attention_mask"])
+
+
+def last_block(model: nn.Module) -> nn.Module:
+    return _encoder(model).blocks[-1]
+
+
+def token_kinds(model: nn.Module) -> tuple[str, ...]:
+    """The mark of a text's start, and everything behind it."""
+    return ("first", *["text"] * (input_spec(model).shape[0] - 1))
+
+
+def depth(model: nn.Module) -> int:
+    return len(_encoder(model).blocks)
+
+
+def input_spec(model: nn.Module) -> TextSpec:
+    encoder = _encoder(model)
+    assert encoder.tokenization is not None, "an encoder that is reduced knows its texts"
+    return TextSpec(
+        tokenization=encoder.tokenization,
+        tokenizer_json=encoder.tokenizer_json,
+        vocabulary=encoder.architecture.vocabulary,
+    )
+
+
+def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+    return (EMBEDDING,)
+
+
+def classes(model: nn.Module) -> int:
+    """None: what it says is an embedding."""
+    return 0
+
+
+def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
+    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul."""
+    copied = replaced(model, {site.name: site.plain(geometry) for site in sites(model).heads})
+    return copied.eval().requires_grad_(False)
+
+
+def beside(model: nn.Module) -> Mapping[str, str]:
+    """The content of what stands beside the weights in a model directory, by file name."""
+    return {TOKENIZER: _encoder(model).tokenizer_json}
+
+
+def take_beside_(model: nn.Module, directory: Path) -> None:
+    """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
+    encoder = _encoder(model)
+    assert encoder.tokenization is not None, "a model of a directory was built with it"
+    encoder.tokenizer_json = content_of_tokenizer(directory, sha256=encoder.tokenization.sha256)

@@ -4,7 +4,8 @@ A family is a file (or an object) with these functions; it alone spells its libr
 how the model is run, taken apart, built again and exported. What is done at a site is the business of the kind of site.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -14,7 +15,7 @@ from calib.inputs import Inputs
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from . import timm_vit
+from . import bert, timm_vit
 from .architecture import Architecture
 from .sites import Sites
 from .steps import Step
@@ -58,6 +59,14 @@ class ImageSpec(InputSpec, Protocol):
 
     def transform(self) -> Callable[[Any], Tensor]:
         """An RGB image of PIL -> float32 [C,H,W]."""
+        ...
+
+
+class TextSpec(InputSpec, Protocol):
+    """Texts as a model takes them."""
+
+    def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
+        """Texts [B] -> a tensor [B,N] for each port."""
         ...
 
 
@@ -130,8 +139,16 @@ class Family(Protocol):
         """
         ...
 
+    def beside(self, model: nn.Module) -> Mapping[str, str]:
+        """The content of what must stand beside the weights in a model directory, by file name."""
+        ...
 
-_FAMILIES: dict[str, Family] = {family.NAME: family for family in (timm_vit,)}
+    def take_beside_(self, model: nn.Module, directory: Path) -> None:
+        """Give a model just built what stands beside its weights. Raises BadInput for what is missing or another's."""
+        ...
+
+
+_FAMILIES: dict[str, Family] = {family.NAME: family for family in (timm_vit, bert)}
 
 
 def register(family: Family) -> None:
@@ -152,8 +169,8 @@ def family_of(model: nn.Module) -> Family:
         if family.accepts(model):
             return family
     raise BadInput(
-        f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs): "
-        "its blocks are built differently, so corp-deploy can't reduce it"
+        f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs) or an "
+        "encoder of BERT's kind: its blocks are built differently, so corp-deploy can't reduce it"
     )
 
 
@@ -184,7 +201,16 @@ def example_of(model: nn.Module) -> Inputs:
 
 def image_spec(model: nn.Module) -> ImageSpec:
     """How images become the model's input. Raises BadInput for a model that takes something else."""
+    return cast(ImageSpec, _spec(model, "images"))
+
+
+def text_spec(model: nn.Module) -> TextSpec:
+    """How texts become the model's input. Raises BadInput for a model that takes something else."""
+    return cast(TextSpec, _spec(model, "text"))
+
+
+def _spec(model: nn.Module, medium: Medium) -> InputSpec:
     spec = family_of(model).input_spec(model)
-    if spec.medium != "images":
-        raise BadInput(f"the model takes {spec.medium}, not images; give --{spec.medium}")
-    return cast(ImageSpec, spec)
+    if spec.medium != medium:
+        raise BadInput(f"the model takes {spec.medium}, not {medium}; give --{spec.medium}")
+    return spec

@@ -6,6 +6,7 @@ with its reason.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import timm
@@ -337,3 +338,12 @@ def build(architecture: Architecture) -> nn.Module:
     if accepts(model):
         set_preprocessing_(model, architecture.preprocessing)
     return model
+
+
+def beside(model: nn.Module) -> Mapping[str, str]:
+    """Nothing: how images are prepared is a few numbers of config.json."""
+    return {}
+
+
+def take_beside_(model: nn.Module, directory: Path) -> None:
+    """Nothing stands there."""

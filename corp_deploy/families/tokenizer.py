@@ -1,16 +1,18 @@
 """Texts -> token ids of one length with their mask, by a tokenizer.json. It is data: nothing in it is executed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
+import torch
 from msgspec import Meta
-from numpy.typing import NDArray
+from torch import Tensor
 
 from ground.errors import BadInput, Missing
-from ground.files import MOST_BYTES, regular
+from ground.files import MOST_BYTES, regular, sha256_of_text
+from ground.ports import Port
 
 FILE = "tokenizer.json"
 _TOKENS = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -26,53 +28,101 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lower_case: bool = False
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        """What a model is given of a text: `input_ids` and `attention_mask`, 1 for a token and 0 for padding."""
+        return tuple(Port(name=name, shape=(self.length,), dtype="int64") for name in ("input_ids", "attention_mask"))
 
-class TextTokenizer:
-    """A tokenizer of the tokenizers package, set to one length."""
 
-    def __init__(self, path: Path, tokenization: Tokenization, *, vocabulary: int) -> None:
-        """Raises Missing without the package, and BadInput for a file that is no tokenizer, for one whose ids the model
-        with its `vocabulary` does not know, and for a length that its marks alone fill.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSpec:
+    """What a model with this `vocabulary` takes of a text; `tokenizer_json` is the content of the file."""
+
+    tokenization: Tokenization
+    tokenizer_json: str
+    vocabulary: int
+    medium: Literal["text"] = "text"
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        return self.tokenization.ports
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.tokenization.length,)
+
+    def as_line(self) -> str:
+        """The preparation for people."""
+        lower = ", lower-cased" if self.tokenization.lower_case else ""
+        length, digest = self.tokenization.length, self.tokenization.sha256[:12]
+        return f"texts of {length} tokens, cut or padded{lower}, {FILE} of sha256 {digest}..."
+
+    def as_json(self) -> dict[str, Any]:
+        """The preparation as plain JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self.tokenization)
+        return values
+
+    def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
+        """Texts [B] -> `input_ids` and `attention_mask`, int64 [B,N].
+
+        Raises Missing without the package tokenizers, and BadInput for a tokenizer that can't be read, whose ids the
+        model does not know, or whose marks alone fill the length.
         """
-        self.tokenization = tokenization
-        self._inner = _read(path)
-        largest = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0)
-        if max(largest, tokenization.pad_id) >= vocabulary:
-            raise BadInput(
-                f"{path}: its ids go up to {max(largest, tokenization.pad_id)}, the model has {vocabulary} words; it "
-                "belongs to another model"
-            )
-        length, marks = tokenization.length, self._inner.num_special_tokens_to_add(is_pair=False)
-        if length <= marks:
-            raise BadInput(f"{path}: {length} tokens a text are no more than its {marks} marks of start and end")
-        self._inner.enable_truncation(max_length=length)
-        pad = self._inner.id_to_token(tokenization.pad_id) or "[PAD]"
-        self._inner.enable_padding(length=length, pad_id=tokenization.pad_id, pad_token=pad, direction="right")
+        inner = _tokenizer(self.tokenizer_json)
+        _refuse_foreign(inner, self.tokenization, self.vocabulary)
+        length, pad_id = self.tokenization.length, self.tokenization.pad_id
+        inner.enable_truncation(max_length=length)
+        pad = inner.id_to_token(pad_id) or "[PAD]"
+        inner.enable_padding(length=length, pad_id=pad_id, pad_token=pad, direction="right")
 
-    def encode(self, texts: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-        """`input_ids` and `attention_mask` int64 [texts, length]."""
-        given = [text.lower() for text in texts] if self.tokenization.lower_case else list(texts)
-        encodings = self._inner.encode_batch(given)
-        return {
-            "input_ids": _int64([encoding.ids for encoding in encodings], self.tokenization.length),
-            "attention_mask": _int64([encoding.attention_mask for encoding in encodings], self.tokenization.length),
-        }
+        def encode(texts: Sequence[str]) -> Mapping[str, Tensor]:
+            given = [text.lower() for text in texts] if self.tokenization.lower_case else list(texts)
+            encodings = inner.encode_batch(given)
+            ids, masks = ([getattr(each, name) for each in encodings] for name in ("ids", "attention_mask"))
+            return {
+                port.name: torch.tensor(rows, dtype=torch.int64).reshape(len(rows), length)
+                for port, rows in zip(self.ports, (ids, masks), strict=True)
+            }
+
+        return encode
 
 
-def _int64(rows: list[list[int]], length: int) -> NDArray[np.int64]:
-    return np.asarray(rows, dtype=np.int64).reshape(len(rows), length)
-
-
-def _read(path: Path) -> Any:
+def _tokenizer(content: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise Missing("the package tokenizers is not installed: pip install 'corp-deploy[hf]'") from None
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as error:  # the package raises nothing narrower
+        raise BadInput(f"{FILE}: not a tokenizer of the tokenizers package ({str(error)[:200]})") from None
+
+
+def _refuse_foreign(inner: Any, tokenization: Tokenization, vocabulary: int) -> None:
+    largest = max([tokenization.pad_id, *inner.get_vocab(with_added_tokens=True).values()])
+    if largest >= vocabulary:
+        raise BadInput(f"{FILE}: its ids go up to {largest}, the model knows {vocabulary}; it belongs to another model")
+    marks = inner.num_special_tokens_to_add(is_pair=False)
+    if tokenization.length <= marks:
+        raise BadInput(
+            f"{FILE}: {tokenization.length} tokens a text are no more than its {marks} marks of start and end"
+        )
+
+
+def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
+    """The tokenizer.json of a directory, of this digest where one is given. Raises BadInput where there is none."""
+    path = directory / FILE
     if not path.exists():
         raise BadInput(f"{path}: no such file; save the model's fast tokenizer there: tokenizer.save_pretrained(DIR)")
     if regular(path).stat().st_size > MOST_BYTES:
-        raise BadInput(f"{path}: larger than any tokenizer")
+        raise BadInput(f"{path}: {path.stat().st_size} bytes, larger than any tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise BadInput(f"{path}: not a tokenizer of the tokenizers package ({str(error)[:200]})") from None
+        content = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 ({error.reason}); it is no tokenizer") from None
+    if sha256 is not None and (digest := sha256_of_text(content)) != sha256:
+        raise BadInput(
+            f"{path}: sha256 {digest[:16]}..., expected {sha256[:16]}...; it was changed after the model was written: "
+            "write the model again"
+        )
+    return content

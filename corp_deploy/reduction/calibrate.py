@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from calib import calibrate as passes
 from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
-from calib.images import Images
+from calib.input_set import InputSet
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
@@ -93,7 +93,7 @@ def sparsity_that_fits(
 
 def calibrate(
     checkpoint: Checkpoint,
-    images: Images,
+    images: InputSet,
     *,
     batch_size: int,
     device: str = "cpu",
@@ -132,7 +132,8 @@ def calibrate(
         )
 
     # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
-    if saved is not None or device != "cpu":
+    pixels = family_of(there.model).input_spec(there.model).medium == "images"
+    if saved is not None or device != "cpu" or not pixels:
         return take()
     with _watched_range(there.model) as seen:
         moments = take()

@@ -11,8 +11,7 @@ from typing import Any
 from calib import memory
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from calib.images import Images
-from calib.input_set import parted
+from calib.input_set import InputSet, parted
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from calib.resume import ResumeFile
 from calib.store import load, save
@@ -136,7 +135,7 @@ def _refuse_too_large(
 
 def _take(
     checkpoint: Checkpoint,
-    images: Images,
+    images: InputSet,
     request: CalibrationRequest,
     run: CalibrationRun,
     *,
@@ -160,7 +159,7 @@ def _take(
 
 def _restricted(
     checkpoint: Checkpoint,
-    images: Images,
+    images: InputSet,
     request: CalibrationRequest,
     run: CalibrationRun,
     widths: Mapping[str, int],
@@ -188,7 +187,7 @@ def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]
 
 
 def write_moments(
-    checkpoint: Checkpoint, images: Images, request: CalibrationRequest, run: CalibrationRun, output: Path
+    checkpoint: Checkpoint, images: InputSet, request: CalibrationRequest, run: CalibrationRun, output: Path
 ) -> list[dict[str, Any]]:
     """Write the moments to `output`, and those of held-out images beside it.
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from corp_deploy.families.family import family_of
+from calib.inputs import moved, run_model
+from corp_deploy.families.family import example_of, family_of
 from corp_deploy.families.modules import device
 
 Reads = Literal["all", "pooled"]
@@ -37,14 +38,11 @@ def tokens_read(model: nn.Module) -> Tensor:
         return streams[0]
 
     where = device(model)
-    inputs = [
-        torch.zeros(1, *port.shape, dtype=getattr(torch, port.dtype), device=where)
-        for port in family.input_spec(model).ports
-    ]
+    example = moved(example_of(model), where)
     handle = family.last_block(model).register_forward_hook(put)
     try:
         with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            outputs: Tensor = model(*inputs)
+            outputs: Tensor = run_model(model, example)
             generator = torch.Generator(device="cpu").manual_seed(1)
             weights = torch.randn(outputs.shape, generator=generator, device="cpu").to(outputs)
             (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), streams)

@@ -19,7 +19,7 @@ from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import preprocessing_from_json
 from ground.errors import BadInput
-from ground.files import read_json, replacing, sha256_of_file, write_json
+from ground.files import read_json, replacing, sha256_of_file, write_json, write_text
 
 from .hub_snapshot import CONFIG as CONFIG
 from .model_config import model_config_from_json
@@ -97,6 +97,8 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     with replacing(directory / WEIGHTS) as temporary:
         save_file(state, temporary, metadata={"format": "pt"})
     family = family_of(checkpoint.model)
+    for name, content in family.beside(checkpoint.model).items():
+        write_text(directory / name, content)
     spec = family.input_spec(checkpoint.model)
     write_json(
         directory / CONFIG,
@@ -144,4 +146,5 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     read = read_weights(weights)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
+    family_of(model).take_beside_(model, directory)
     return Checkpoint(model=model.eval(), architecture=architecture, lineage=config.lineage)

@@ -21,6 +21,7 @@ from .hub_snapshot import (
     refuse_beside_directory,
     weights_of_snapshot,
 )
+from .transformers_directory import PREFIX, load_transformers
 from .weight_fit import fitted
 from .weights import KINDS, read_weights
 
@@ -66,6 +67,10 @@ def model_of_directory(directory: Path) -> Checkpoint:
     return load_dense(str(directory), weights=None, kwargs={})
 
 
+def _refuse_beside(directory: Path, given: Mapping[str, Any]) -> None:
+    refuse_beside_directory(directory, {f"--{name.replace('_', '-')}": value for name, value in given.items()})
+
+
 def load_dense(
     model: str,
     *,
@@ -74,22 +79,24 @@ def load_dense(
     ema: bool | None = None,
     preprocessing: Preprocessing | None = None,
 ) -> Checkpoint:
-    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, or from a timm name
-    with its weights. `ema` as in read_weights; `preprocessing` goes before that of the name or snapshot.
+    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory of
+    transformers (`hf:DIR`), or from a timm name with its weights. `ema` as in read_weights; `preprocessing` goes before
+    that of the name or snapshot.
 
     Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
     anything that it has itself.
     """
     given = preprocessing or Preprocessing()
+    if model.startswith(PREFIX):
+        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema, **given.given})
+        return load_transformers(Path(model.removeprefix(PREFIX)), kwargs)
     folder = Path(model.removeprefix("local-dir:"))
     directory = folder if folder.is_dir() else None
     architecture, file = Architecture(name=model), weights
     if directory is not None:
         config = config_of_directory(directory)
         if is_ours(config):
-            beside = {"weights": weights, "model_kwargs": kwargs, "ema": ema, **given.given}
-            options = {f"--{name.replace('_', '-')}": value for name, value in beside.items()}
-            refuse_beside_directory(directory, options)
+            _refuse_beside(directory, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **given.given})
             return load_checkpoint(directory)
         architecture, file = _from_snapshot(directory, config, weights)
     asked = replace(architecture, kwargs={**architecture.kwargs, **kwargs})

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
 from ground.errors import BadInput
 from ground.files import object_from_file
@@ -49,6 +50,8 @@ def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
         return
     kind = config.get("model_type")
+    if kind in MODEL_TYPES:
+        raise BadInput(f"{path}: a {kind} of Hugging Face transformers; give it as --model hf:{path.parent}")
     if kind is not None or "architectures" in config:
         raise BadInput(
             f"{path}: a model of Hugging Face transformers ({kind}), whose names timm does not map; take timm's copy "

@@ -1,4 +1,4 @@
-"""Images prepared the way a given model was evaluated, and the digests that tie records together."""
+"""Images and texts prepared the way a given model was evaluated, and the digests that tie records together."""
 
 import hashlib
 import json
@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import Images, open_images
-from corp_deploy.families.family import family_of, image_spec
+from calib.input_set import InputSet
+from calib.texts import Texts, open_texts
+from corp_deploy.families.family import family_of, image_spec, text_spec
 from ground.errors import BadInput
 from ground.files import regular
 
@@ -34,6 +36,13 @@ def images_for_model(
         workers=workers,
         max_bad=max_bad,
     )
+
+
+def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts:
+    """Open the documents of a text file, a line each, as the model's tokenizer cuts and pads them. Raises calib's
+    BadInput, and one for a model that takes no text.
+    """
+    return open_texts(path, encode=text_spec(model).encoder(), samples=samples, seed=seed)
 
 
 def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
@@ -64,12 +73,12 @@ def lineage_of_model(model: nn.Module) -> dict[str, str]:
     return {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
 
 
-def lineage_for_moments(checkpoint: Checkpoint, images: Images) -> dict[str, str]:
+def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet) -> dict[str, str]:
     """What moments carry so that they are never used for another model, and never merged across preprocessings."""
     return {
         "architecture": checkpoint.architecture.name,
         **lineage_of_model(checkpoint.model),
-        "images": images.digest,
+        "images": inputs.digest,
     }
 
 

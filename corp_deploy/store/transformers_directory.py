@@ -1,0 +1,110 @@
+"""A text encoder as transformers and sentence-transformers leave it in a directory. Reads files alone.
+
+Weights are read from safetensors, whole or in shards; what else may hold them holds pickled code as well.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from corp_deploy.families import bert
+from corp_deploy.families.bert import EncoderArchitecture, EncoderArguments, Pooling
+from corp_deploy.families.bert_checkpoint import architecture_from_transformers, state_from_transformers
+from corp_deploy.families.sentence_files import PooledBy, pooled_by, text_length
+from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
+from ground.errors import BadInput
+from ground.files import object_from_file, sha256_of_text
+
+from .checkpoint import Checkpoint, dense_from_architecture, load_weights
+from .hub_snapshot import CONFIG
+from .weight_fit import require_fit
+from .weights import Weights, first_names, read_weights
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PREFIX = "hf:"
+
+
+def _weights(directory: Path) -> Path:
+    """Raises BadInput where there are none, or only such as hold pickled code."""
+    for name in _WEIGHTS:
+        if (directory / name).is_file():
+            return directory / name
+    pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
+    if pickled:
+        raise BadInput(
+            f"{directory}: its weights are {first_names(pickled)}, which may hold code; save them as safetensors: "
+            "model.save_pretrained(DIR, safe_serialization=True)"
+        )
+    raise BadInput(f"{directory}: no weights beside {CONFIG}, expected {' or '.join(_WEIGHTS)}")
+
+
+class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What --model-kwargs may say otherwise than the directory."""
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def _changes(kwargs: Mapping[str, Any]) -> _Changes:
+    try:
+        return msgspec.convert(dict(kwargs), _Changes)
+    except msgspec.ValidationError as error:
+        raise BadInput(
+            f"--model-kwargs: {str(error)[:200]}; a text encoder takes pooling (mean, first), normalize and length"
+        ) from None
+
+
+def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> EncoderArchitecture:
+    encoder = architecture_from_transformers(config, where=str(directory / CONFIG))
+    by = pooled_by(directory) or PooledBy(pooling=encoder.pooling, normalize=encoder.normalize)
+    return replace(
+        encoder,
+        pooling=changes.pooling or by.pooling,
+        normalize=by.normalize if changes.normalize is None else changes.normalize,
+    )
+
+
+def _arguments(directory: Path, changes: _Changes) -> tuple[str, EncoderArguments]:
+    """The kind of encoder, what builds it, and what it makes of texts."""
+    path = directory / CONFIG
+    if not path.exists():
+        raise BadInput(f"{path}: no such file; expected a directory that save_pretrained of transformers has written")
+    config = object_from_file(path)
+    encoder = _encoder(directory, config, changes)
+    length = text_length(directory, encoder.longest)
+    tokenization = Tokenization(
+        length=changes.length or length.tokens,
+        pad_id=config.get("pad_token_id") or 0,
+        lower_case=length.lower_case,
+        sha256=sha256_of_text(content_of_tokenizer(directory)),
+    )
+    return config["model_type"], EncoderArguments(encoder=encoder, text=tokenization)
+
+
+def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({})) -> Checkpoint:
+    """The encoder in a directory with its tokenizer. Nothing is executed, nothing looked for on a network.
+
+    `kwargs` go before what the directory says: pooling, normalize, and length, the tokens that a text is cut or padded
+    to.
+
+    Raises BadInput for a model that is not built here, for weights that are missing, pickled or another model's, and
+    for a directory without a tokenizer.json.
+    """
+    kind, arguments = _arguments(directory, _changes(kwargs))
+    file = _weights(directory)
+    read = read_weights(file)
+    state, beside = state_from_transformers(read.state, model_type=kind, where=str(file))
+    architecture = bert.architecture_of(kind, arguments)
+    model = dense_from_architecture(architecture)
+    require_fit(model, Weights(path=file, state=state))
+    load_weights(model, state, where=file)
+    bert.take_beside_(model, directory)
+    unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
+    notes = (*read.notes, *unused)
+    source = {"weights": file.name, "notes": list(notes), "tokenizer_sha256": arguments.text.sha256}
+    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)
