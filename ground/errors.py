@@ -1,6 +1,7 @@
 """What a caller may have to hear, and the exit code for each; light to import."""
 
-EXIT_BAD_INPUT, EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 2, 4, 5, 70, 130
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE = 1, 2, 3
+EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 4, 5, 70, 130
 OUT_OF_MEMORY = ("out of memory", "failed to allocate memory", "can't allocate memory", "bad_alloc", "bad allocation")
 
 

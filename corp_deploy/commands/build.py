@@ -11,6 +11,7 @@ import click
 
 from corp_deploy.invocation.table import AUDIT, BUILD
 from corp_deploy.views.console import Output
+from ground.errors import EXIT_FAILED
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
@@ -202,4 +203,4 @@ def audit(
         write_text(output, text)
     out.result(json.loads(text), audit_table(audits), *lost_lines(audits))
     if not all(each.passed for each in audits):
-        ctx.exit(1)
+        ctx.exit(EXIT_FAILED)

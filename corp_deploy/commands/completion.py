@@ -18,9 +18,9 @@ def completion(ctx: click.Context, shell: str) -> None:
 
     Example: corp-deploy completion fish > ~/.config/fish/completions/corp-deploy.fish
     """
-    made = get_completion_class(shell)
-    assert made is not None, shell
-    click.echo(made(ctx.find_root().command, {}, "corp-deploy", "_CORP_DEPLOY_COMPLETE").source())
+    script = get_completion_class(shell)
+    assert script is not None, shell
+    click.echo(script(ctx.find_root().command, {}, "corp-deploy", "_CORP_DEPLOY_COMPLETE").source())
 
 
 def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:

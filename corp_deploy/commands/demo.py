@@ -21,7 +21,7 @@ def demo(output: Path, out: Output) -> None:
     from corp_deploy.demo.table import demo_record, demo_tables
 
     with out.progress("demo", len(STEPS), unit="steps") as step:
-        found = run_demo(output, said=out.note, step=step)
-    record = demo_record(found)
+        demo_run = run_demo(output, note=out.note, step=step)
+    record = demo_record(demo_run)
     tables = demo_tables(record)
     out.result(record, *tables, f"parity {record['line']}", f"report: {output / 'report.html'}")

@@ -71,15 +71,15 @@ def gate(
     now = evidence_of_files(bench, parity)
     rows = [] if parity is None else [parity_row(parity)]
     parsed = [rule_from_text(text) for text in rules]
-    found = Gate(rules=(*rows, *judged_rows(parsed, now, beside.older(bench), starting=init_baseline)))
+    judged = Gate(rules=(*rows, *judged_rows(parsed, now, beside.older(bench), starting=init_baseline)))
     for path in output:
-        write_gate(found, path)
+        write_gate(judged, path)
     if track is not None:
         write_tracking(now, track)
-    if bench is not None and beside.start(bench, exit_code=found.exit_code):
+    if bench is not None and beside.start(bench, exit_code=judged.exit_code):
         out.note(f"{baseline}: {bench} is the baseline now")
-    out.result(json.loads(gate_as_json(found)), gate_table(found), f"gate {found.verdict}")
-    ctx.exit(found.exit_code)
+    out.result(json.loads(gate_as_json(judged)), gate_table(judged), f"gate {judged.verdict}")
+    ctx.exit(judged.exit_code)
 
 
 @click.command()

@@ -48,9 +48,9 @@ def redundancy(moments: Path, output: Path | None, out: Output) -> None:
 
     if output is not None and output.suffix not in (".json", ".svg"):
         raise click.BadParameter(f"{output}: expected .json or .svg", param_hint="--output")
-    found = load(moments)
-    entries = redundancy_of(found)
-    record = record_from_redundancy(entries, found.lineage)
+    loaded = load(moments)
+    entries = redundancy_of(loaded)
+    record = record_from_redundancy(entries, loaded.lineage)
     if output is not None and output.suffix == ".json":
         write_json(output, record)
     elif output is not None:

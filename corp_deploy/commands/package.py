@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.views.console import Output
+from ground.errors import EXIT_FAILED
 from ground.quantities import MODEL_VERSION
 
 from .numbers import Number
@@ -40,7 +41,7 @@ def package(
     from corp_deploy.release.serving import package_of_directory
     from export.triton.repository import write_repository
 
-    what, notes = package_of_directory(
+    packaged, notes = package_of_directory(
         directory,
         name=name,
         version=model_version,
@@ -49,7 +50,7 @@ def package(
         serving=serving.serving(),
         profiles=serving.batch,
     )
-    written = write_repository(what, output)
+    written = write_repository(packaged, output)
     for note in (*notes, *written.warnings):
         out.warn(note)
     record = {"models": list(written.models), "warnings": [*notes, *written.warnings]}
@@ -75,7 +76,7 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
     ]
     out.result({"findings": rows}, *(str(each) for each in findings), f"{repository}: {len(findings)} findings")
     if any(each.severity == "error" for each in findings):
-        ctx.exit(1)
+        ctx.exit(EXIT_FAILED)
 
 
 @click.command("serve-version")

@@ -82,16 +82,16 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
         "output": "bench.json",
     }
     graphs = {name: (f"{name}/model.onnx", f"{name}/model.fp16.onnx") for name in ("dense", "reduced")}
-    made = {
+    calls = {
         ("moments.safetensors", "moments.held-out.safetensors"): Invocation(command="calibrate", options=calibrate),
         ("reduced/config.json", "reduced/model.safetensors"): Invocation(command="reduce", options=reduce),
     }
     for name, files in graphs.items():
         export = {"model": name, "precision": ("fp32", "fp16"), "keep_fp32": [], "output": files[0]}
-        made[files] = Invocation(command="export", options=export)
+        calls[files] = Invocation(command="export", options=export)
     chain = ("dense", "reduced", *graphs["reduced"])
     pair = (graphs["dense"][0], graphs["reduced"][0])
-    return made | {
+    return calls | {
         ("parity.json", "parity.npz"): Invocation(command="verify", arguments=chain, options=verify),
         ("bench.json",): Invocation(command="bench", arguments=pair, options=bench),
         ("report.html",): Invocation(
@@ -102,5 +102,5 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
 
 def made_by(scale: DemoScale) -> dict[str, str]:
     """The command that makes each file; what no other command makes the demo does."""
-    made = {name: str(run) for names, run in invocations(scale).items() for name in names}
-    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(ITSELF)) | made
+    by_calls = {name: str(run) for names, run in invocations(scale).items() for name in names}
+    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(ITSELF)) | by_calls

@@ -36,7 +36,7 @@ STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What the demo found, for its table."""
+    """What the demo came to, for its table."""
 
     dense: Checkpoint
     reduced: Checkpoint
@@ -93,9 +93,9 @@ def _effects(directory: Path, dense: Checkpoint, reduced: nn.Module) -> list[dic
 
 
 def run_demo(
-    directory: Path, *, said: Callable[[str], None], step: Callable[[int], None], scale: DemoScale | None = None
+    directory: Path, *, note: Callable[[str], None], step: Callable[[int], None], scale: DemoScale | None = None
 ) -> Demo:
-    """Run every step into `directory`. `said` hears what is done next, `step` how many steps are finished.
+    """Run every step into `directory`. `note` hears what is done next, `step` how many steps are finished.
 
     Raises Missing when the example or what it needs is absent.
     """
@@ -106,37 +106,37 @@ def run_demo(
     for run in invocations(scale).values():
         of_command.setdefault(run.command, []).append(run)
 
-    said("writing the example's images and model")
+    note("writing the example's images and model")
     _write_images(directory / "images")
     dense = load_checkpoint(EXAMPLE / "model")
     save(dense, directory / "dense")
     step(1)
 
-    said("calibrating on unlabelled images")
+    note("calibrating on unlabelled images")
     steps.write_moments(place, *of_command["calibrate"])
     step(2)
 
-    said("reducing to half the channels and head dimensions")
+    note("reducing to half the channels and head dimensions")
     steps.write_reduced(place, *of_command["reduce"])
     reduced = load_checkpoint(directory / "reduced")
     step(3)
 
-    said("exporting typed ONNX graphs")
+    note("exporting typed ONNX graphs")
     for run in of_command["export"]:
         steps.write_graphs(place, run)
     step(4)
 
-    said("proving parity on held-out images")
+    note("proving parity on held-out images")
     parity = steps.write_parity(place, *of_command["verify"])
     effects = _effects(directory, dense, reduced.model)
     write_json(directory / "effects.json", {"kind": EFFECTS_KIND, "version": 1, "rows": effects})
     step(5)
 
-    said("timing dense against reduced")
+    note("timing dense against reduced")
     bench = steps.write_bench(place, *of_command["bench"])
     step(6)
 
-    said("writing the report")
+    note("writing the report")
     # Once for the report to tell of, once more with the report in it.
     write_manifest(directory, made_by(scale), command=str(ITSELF))
     steps.write_report(place, *of_command["report"])

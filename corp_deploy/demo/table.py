@@ -1,4 +1,4 @@
-"""What the demo found, as figures and as two tables."""
+"""What the demo came to, as figures and as two tables."""
 
 from typing import Any
 

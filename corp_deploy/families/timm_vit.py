@@ -27,7 +27,7 @@ from .architecture import Architecture
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite, Mixing
-from .modules import replaced
+from .modules import parameters, replaced
 from .preprocessing import Preprocessing
 from .site import Site
 from .sites import Refusal, Sites
@@ -328,10 +328,10 @@ def build(architecture: Architecture) -> nn.Module:
     refuse_reserved(architecture.kwargs)
     refuse_unbounded(architecture.kwargs)
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in _built(architecture).parameters())
-    if parameters > MOST_PARAMETERS:
+        count = parameters(_built(architecture))
+    if count > MOST_PARAMETERS:
         raise BadInput(
-            f"--model {shown(architecture.name)} with these arguments has {parameters:,} parameters, "
+            f"--model {shown(architecture.name)} with these arguments has {count:,} parameters, "
             f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
         )
     model = _built(architecture).eval()

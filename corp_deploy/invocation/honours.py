@@ -47,10 +47,10 @@ class Axis:
         """Every option that some way honours, and so every one that is looked at."""
         return tuple(dict.fromkeys(option for way in self.ways.values() for option in way.honours))
 
-    def refuse(self, at_work: Iterable[tuple[str, str]], given: Mapping[str, Any]) -> None:
-        """Raise BadInput for a given option that the ways at work would ignore; (what it works on, way's name) each."""
+    def refuse(self, at_work: Iterable[tuple[str, str]], options: Mapping[str, Any]) -> None:
+        """Raise BadInput for an option that the ways at work would ignore; (what it works on, way's name) each."""
         working = tuple(at_work)
-        for option, value in given.items():
+        for option, value in options.items():
             if option in self.options:
                 self._refuse_option(option, value, working)
 
@@ -71,10 +71,10 @@ class Axis:
         values = tuple(dict.fromkeys(value for way in self.ways.values() for value in way.honours.get(option) or ()))
         if not values:
             return f"For {self._takers(option, None)}."
-        told = {value: self._takers(option, value) for value in values}
-        if len(set(told.values())) == 1:
-            return f"For {told[values[0]]}."
-        return "; ".join(f"{value}: {takers}" for value, takers in told.items()) + "."
+        takers = {value: self._takers(option, value) for value in values}
+        if len(set(takers.values())) == 1:
+            return f"For {takers[values[0]]}."
+        return "; ".join(f"{value}: {words}" for value, words in takers.items()) + "."
 
     def _takers(self, option: str, value: str | None) -> str:
         able = [

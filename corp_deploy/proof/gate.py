@@ -21,13 +21,13 @@ from perf.stats.summary import summarise
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
     """At most one bench and one parity record, told apart by their kind. Raises BadInput for anything else."""
-    found: dict[str, Path] = {}
+    by_kind: dict[str, Path] = {}
     for path in paths:
         kind = _kind(path)
-        if kind in found:
-            raise BadInput(f"{path}: a second {kind} record beside {found[kind]}; give one of each kind")
-        found[kind] = path
-    return found
+        if kind in by_kind:
+            raise BadInput(f"{path}: a second {kind} record beside {by_kind[kind]}; give one of each kind")
+        by_kind[kind] = path
+    return by_kind
 
 
 def evidence_of_files(bench: Path | None, parity: Path | None) -> Evidence:

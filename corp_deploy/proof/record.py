@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
+from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
 from ground.files import replacing, write_json
 from perf.parity.parity import Verdict
 
 from .chain import Proof
 
 # A proof in which nothing could fail proves nothing: inconclusive.
-EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "FAIL": 1, "UNJUDGED": 3}
+EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "FAIL": EXIT_FAILED, "UNJUDGED": EXIT_INCONCLUSIVE}
 
 
 def save_proof(proof: Proof, path: Path) -> None:

@@ -139,7 +139,7 @@ def _take(
     request: CalibrationRequest,
     run: CalibrationRun,
     *,
-    wanted: Statistics,
+    statistics: Statistics,
     title: str,
     saved: ResumeFile | None = None,
 ) -> Moments:
@@ -150,7 +150,7 @@ def _take(
             images,
             batch_size=request.batch_size,
             device=request.device,
-            wanted=wanted,
+            wanted=statistics,
             saved=saved,
             ranks=run.ranks,
             done=done,
@@ -174,7 +174,7 @@ def _restricted(
             Statistics(patterns=tuple(widths), precision=request.statistics.precision),
             run.state(first=True),
         )
-        first = _take(checkpoint, images, request, run, wanted=ranking, title=f"{title}.first", saved=saved)
+        first = _take(checkpoint, images, request, run, statistics=ranking, title=f"{title}.first", saved=saved)
     return replace(request.statistics, kept=kept_dims(checkpoint.model, first, widths))
 
 
@@ -195,17 +195,17 @@ def write_moments(
     where there is no site or too little memory.
     """
     fitted, *held_out = [images] if request.hold_out is None else parted(images, request.hold_out, seed=request.seed)
-    wanted, widths, restriction = request.statistics, dict[str, int](), request.restriction
+    statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:
-        sites = chosen_sites(checkpoint, wanted)
+        sites = chosen_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
     _refuse_too_large(checkpoint, request, widths, run)
     if restriction is not None:
-        wanted = _restricted(checkpoint, fitted, request, run, widths, output.stem)
+        statistics = _restricted(checkpoint, fitted, request, run, widths, output.stem)
     # Held-out images are few: the passes over all the others are the ones worth going on with.
     parts = [(output, fitted, run.state()), *((held_out_path(output), part, None) for part in held_out)]
     summaries = []
     for path, part, saved in parts:
-        moments = _take(checkpoint, part, request, run, wanted=wanted, title=path.stem, saved=saved)
+        moments = _take(checkpoint, part, request, run, statistics=statistics, title=path.stem, saved=saved)
         summaries += _written(moments, path, run.ranks)
     return summaries

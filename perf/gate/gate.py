@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ground.errors import BadInput
+from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
 from perf.record.runs import differing_keys
 from perf.stats.stats import Interval
 from perf.stats.summary import finite
@@ -19,7 +19,13 @@ from .evidence import Evidence, Reading, exact
 from .rule import BASELINE, TIMED, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
-EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "UNJUDGED": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
+EXIT_CODES: dict[Verdict, int] = {
+    "PASS": 0,
+    "UNJUDGED": 0,
+    "FAIL": EXIT_FAILED,
+    "INCONCLUSIVE": EXIT_INCONCLUSIVE,
+    "NOT-COMPARABLE": EXIT_NOT_COMPARABLE,
+}
 GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS", "UNJUDGED")
 BLOCKS_IN_ROUND = 4
 PARITY = "parity"  # the metric of the row that is a proof's own verdict

@@ -1,0 +1,152 @@
+"""What is asked for as values: their rules, what follows from them, and how options become one of them."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from corp_deploy.commands.image_choice import ImageChoice, drawing_options, image_options, images_option
+from corp_deploy.commands.options import usage_errors, value_options
+from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, ReductionChoice, reduction_from_options
+from corp_deploy.invocation.running import RunOptions
+from corp_deploy.planning.request import request_from_choice
+from ground.errors import BadInput
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "nothing asked for: give --mlp or --attn a share to remove"),
+        ({"heads": "auto"}, "nothing asked for"),
+        ({"macs": 0.5, "params": 0.5}, "--macs and --params are several budgets; give one"),
+        ({"macs": 0.5, "params": 0.5, "latency": 0.5}, "--macs and --params and --latency are several budgets"),
+        ({"macs": 0.5, "mlp": 0.5}, "a budget chooses the widths itself; give it without --mlp and --attn"),
+        ({"params": 0.5, "attn": 0.1}, "a budget chooses the widths itself"),
+        ({"latency": 0.5}, "--latency needs --latency-tables DIR"),
+        ({"mlp": 0.5, "closed_loop": "symmetric", "held_out": Path("h")}, "--closed-loop: its sites meet"),
+        ({"mlp": 0.5, "closed_loop": True, "held_out": Path("h")}, "--closed-loop: the closed loop holds out"),
+        ({"attn": 0.5, "preset": "corp", "heads": "square"}, "square heads need the values reduced too"),
+        ({"mlp": 0.5, "select": {"head": "magnitude"}}, "dimensions of heads can't be ranked by magnitude"),
+        ({"mlp": 1.0}, "expected a share removed in [0, 1)"),
+        ({"mlp": 0.5, "ridge": 0.0}, "ridge: got 0.0"),
+        ({"mlp": 0.5, "align": {"mlp": 0}}, "alignment: got hidden 0"),
+    ],
+)
+def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        reduction_from_options(options)
+    assert message in str(caught.value)
+
+
+def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> None:
+    assert reduction_from_options({"mlp": 0.0}).budget.currency is None
+    assert reduction_from_options({"mlp": 0.0, "attn": 0.0, "macs": 0.5}).budget.currency == "macs"
+
+
+@pytest.mark.parametrize(
+    ("options", "images", "attention"),
+    [
+        ({"mlp": 0.5}, False, False),
+        ({"attn": 0.0}, False, True),
+        ({"mlp": 0.5, "heads": "auto"}, True, True),
+        ({"macs": 0.5}, True, True),
+        ({"mlp": 0.5, "closed_loop": True}, True, False),
+        ({"mlp": 0.5, "closed_loop": False}, False, False),
+        ({"mlp": 0.5, "preset": "fold"}, True, False),
+    ],
+)
+def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: bool, attention: bool) -> None:
+    choice = reduction_from_options(options)
+    assert (choice.needs_images, choice.touches_attention) == (images, attention)
+    assert request_from_choice(choice).needs_images == images
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "value"),
+    [
+        ({"mlp": 0.5}, "heads", "padded"),
+        ({"mlp": 0.5}, "batch", 4),
+        ({"mlp": 0.5}, "reads", "all"),
+        ({"mlp": 0.5}, "samples", 3),
+        ({"mlp": 0.5, "preset": "vbp"}, "attn", 0.0),
+    ],
+)
+def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], option: str, value: object) -> None:
+    choice = reduction_from_options(options)
+    choice.refuse_ignored(options)
+    with pytest.raises(BadInput, match=f"--{option} {value} is not honoured by"):
+        choice.refuse_ignored(options | {option: value})
+
+
+def test_planning_gets_what_was_asked_for() -> None:
+    request = request_from_choice(
+        ReductionChoice(
+            method=MethodChoice(preset="best", heads="auto", align={"mlp": 8, "head": 4}, ridge=1e-3),
+            budget=BudgetChoice(latency=0.7, latency_tables=Path("tables"), batch=8),
+            closed_loop="asymmetric",
+            reads="pooled",
+            allow_partial=True,
+        )
+    )
+    assert (request.preset, request.method.geometry, request.auto_heads) == ("best", "padded", True)
+    assert (request.method.align_hidden, request.method.align_head, request.method.ridge_rel) == (8, 4, 1e-3)
+    assert (request.closed_loop, request.reads, request.allow_partial) == ("asymmetric", "pooled", True)
+    assert request.budget is not None
+    assert request.budget.where is not None
+    assert (request.budget.currency, request.budget.share) == ("latency", 0.7)
+    assert (request.budget.where.batches, request.budget.where.cache) == ((8,), Path("tables"))
+    plain = request_from_choice(reduction_from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
+    assert plain.budget is None
+    assert (plain.method.mlp_selection, plain.method.mlp_sparsity, plain.closed_loop) == ("wanda", 0.5, None)
+
+
+def test_run_options_are_those_that_were_asked_for() -> None:
+    options = RunOptions.from_options({"backend": "torch", "flush_l2": True, "batch": (1,), "half_width": 0.1})
+    assert options == RunOptions(backend="torch", flush_l2=True)
+    assert options.asked == {"backend": "torch", "flush_l2": True}
+    assert RunOptions(flush_l2=False).asked == {}
+
+
+def test_the_rules_need_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "import corp_deploy.invocation.reduction, corp_deploy.invocation.running"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_options_become_one_value() -> None:
+    def choice_of(model: str, size: int, loud: bool) -> dict[str, object]:
+        return {"model": model, "size": size, "loud": loud}
+
+    own = (click.option("--size", type=int), click.option("--loud", is_flag=True))
+
+    @click.command()
+    @click.argument("model")
+    @value_options("choice", choice_of, *own, argument="model")
+    @image_options(images_option(required=False), *drawing_options)
+    @click.option("--other", default="o")
+    def command(choice: dict[str, object], images: ImageChoice, other: str) -> None:
+        """Help of its own."""
+        click.echo(f"{choice} {asdict(images)} {other}")
+
+    shown = CliRunner().invoke(command, ["m", "--size", "3", "--images", ".", "--seed", "5"])
+    drawn = {"path": Path("."), "labels": None, "samples": None, "seed": 5, "workers": 0, "max_bad": 0}
+    assert shown.stdout == f"{{'model': 'm', 'size': 3, 'loud': False}} {drawn} o\n"
+    help_text = CliRunner().invoke(command, ["--help"]).stdout
+    assert "Help of its own." in help_text
+    options = ("--size", "--loud", "--images", "--samples", "--seed", "--other")
+    places = [help_text.index(option) for option in options]
+    assert places == sorted(places)
+
+
+def test_what_a_value_refuses_is_a_usage_error() -> None:
+    with pytest.raises(click.UsageError, match="several"), usage_errors():
+        raise BadInput("several")
