@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 # What a terminal would obey in place of showing it, and what XML has no way to hold: C0 but for tabulator and new line,
 # DEL, C1, halves of surrogate pairs, the two noncharacters.
 _SHOWN = {
@@ -19,3 +21,13 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The text as it can stand in a comment, which a line break would end."""
     return printable(text).replace("\n", "\\n")
+
+
+# What ends a cell or begins a tag, and the backslashes that would undo its own; or what makes a link of a bracket. A
+# lone `<` as in `speedup < 1.2` means nothing.
+_MARKUP = re.compile(r"(\\*)(\||<(?=[A-Za-z/!?]))|(?<=\])(?=[(\[:])")
+
+
+def markdown_line(text: str) -> str:
+    """The text as one line of Markdown of which no part is a tag, a link or the end of a table's cell."""
+    return _MARKUP.sub(r"\1\1\\\2", printable(text)).replace("\n", " · ")

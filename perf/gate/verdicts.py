@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from ground.files import write_json
 from ground.records import record_from_file
-from ground.text import printable
+from ground.text import markdown_line, printable
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, Summary, finite
 
@@ -57,7 +57,8 @@ def markdown_from_gate(gate: Gate) -> str:
     """The verdict and a table of the rules."""
     lines = [f"**Gate: {gate.verdict}**", "", "| verdict | must not be | measured | why |", "|---|---|---|---|"]
     lines += [
-        f"| {rule.verdict} | `{_cell(rule.rule)}` | {_measured(rule)} | {_cell(rule.message)} |" for rule in gate.rules
+        f"| {rule.verdict} | `{_cell(rule.rule)}` | {_measured(rule)} | {markdown_line(rule.message)} |"
+        for rule in gate.rules
     ]
     return "\n".join(lines) + "\n"
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
 from .stats import Interval
@@ -75,7 +76,9 @@ def markdown_from_comparison(comparison: Comparison) -> str:
     )
     for difference in comparison.differences:
         mark = " (decisive)" if difference.decisive else ""
-        lines.append(f"| {difference.key}{mark} | {difference.before} | {difference.after} |")
+        shown = (difference.key, difference.before, difference.after)
+        key, before, after = (markdown_line(str(each)) for each in shown)
+        lines.append(f"| {key}{mark} | {before} | {after} |")
     if not comparison.comparable:
         lines += ["", "**Not comparable**: the rows below were measured differently."]
     lines += [
@@ -125,7 +128,8 @@ def _change(ratio: Interval | None) -> Change:
 
 def _line(row: ComparedRow) -> str:
     ratio = "-" if row.ratio is None else f"{row.ratio.value:.3f} ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
-    return f"| {row.batch} | {row.subject} | {_p50(row.before)} | {_p50(row.after)} | {ratio} | {row.change} |"
+    figures = f"{_p50(row.before)} | {_p50(row.after)} | {ratio}"
+    return f"| {row.batch} | {markdown_line(row.subject)} | {figures} | {row.change} |"
 
 
 def _p50(side: Side | None) -> str:

@@ -72,7 +72,7 @@ def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> 
         if block.subject == subject and block.round in own:
             own[block.round] += _times(block, measure, disturbed)
     times = [[ms for index in span for ms in own[index]] for span in spans]
-    return [np.asarray(found, dtype=np.float64) for found in times if found]
+    return [np.asarray(span, dtype=np.float64) for span in times if span]
 
 
 def _times(block: Block, measure: str, disturbed: bool) -> list[float]:
