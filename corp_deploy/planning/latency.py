@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from corp_deploy.families.family import family_of, image_spec, sites_of
+from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
 from corp_deploy.families.site import Site
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
@@ -22,7 +22,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
-from ground.ports import LOGITS, image_port
+from ground.ports import OutputPort, Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
@@ -71,17 +71,9 @@ class Tables:
         return self.by_name[self.names[site]]
 
 
-class TokensAlone(nn.Module):
-    """A layer of a block as a model of its own: [B,1,N,C] -> [B,C], the first token's output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Run the layer on the tokens of each image."""
-        out: Tensor = self.layer(tokens[:, 0])[:, 0]
-        return out
+STREAM = OutputPort(name="stream", role="feature map")
+Inputs = tuple[Port, ...]
+Outputs = tuple[OutputPort, ...]
 
 
 def _own(module: nn.Module) -> str:
@@ -101,17 +93,17 @@ def _grid_of_site(
     """A site's layer alone over its widths, with random weights: time doesn't depend on their values."""
     kind, layer = kind_of(site), model.get_submodule(site.name)
     by_size = {site.size_of(width): width for width in kind.widths(site, method)}
-    shape = (1, tokens, site.first.in_features)
+    inputs = (Port(name="tokens", shape=(tokens, site.first.in_features)),)
 
     def open_width(size: int) -> ModuleRunner | OnnxRunner:
         torch.manual_seed(0)
-        return _runner(TokensAlone(kind.layer(site, layer, method, by_size[size])), shape, where, scratch)
+        return _runner(kind.layer(site, layer, method, by_size[size]), inputs, (STREAM,), where, scratch)
 
     return Grid(
         name=name,
         identity=repr(layer),
         open_width=open_width,
-        inputs=(image_port(shape),),
+        inputs=inputs,
         widths=_spread(tuple(by_size)),
         batches=where.batches,
     )
@@ -126,12 +118,12 @@ def _spread(widths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _runner(
-    module: nn.Module, shape: tuple[int, int, int], where: LatencyTarget, scratch: Path
+    module: nn.Module, inputs: Inputs, outputs: Outputs, where: LatencyTarget, scratch: Path
 ) -> ModuleRunner | OnnxRunner:
     if where.backend == "torch":
-        return ModuleRunner(module, threads=where.threads)
+        return ModuleRunner(module, threads=where.threads, inputs=inputs, outputs=outputs)
     path = Path(tempfile.mkdtemp(dir=scratch)) / "block.onnx"
-    save(onnx_from_model(module, [image_port(shape)], [LOGITS], precision="fp32", metadata={}), path)
+    save(onnx_from_model(module, inputs, outputs, precision="fp32", metadata={}), path)
     return OnnxRunner(path, threads=where.threads)
 
 
@@ -165,12 +157,12 @@ def measure_tables(
             grid = _grid_of_site(name, site, method, model, tokens, where, at)
             by_name[name], cached = cached_table(grid, where.plan, where.cache, **how)
             measured += not cached
-        shape = image_spec(model).shape
+        inputs, outputs = input_ports(model), output_ports(model)
         grid = Grid(
             name=f"dense {checkpoint.architecture.name}",
             identity=_identity(checkpoint),
-            open_width=lambda _: _runner(family.exportable(model), shape, where, at),
-            inputs=(image_port(shape),),
+            open_width=lambda _: _runner(family.exportable(model), inputs, outputs, where, at),
+            inputs=inputs,
             widths=(1,),
             batches=where.batches,
         )
