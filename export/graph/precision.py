@@ -1,4 +1,4 @@
-"""How a model is typed: a float32, half or mixed copy whose border stays float32."""
+"""How a model is typed: a float32, half or mixed copy whose ports stay float32."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ PRECISIONS = ("fp32", "fp16", "mixed")
 
 
 def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = ()) -> nn.Module:
-    """A copy of `model` on the CPU, in eval mode, typed as asked; images and logits stay float32.
+    """A copy of `model` on the CPU, in eval mode, typed as asked; what it takes and gives as floats stays float32.
 
     fp16 halves every parameter and floating buffer, except those of nn.LayerNorm modules: they see float32 and give
     half back. mixed does the same but leaves the modules that match a pattern of `keep_fp32` in float32 too. Casts

@@ -1,4 +1,4 @@
-"""A typed ONNX graph from a torch model: float32 at the border, clean names, the same bytes every time."""
+"""A typed ONNX graph from a torch model: floats are float32 at its ports, names clean, the bytes the same every time."""
 
 import importlib.metadata
 import warnings
