@@ -1,4 +1,4 @@
-"""A typed ONNX graph from a torch model: floats are float32 at its ports, names clean, the bytes the same every time."""
+"""A typed ONNX graph from a torch model: floats are float32 at its ports, names clean, the bytes always the same."""
 
 import importlib.metadata
 import warnings

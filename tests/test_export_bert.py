@@ -1,0 +1,70 @@
+"""A text encoder of BERT's kind as ONNX and as an engine: the embeddings of torch, attention fused under its mask."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from corp_deploy.families.bert import EncoderArchitecture, TextEncoder
+from corp_deploy.families.head_attention import HeadAttention
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from export.graph.to_onnx import onnx_from_model, save
+from ground.ports import OutputPort, Port
+
+TOKENS, VOCABULARY = 16, 120
+INPUTS = [Port(name=name, shape=(TOKENS,), dtype="int64") for name in ("input_ids", "attention_mask")]
+OUTPUTS = [OutputPort(name="embedding", role="embedding")]
+
+
+def encoder(*, normalize: bool = True) -> TextEncoder:
+    """Two blocks with random weights, attention spelled MatMul-Softmax-MatMul."""
+    torch.manual_seed(0)
+    architecture = EncoderArchitecture(
+        vocabulary=VOCABULARY, positions=32, token_types=2, width=64, heads=2, hidden=128, layers=2, normalize=normalize
+    )
+    model = TextEncoder(architecture).eval()
+    for module in model.modules():
+        if isinstance(module, HeadAttention):
+            module.fused = False
+    return model
+
+
+def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
+    rng = np.random.default_rng(count)
+    mask = (np.arange(TOKENS) < rng.integers(1, TOKENS + 1, (count, 1))).astype(np.int64)
+    return {"input_ids": rng.integers(0, VOCABULARY, (count, TOKENS)), "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
+def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
+    model = encoder(normalize=precision == "fp32")
+    path = tmp_path / "encoder.onnx"
+    save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for count in (1, 5):
+        feed = padded_texts(count)
+        with torch.no_grad():
+            exact = copy.deepcopy(model).double()(*(torch.from_numpy(array) for array in feed.values())).numpy()
+        (embedding,) = session.run(None, feed)
+        assert np.linalg.norm(embedding - exact) < bound * np.linalg.norm(exact)
+        other = {**feed, "input_ids": np.where(feed["attention_mask"] == 1, feed["input_ids"], 7)}
+        np.testing.assert_allclose(session.run(None, other)[0], embedding, rtol=0, atol=bound)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+def test_attention_stays_one_kernel_under_its_mask(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.onnx"
+    save(onnx_from_model(encoder(), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
+    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:8:16"),), sms=("86",))
+    record = build_engine(path, options).record
+    assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert [port.name for port in record.inputs] == [port.name for port in INPUTS]
