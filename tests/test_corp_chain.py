@@ -11,7 +11,7 @@ from torch import nn
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.inputs import given_from_images
+from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
@@ -46,7 +46,7 @@ def test_a_proof_runs_at_most_twice_the_images_it_judges(home: Path, monkeypatch
     for runner in (ModuleRunner, OnnxRunner):
         monkeypatch.setattr(runner, "__call__", counted(runner, runs))
     dense = load_checkpoint(home / "dense")
-    given = given_from_images(images_for_model(dense.model, home / "images.npy"))
+    given = inputs_from_set(images_for_model(dense.model, home / "images.npy"))
     candidates = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx", "fp16.onnx")]
     proof = prove(dense, candidates, given, batches=(1, 7, 32), limits=ParityLimits(max_error=1.0))
     assert proof.parity.verdict == "PASS"
@@ -82,7 +82,7 @@ def test_one_candidate_is_open_at_a_time(home: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(runner, "__enter__", entered)
         monkeypatch.setattr(runner, "__exit__", left)
     dense = load_checkpoint(home / "dense")
-    given = given_from_images(images_for_model(dense.model, home / "images.npy"))
+    given = inputs_from_set(images_for_model(dense.model, home / "images.npy"))
     prove(dense, [candidate_from_path(home / "reduced")], given, batches=(8,), limits=ParityLimits())
     assert opened == [0, -1, 0, -1]
 
@@ -90,7 +90,7 @@ def test_one_candidate_is_open_at_a_time(home: Path, monkeypatch: pytest.MonkeyP
 def test_images_are_held_in_a_file(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     source = images_for_model(dense.model, home / "images.npy")
-    given = given_from_images(source)
+    given = inputs_from_set(source)
     assert isinstance(given.feeds["images"], np.memmap)
     np.testing.assert_array_equal(given.feeds["images"], np.concatenate([batch.numpy() for batch in source.batches(5)]))
 
@@ -99,7 +99,7 @@ def test_blocks_are_looked_at_only_when_a_link_fails(home: Path, monkeypatch: py
     asked: list[str] = []
     monkeypatch.setattr(chain, "located", lambda name, *_: asked.append(name))
     dense = load_checkpoint(home / "dense")
-    given = given_from_images(images_for_model(dense.model, home / "images.npy", samples=8))
+    given = inputs_from_set(images_for_model(dense.model, home / "images.npy", samples=8))
     steps = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx")]
     prove(dense, steps, given, batches=(8,), limits=ParityLimits())
     assert asked == []

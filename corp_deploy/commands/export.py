@@ -41,13 +41,13 @@ class PrecisionChoice:
 
     def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> tuple[str, ...]:
         """The sites that mixed keeps in FP32."""
-        from corp_deploy.proof.inputs import given_from_images
+        from corp_deploy.proof.inputs import inputs_from_set
         from corp_deploy.proof.mixed_precision import sites_to_keep
         from corp_deploy.store.dense_model import model_of_directory
 
         if not self.auto:
             return self.keep_fp32
-        feeds = given_from_images(self.images.open(checkpoint)).feeds
+        feeds = inputs_from_set(self.images.open(checkpoint)).feeds
         yardstick = checkpoint if self.dense is None else model_of_directory(self.dense)
         return sites_to_keep(checkpoint, yardstick, feeds, opset=graphs.opset, geometry=graphs.heads).kept
 

@@ -40,12 +40,12 @@ class ProofInputChoice:
         return "random" if self.images.path is None else "images"
 
     def open(self, dense: "Checkpoint") -> "ProofInputs":
-        from corp_deploy.proof.inputs import given_from_images, random_inputs
+        from corp_deploy.proof.inputs import inputs_from_set, random_inputs
 
         if self.random is not None:
             return random_inputs(dense, self.random, self.images.seed)
         source = self.images.open(dense)
-        return given_from_images(source, self.images.class_indices(source, dense))
+        return inputs_from_set(source, self.images.class_indices(source, dense))
 
 
 def _input_choice(

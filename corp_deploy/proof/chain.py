@@ -1,7 +1,7 @@
 """The parity chain: dense torch -> reduced torch -> ONNX FP32 -> ONNX FP16 -> engine, on real inputs, link by link."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -11,13 +11,13 @@ from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, noun_of, rows_of
+from ground.feeds import Feeds, Outputs, checked_feeds, noun_of, rows_of
 from ground.ports import OutputPort
 from perf.parity import labels as labelled
 from perf.parity import structure
 from perf.parity.headroom import headroom
 from perf.parity.locate import Located
-from perf.parity.measures import figures
+from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
@@ -179,6 +179,10 @@ def prove(
     labels or limits that don't fit.
     """
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
+    if limits.min_agreement is not None:
+        for port in ports:
+            require_agreement(port, given.count)
+    given = replace(given, feeds=checked_feeds(given.feeds, inputs, where=f"inputs for {DENSE}"))
     with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
         answers = outputs_at(runner, given.feeds, max(batches))
     rules = link_rules(dense, given, answers, max(batches), limits)

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from calib.images import Images
+from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, noise_of_ports
+from ground.feeds import Feeds, batch_size, noise_of_ports, rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +29,30 @@ class ProofInputs:
         return batch_size(self.feeds)
 
 
-def given_from_images(images: Images, labels: NDArray[np.int64] | None = None) -> ProofInputs:
-    """All images of a source as they are fed to the model, decoded once, in a file without a name instead of memory."""
-    pixels: NDArray[np.float32] | None = None
+def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -> ProofInputs:
+    """All inputs of a set as they are fed to the model, decoded once, in files without a name instead of memory.
+
+    Tensors that have no name are images.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
     done = 0
-    for batch in images.batches(64):
-        part = batch.numpy()
-        if pixels is None:
-            with TemporaryFile() as file:  # the mapping keeps it until the last array on it is gone
-                pixels = np.memmap(file, dtype=np.float32, mode="w+", shape=(images.count, *part.shape[1:]))
-        pixels[done : done + len(part)] = part
-        done += len(part)
-    assert pixels is not None, images
-    return ProofInputs(feeds={"images": pixels[:done]}, digest=images.digest, labels=labels)
+    for batch in source.batches(64):
+        tensors = {"images": batch} if isinstance(batch, Tensor) else batch
+        parts = {name: tensor.numpy() for name, tensor in tensors.items()}
+        count = batch_size(parts)
+        arrays = arrays or {name: _on_disk(part, source.count) for name, part in parts.items()}
+        for name, part in parts.items():
+            arrays[name][done : done + count] = part
+        done += count
+    assert arrays, source
+    feeds = rows_of(arrays, slice(done))
+    return ProofInputs(feeds=feeds, digest=source.digest, kind=source.noun, labels=labels)
+
+
+def _on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
+    """Room for `count` of what `like` holds some of; the mapping keeps the file until the last array on it is gone."""
+    with TemporaryFile() as file:
+        return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
 
 
 def random_inputs(dense: Checkpoint, count: int, seed: int) -> ProofInputs:

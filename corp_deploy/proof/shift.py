@@ -1,6 +1,6 @@
 """Do these inputs look like those of calibration? Pixel range, and mean and covariance at every site."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
-from ground.feeds import Feeds, batch_size, noun_of, only
+from ground.feeds import Feeds, batch_size, noun_of, only, rows_of
 from ground.files import whole
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
@@ -51,10 +51,11 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     return shift_of_sites(shifts, images=PARTS * each)
 
 
-def _batches(feeds: Feeds, start: int, stop: int) -> Iterator[Tensor]:
+def _batches(feeds: Feeds, start: int, stop: int) -> Iterator[Mapping[str, Tensor]]:
     """A part of the inputs, a few at a time."""
     for first in range(start, stop, BATCH):
-        yield torch.from_numpy(only(feeds)[first : min(first + BATCH, stop)])
+        part = rows_of(feeds, slice(first, min(first + BATCH, stop)))
+        yield {name: torch.from_numpy(array) for name, array in part.items()}
 
 
 def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:

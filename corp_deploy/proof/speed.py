@@ -22,7 +22,7 @@ from export.engine.record import EngineRecord, record_from_json, record_path
 from ground.errors import BadInput
 from ground.feeds import Feeds, noise_of_ports
 from ground.files import sha256_of_file
-from ground.ports import Port, image_port
+from ground.ports import Port
 from perf.bench.bench import Subject, bench
 from perf.bench.sampled import SampledRunner
 from perf.parity.structure import StructuralTest
@@ -72,9 +72,10 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunO
 
 def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
     facts = facts_of_onnx(path)
-    if min(facts.image_shape) < 1:
-        sizes = ", ".join(str(size) if size > 0 else "?" for size in facts.image_shape)
-        raise BadInput(f"{path}: takes images of no fixed size ({sizes}); export it for one image size")
+    for port in facts.inputs:
+        if -1 in port.shape:
+            sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
+            raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
     open_graph = partial(
         OnnxRunner,
         path,
@@ -91,7 +92,7 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
         size_bytes=path.stat().st_size,
         sha256=sha256_of_file(path),
     )
-    return Contender(subject=subject, inputs=(image_port(facts.image_shape),), static_batch=facts.batch)
+    return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch)
 
 
 def _record_of_engine(path: Path) -> EngineRecord:

@@ -17,7 +17,7 @@ from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
-from corp_deploy.proof.inputs import given_from_images
+from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
@@ -139,7 +139,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     proof = prove(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
-        given_from_images(images_for_model(dense.model, dirs.root / SAMPLES)),
+        inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES)),
         batches=fitting or [profile.tuned],
         limits=_limits(recipe),
     )

@@ -12,7 +12,7 @@ from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.inputs import given_from_images
+from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
@@ -96,7 +96,7 @@ def write_parity(place: StageDirs, run: Invocation) -> Parity:
     proof = prove(
         dense,
         [candidate_from_path(path, below=place.root) for path in candidates],
-        given_from_images(source, labels),
+        inputs_from_set(source, labels),
         batches=run["batch"],
         limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor")),
         moments=None if run["moments"] is None else load_moments(place.root / run["moments"]),

@@ -13,9 +13,11 @@ from corp_deploy import __version__
 from corp_deploy.families.family import family_of
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
+from export.graph.ports import ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.files import replacing
+from ground.ports import Port
 from ground.quantity import shown
 from perf.runners.onnx import onnx_precision
 
@@ -84,18 +86,20 @@ def export_checkpoint(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
-    """What an ONNX file says about itself; costs are None for a graph that another tool wrote."""
+    """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
+    None too.
+    """
 
     precision: str
     opset: int
     batch: int | None
-    image_shape: tuple[int, int, int]
+    inputs: tuple[Port, ...]
     macs: int | None
     parameters: int | None
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
-    """Read a graph's facts. Raises BadInput for a file that is no ONNX model with one image input."""
+    """Read a graph's facts. Raises BadInput for a file that is no ONNX model of inputs with a batch in front."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file, expected an ONNX model")
     try:
@@ -103,21 +107,23 @@ def facts_of_onnx(path: Path) -> GraphFacts:
     except (DecodeError, ValueError) as error:
         raise BadInput(f"{path}: not an ONNX model ({error}); export it again") from None
     carried = {entry.key: entry.value for entry in proto.metadata_props}
-    initializers = {tensor.name for tensor in proto.graph.initializer}
-    inputs = [value for value in proto.graph.input if value.name not in initializers]
-    dims = list(inputs[0].type.tensor_type.shape.dim) if len(inputs) == 1 else []
-    if len(dims) != 4:
-        raise BadInput(
-            f"{path}: expected one input [batch,3,H,W], got {[value.name for value in inputs]}; it is no image model"
-        )
+    inputs, _ = ports_of_graph(proto)
+    if not inputs or not all(port.shape for port in inputs):
+        listed = ", ".join(f"{port.name} {list(port.shape)}" for port in inputs) or "none"
+        raise BadInput(f"{path}: expected inputs with a batch in front, got {listed}; it is no model to be served")
+    batches = [port.shape[0] for port in inputs if isinstance(port.shape[0], int)]
     return GraphFacts(
         precision=carried.get("export.precision") or onnx_precision(path),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
-        batch=dims[0].dim_value or None,
-        image_shape=(dims[1].dim_value, dims[2].dim_value, dims[3].dim_value),
+        batch=min(batches, default=None),
+        inputs=tuple(Port(name=port.name, shape=_sizes(port.shape[1:]), dtype=port.dtype) for port in inputs),
         macs=_integer(carried, "macs", path),
         parameters=_integer(carried, "parameters", path),
     )
+
+
+def _sizes(shape: Sequence[int | str]) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else -1 for size in shape)
 
 
 def _integer(carried: Mapping[str, str], name: str, path: Path) -> int | None:

@@ -1,0 +1,194 @@
+"""The parity chain on models that are no image classifiers: one of two inputs of whole numbers and two outputs, and a
+vision transformer without a classifier.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.families import family as families
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.invocation.running import RunOptions
+from corp_deploy.proof.candidates import Candidate, candidate_from_path
+from corp_deploy.proof.chain import Proof, prove
+from corp_deploy.proof.inputs import ProofInputs, random_inputs
+from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.record import save_proof
+from corp_deploy.proof.speed import measure
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+from export.graph.to_onnx import onnx_from_model, save
+from ground.errors import BadInput
+from ground.ports import OutputPort, Port
+from perf.parity.parity import load_parity
+from perf.timing.laps import Plan
+from tests import tiny
+
+WORDS, LENGTH, WIDTH, CLASSES, TEXTS = 30, 6, 16, 5, 20
+INPUTS = tuple(Port(name=name, shape=(LENGTH,), dtype="int64") for name in ("input_ids", "attention_mask"))
+OUTPUTS = (OutputPort(name="embedding", role="embedding"), OutputPort(name="scores", role="token logits"))
+
+
+class Tagger(nn.Module):
+    """Scores every token and embeds the text: the mean of its own tokens."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.mix(self.table(ids)))
+        kept = mask.unsqueeze(-1).to(x.dtype)
+        return (x * kept).sum(dim=1) / kept.sum(dim=1), self.head(x)
+
+
+class TaggerFamily:
+    """As much of a family as a proof asks for."""
+
+    NAME, FIXED_PARTS = "tagger", ()
+
+    def accepts(self, model: nn.Module) -> bool:
+        return isinstance(model, Tagger)
+
+    def input_spec(self, model: nn.Module) -> Any:
+        return SimpleNamespace(ports=INPUTS, medium="text")
+
+    def output_ports(self, model: nn.Module) -> tuple[OutputPort, ...]:
+        return OUTPUTS
+
+    def exportable(self, model: nn.Module, *, geometry: str | None = None) -> nn.Module:
+        return deepcopy(model).eval()
+
+
+def checkpoint(model: nn.Module) -> Checkpoint:
+    return Checkpoint(model=model.eval(), architecture=Architecture(name="tagger", kwargs={}), lineage={})
+
+
+def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
+    return Candidate(
+        label=f"{name} torch fp32", name=name, form="torch", path=Path(name), half=False, checkpoint=checkpoint(model)
+    )
+
+
+def texts() -> ProofInputs:
+    rng = np.random.default_rng(0)
+    mask = (np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (TEXTS, 1))).astype(np.int64)
+    feeds = {"attention_mask": mask, "input_ids": rng.integers(0, WORDS, (TEXTS, LENGTH))}
+    return ProofInputs(feeds=feeds, digest="sha256:00", kind="documents")
+
+
+@pytest.fixture
+def tagger(monkeypatch: pytest.MonkeyPatch) -> Tagger:
+    monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES, "tagger": TaggerFamily()})
+    return Tagger(0).eval()
+
+
+def changed(model: Tagger, module: str, factor: float) -> Tagger:
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.get_submodule(module).weight.mul_(factor)  # type: ignore[operator]
+    return other
+
+
+def graph(model: nn.Module, path: Path, precision: str) -> Candidate:
+    save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
+    return candidate_from_path(path)
+
+
+def proof(dense: nn.Module, *steps: Candidate, **limits: float) -> Proof:
+    return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
+
+
+def test_two_inputs_and_two_outputs_go_down_the_whole_chain(tagger: Tagger, tmp_path: Path) -> None:
+    reduced = changed(tagger, "mix", 1.02)
+    graphs = [graph(reduced, tmp_path / f"m.{precision}.onnx", precision) for precision in ("fp32", "fp16")]
+    found = proof(tagger, torch_step(reduced), *graphs, max_error=0.2, min_agreement=0.5)
+    parity = found.parity
+    assert parity.verdict == "PASS", parity.line
+    assert parity.line.endswith("on 20 documents")
+    names = ("reduced", graphs[0].name, graphs[1].name, "whole")
+    assert [(each.name, each.role) for each in parity.links] == [
+        (f"{name} {port.name}", port.role) for name in names for port in OUTPUTS
+    ]
+    assert {each.test for each in parity.structure} >= {"batch-slot", "permutation", "finite", "constant", "batch-size"}
+    assert "extremes" not in {each.test for each in parity.structure}
+    assert set(found.figures) >= {"embedding.reduced torch fp32.agrees", "scores.reduced torch fp32.token_agreement"}
+    save_proof(found, tmp_path / "parity.json")
+    assert load_parity(tmp_path / "parity.json").links == parity.links
+
+
+@pytest.mark.parametrize(("module", "failing"), [("head", ["scores"]), ("mix", ["embedding", "scores"])])
+def test_a_fault_fails_the_outputs_that_it_reaches(
+    tagger: Tagger, tmp_path: Path, module: str, failing: list[str]
+) -> None:
+    faulty = graph(changed(tagger, module, 1.01), tmp_path / "m.onnx", "fp32")
+    links = proof(tagger, torch_step(tagger, "same"), faulty).parity.links
+    assert [each.output for each in links if each.kind == "exact" and each.status == "FAIL"] == failing
+
+
+def test_a_step_of_other_outputs_is_refused(tagger: Tagger, tmp_path: Path) -> None:
+    class Alone(nn.Module):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            both: tuple[Tensor, Tensor] = tagger(ids, mask)
+            return both[0]
+
+    save(onnx_from_model(Alone(), INPUTS, OUTPUTS[:1], precision="fp32", metadata={}), tmp_path / "m.onnx")
+    with pytest.raises(BadInput, match="gives embedding, expected embedding, scores as the dense model does"):
+        proof(tagger, candidate_from_path(tmp_path / "m.onnx"))
+
+
+def test_inputs_that_miss_one_are_refused_by_name(tagger: Tagger) -> None:
+    given = texts()
+    missing = ProofInputs(feeds={"input_ids": given.feeds["input_ids"]}, digest="")
+    with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
+        prove(checkpoint(tagger), [torch_step(tagger)], missing, batches=(4,), limits=ParityLimits())
+
+
+def test_random_whole_numbers_are_not_made_up(tagger: Tagger) -> None:
+    with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
+        random_inputs(checkpoint(tagger), 4, 0)
+
+
+def test_graphs_of_several_inputs_are_timed(tagger: Tagger, tmp_path: Path) -> None:
+    paths = [graph(tagger, tmp_path / f"{name}.onnx", "fp32").path for name in ("dense", "reduced")]
+    plan = Plan(block_ms=1, min_rounds=6, max_rounds=6, noise_rounds=0, warm_up_min_s=0.0, warm_up_limit_s=0.2)
+    record = measure(*paths, batches=[2], plan=plan, running=RunOptions(threads=1))
+    assert [trial.status for trial in record.rows[0].trials.values()] == ["ok", "ok"]
+    assert not any("answers taken inside the timed run" in text for text in record.warnings)
+
+
+def test_a_transformer_without_a_classifier_is_compared_by_angle(tmp_path: Path) -> None:
+    dense = tiny.checkpoint(num_classes=0)
+    export_checkpoint(dense, tmp_path / "m.onnx", precision="fp32")
+    feeds = {"images": tiny.images(8)}
+    steps = [torch_step(dense.model), candidate_from_path(tmp_path / "m.onnx")]
+    limits = ParityLimits(min_agreement=1.0)
+    parity = prove(dense, steps, ProofInputs(feeds=feeds, digest=""), batches=(4,), limits=limits).parity
+    assert parity.verdict == "PASS", parity.line
+    assert {each.role for each in parity.links} == {"embedding"}
+    assert parity.links[0].name == "reduced"
+    assert "nearest neighbours agree on 100.00%" in parity.links[0].reason
+    assert "top1_agreement" not in str(parity.to_json())
+
+
+def test_labels_of_a_model_without_classes_are_refused() -> None:
+    dense = tiny.checkpoint(num_classes=0)
+    given = ProofInputs(feeds={"images": tiny.images(4)}, digest="", labels=np.zeros(4, dtype=np.int64))
+    with pytest.raises(BadInput, match=r"tells no classes apart \(logits is embedding\)"):
+        prove(dense, [torch_step(dense.model)], given, batches=(4,), limits=ParityLimits())
+
+
+def test_two_images_have_no_nearest_neighbour_to_agree_on() -> None:
+    dense = tiny.checkpoint(num_classes=0)
+    given = ProofInputs(feeds={"images": tiny.images(2)}, digest="")
+    with pytest.raises(BadInput, match="nearest neighbours need 3 inputs, got 2"):
+        prove(dense, [torch_step(dense.model)], given, batches=(2,), limits=ParityLimits(min_agreement=0.9))

@@ -1,0 +1,424 @@
+"""Models of several named tensors: fed and read by name in every runner, and compared by what each output is for.
+
+The encoder takes token identifiers and a mask, both whole numbers, and gives one embedding for each text. Its faults
+are planted: a mask that is not looked at, an output of another length, answers that swap places.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from ground.errors import BadInput
+from ground.feeds import (
+    Feeds,
+    Outputs,
+    batch_of,
+    checked_feeds,
+    feeds_from_array,
+    feeds_of_ports,
+    noise_of_ports,
+    only,
+    rows_of,
+)
+from ground.ports import LOGITS, OutputPort, Port, Role
+from perf.parity import structure, tolerance
+from perf.parity.measures import figures, measures
+from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
+from perf.runners.module import ModuleRunner
+from perf.runners.onnx import OnnxRunner
+
+Array = NDArray[np.floating]
+WORDS, LENGTH, WIDTH, TEXTS = 40, 7, 16, 24
+IDS = Port(name="ids", shape=(LENGTH,), dtype="int64")
+MASK = Port(name="mask", shape=(LENGTH,), dtype="int64")
+EMBEDDING = OutputPort(name="embedding", role="embedding")
+RNG = np.random.default_rng(0)
+TABLE = RNG.standard_normal((WORDS, WIDTH)).astype(np.float32)
+WEIGHT = RNG.standard_normal((WIDTH, WIDTH)).astype(np.float32) / 4
+LENGTHS = RNG.integers(1, LENGTH + 1, TEXTS)
+FEEDS: Feeds = {
+    "ids": RNG.integers(0, WORDS, (TEXTS, LENGTH)),
+    "mask": (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.int64),
+}
+
+
+class Encoder(nn.Module):
+    """The mean over a text's own tokens of what a linear layer and tanh make of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.from_numpy(TABLE.copy()))
+        self.weight = nn.Parameter(torch.from_numpy(WEIGHT.copy()))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        kept = mask.unsqueeze(-1).to(self.table.dtype)
+        tokens = torch.tanh(self.table[ids] @ self.weight)
+        return (tokens * kept).sum(dim=1) / kept.sum(dim=1)
+
+
+class Both(Encoder):
+    """The embedding, and the tokens scored by class."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(ids, mask), self.table[ids] @ self.weight
+
+
+def encoder_graph(path: Path, *, scale: float = 1.0, ignores_mask: bool = False, role: str = "embedding") -> Path:
+    """The encoder node by node, as a faulty export might write it."""
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"]),
+        helper.make_node("MatMul", ["rows", "weight"], ["mixed"]),
+        helper.make_node("Tanh", ["mixed"], ["tokens"]),
+        helper.make_node("Cast", ["mask"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Max" if ignores_mask else "Identity", ["floats", "one"][: 1 + ignores_mask], ["seen"]),
+        helper.make_node("Unsqueeze", ["seen", "last"], ["kept"]),
+        helper.make_node("Mul", ["tokens", "kept"], ["own"]),
+        helper.make_node("ReduceSum", ["own", "along"], ["total"], keepdims=0),
+        helper.make_node("ReduceSum", ["kept", "along"], ["many"], keepdims=0),
+        helper.make_node("Div", ["total", "many"], ["mean"]),
+        helper.make_node("Mul", ["mean", "scale"], ["embedding"]),
+    ]
+    constants: dict[str, NDArray[Any]] = {
+        "table": TABLE,
+        "weight": WEIGHT,
+        "one": np.ones(1, np.float32),
+        "scale": np.asarray([scale], np.float32),
+        "last": np.asarray([-1]),
+        "along": np.asarray([1]),
+    }
+    inputs = [helper.make_tensor_value_info(each, TensorProto.INT64, ["batch", LENGTH]) for each in ("ids", "mask")]
+    outputs = [helper.make_tensor_value_info("embedding", TensorProto.FLOAT, ["batch", WIDTH])]
+    initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "encoder", inputs, outputs, initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model.metadata_props.add(key="export.outputs", value=f'[{{"name": "embedding", "role": "{role}"}}]')
+    onnx.save(model, str(path))
+    return path
+
+
+def encoder() -> ModuleRunner:
+    return ModuleRunner(Encoder(), inputs=(IDS, MASK), outputs=(EMBEDDING,), label="encoder")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Array:
+    with encoder() as runner:
+        return only(runner(FEEDS))
+
+
+def test_a_module_is_called_in_port_order_whatever_the_order_of_the_feeds(reference: Array) -> None:
+    tokens = np.tanh(TABLE[FEEDS["ids"]].astype(np.float64) @ WEIGHT) * FEEDS["mask"][:, :, None]
+    np.testing.assert_allclose(reference, tokens.sum(axis=1) / LENGTHS[:, None], rtol=1e-4, atol=1e-6)
+    ticks = count(0, 1_000_000)
+    with encoder() as runner:
+        answers = runner({"mask": FEEDS["mask"], "ids": FEEDS["ids"]})
+        np.testing.assert_array_equal(answers["embedding"], reference)
+        bound = runner.bind(FEEDS)
+        assert bound.laps(2, lambda: next(ticks)).compute_ms == (1.0, 1.0)
+
+
+def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(reference: Array) -> None:
+    ports = (EMBEDDING, OutputPort(name="scores", role="token logits"))
+    with ModuleRunner(Both(), inputs=(IDS, MASK), outputs=ports) as runner:
+        answers = runner(FEEDS)
+    assert {name: rows.shape for name, rows in answers.items()} == {
+        "embedding": (TEXTS, WIDTH),
+        "scores": (TEXTS, LENGTH, WIDTH),
+    }
+    np.testing.assert_array_equal(answers["embedding"], reference)
+    with (
+        ModuleRunner(Both(), inputs=(IDS, MASK), outputs=(EMBEDDING,), label="both") as runner,
+        pytest.raises(BadInput, match=r"both: gives 2 values, expected 1 tensors .* embedding"),
+    ):
+        runner(FEEDS)
+
+
+def test_whole_numbers_are_not_cast_with_the_module() -> None:
+    with ModuleRunner(Encoder(), precision="bf16", inputs=(IDS, MASK), outputs=(EMBEDDING,)) as runner:
+        assert only(runner(FEEDS)).dtype == np.float32
+
+
+def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, reference: Array) -> None:
+    with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
+        assert runner.inputs == (IDS, MASK)
+        assert runner.outputs == (EMBEDDING,)
+        np.testing.assert_allclose(only(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
+        bound = runner.bind(rows_of(FEEDS, slice(3)))
+        assert bound.laps(1, lambda: 0).calls == 1
+    with pytest.raises(BadInput, match=r"m.onnx: its note export.outputs can't be read"):
+        OnnxRunner(encoder_graph(tmp_path / "m.onnx", role="vibes")).__enter__()
+
+
+def test_every_mismatch_is_named_at_once() -> None:
+    wrong = {"ids": FEEDS["ids"].astype(np.float32)[:, :5], "words": FEEDS["mask"]}
+    with pytest.raises(BadInput) as caught:
+        checked_feeds(wrong, (IDS, MASK), where="encoder")
+    assert str(caught.value) == (
+        "encoder: takes mask [B, 7] as int64, which is missing; takes no words, only ids, mask; "
+        "takes ids as int64, got float32; takes ids [B, 7], got [24, 5]"
+    )
+    with pytest.raises(BadInput, match="got 24 of ids, 3 of mask; expected as many of each"):
+        checked_feeds({**FEEDS, "mask": FEEDS["mask"][:3]}, (IDS, MASK), where="encoder")
+    with pytest.raises(BadInput, match=r"got no ids, \[0, 7\]"):
+        checked_feeds(rows_of(FEEDS, slice(0)), (IDS, MASK), where="encoder")
+    with pytest.raises(BadInput, match=r"takes ids \[2, 7\], got \[24, 7\]"):
+        checked_feeds(FEEDS, (IDS, MASK), where="encoder", batch=2)
+    free = Port(name="ids", shape=(-1,), dtype="int64")
+    assert list(checked_feeds(FEEDS, (MASK, free), where="encoder")) == ["mask", "ids"]
+
+
+def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
+    array = FEEDS["ids"]
+    assert list(feeds_from_array(array, (IDS,))) == ["ids"]
+    assert list(feeds_of_ports({"tokens": array}, (IDS,))) == ["ids"]
+    assert list(feeds_of_ports(FEEDS, (MASK, IDS))) == ["ids", "mask"]
+    with pytest.raises(BadInput, match="one array for 2 inputs; expected one for each of ids, mask"):
+        feeds_from_array(array, (IDS, MASK))
+    with pytest.raises(BadInput, match="expected one array, got 2: ids, mask"):
+        only(FEEDS)
+
+
+def test_a_batch_larger_than_the_feeds_begins_again() -> None:
+    batch = batch_of(FEEDS, TEXTS + 2)
+    np.testing.assert_array_equal(batch["mask"][TEXTS:], FEEDS["mask"][:2])
+    with pytest.raises(BadInput, match="at least 1"):
+        batch_of(FEEDS, 0)
+
+
+def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
+    images = Port(name="images", shape=(3, 4, 4))
+    noise = noise_of_ports((images, MASK), 5, seed=0)
+    assert (noise["images"].dtype.name, noise["images"].shape) == ("float32", (5, 3, 4, 4))
+    assert 0.8 < noise["images"].std() < 1.2
+    assert (noise["mask"] == 1).all()
+    with pytest.raises(BadInput, match=r"images \[B, \?, 4, 4\]: a free size"):
+        noise_of_ports((Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
+
+
+def exact_link(reference: Array, candidate: Array) -> Link:
+    return link(name="onnx", kind="exact", reference="torch", candidate="onnx", reference_rows=reference,
+                candidate_by_batch={8: candidate}, tolerance=tolerance.exact(products=2, largest_logit=0.0),
+                port=EMBEDDING)  # fmt: skip
+
+
+def run_of(runner: OnnxRunner, change: Callable[[Array], Array] = lambda rows: rows) -> structure.Run:
+    return lambda feeds: {"embedding": change(only(runner(feeds)))}
+
+
+def test_a_faithful_graph_passes_every_test(tmp_path: Path, reference: Array) -> None:
+    with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
+        run = run_of(runner)
+        answers = run(FEEDS)
+        tests = [
+            structure.batch_slot("onnx", run, rows_of(FEEDS, slice(1)), batch=8, bound=1e-5),
+            structure.permutation("onnx", run, FEEDS, bound=1e-5),
+            *structure.outputs("onnx", answers, noun="texts"),
+        ]
+    assert {each.status for each in tests} == {"PASS"}
+    found = exact_link(reference, answers["embedding"])
+    assert (found.status, found.role, found.measures.agreement) == ("PASS", "embedding", 1.0)
+    assert "relative error" in found.reason
+
+
+def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, reference: Array) -> None:
+    with OnnxRunner(encoder_graph(tmp_path / "m.onnx", ignores_mask=True)) as runner:
+        faulty = only(runner(FEEDS))
+    assert exact_link(reference, faulty).status == "FAIL"
+    found = link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=reference,
+                 candidate_by_batch={8: faulty}, tolerance=tolerance.limits(min_agreement=0.9),
+                 port=EMBEDDING)  # fmt: skip
+    assert found.status == "FAIL"
+    assert "inputs have another nearest neighbour" in found.reason
+
+
+def test_a_scaled_output_errs_although_every_angle_is_right(tmp_path: Path, reference: Array) -> None:
+    with OnnxRunner(encoder_graph(tmp_path / "m.onnx", scale=1.01)) as runner:
+        faulty = only(runner(FEEDS))
+    found = exact_link(reference, faulty)
+    assert (found.status, found.measures.agreement) == ("FAIL", 1.0)
+    assert found.measures.cosine_min == pytest.approx(1.0)
+    assert found.measures.relative_error == pytest.approx(0.01, rel=1e-3)
+
+
+def test_answers_that_swap_places_fail_the_link_and_the_permutation(tmp_path: Path, reference: Array) -> None:
+    def swapped(rows: Array) -> Array:
+        return np.concatenate([rows[1:2], rows[:1], rows[2:]])
+
+    with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
+        run = run_of(runner, swapped)
+        assert structure.permutation("onnx", run, FEEDS, bound=1e-5).status == "FAIL"
+        found = exact_link(reference, run(FEEDS)["embedding"])
+    assert found.status == "FAIL"
+    assert found.measures.cosine_min < 0.99
+
+
+def test_neighbours_against_explicit_loops() -> None:
+    reference = RNG.standard_normal((30, 5))
+    candidate = reference + 0.7 * RNG.standard_normal((30, 5))
+
+    def nearest(rows: Array, own: int) -> int:
+        cosine = [
+            float(rows[own] @ rows[other]) / float(np.linalg.norm(rows[own]) * np.linalg.norm(rows[other]))
+            for other in range(30)
+        ]
+        return max((other for other in range(30) if other != own), key=lambda other: cosine[other])
+
+    same = [nearest(reference, own) == nearest(candidate, own) for own in range(30)]
+    found = measures(reference, candidate, role="embedding")
+    assert found.agreement == sum(same) / 30
+    assert 0 < sum(same) < 30
+    assert found.agreement_bounds is not None
+    assert found.agreement_bounds[0] < found.agreement < found.agreement_bounds[1]
+    cosines = [float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in zip(reference, candidate, strict=True)]
+    assert found.cosine_mean == pytest.approx(np.mean(cosines))
+    assert found.cosine_min == pytest.approx(min(cosines))
+    assert found.max_abs == pytest.approx(np.abs(reference - candidate).max())
+
+
+def test_copies_of_an_input_are_one_neighbour() -> None:
+    """Of two equal inputs rounding decides which comes first; neither is wrong."""
+    reference = np.eye(4)[[0, 1, 2, 2]] + 0.3
+    candidate = reference.copy()
+    candidate[2] *= 1 - 1e-9
+    candidate[3, 0] += 1e-9
+    assert measures(reference, candidate, role="embedding").agreement == 1.0
+
+
+def test_an_answer_that_is_not_finite_has_and_is_no_neighbour() -> None:
+    reference = RNG.standard_normal((6, 3))
+    candidate = reference.copy()
+    candidate[4] = np.nan
+    found = measures(reference, candidate, role="embedding")
+    assert (found.nonfinite_images, found.relative_error, found.cosine_min) == (1, np.inf, 0.0)
+    assert found.agreement is not None
+    assert found.agreement <= 5 / 6
+
+
+def test_fewer_than_three_inputs_have_no_nearest_neighbour() -> None:
+    rows = RNG.standard_normal((2, 4))
+    found = measures(rows, rows, role="embedding")
+    assert (found.agreement, found.agreement_bounds) == (None, None)
+    assert found.agreement_line == "nearest neighbours need 3 inputs, got 2"
+    wanted = tolerance.limits(min_agreement=0.9)
+    with pytest.raises(BadInput, match="embedding is an embedding, whose nearest neighbours need 3 inputs, got 2"):
+        link(name="r", kind="reduced", reference="a", candidate="b", reference_rows=rows,
+             candidate_by_batch={1: rows}, tolerance=wanted, port=EMBEDDING)  # fmt: skip
+
+
+def test_token_logits_agree_token_by_token() -> None:
+    reference = RNG.standard_normal((5, 4, 3))
+    candidate = reference.copy()
+    candidate[1, 2] = -candidate[1, 2]
+    found = measures(reference, candidate, role="token logits")
+    flipped = int(reference[1, 2].argmax() != candidate[1, 2].argmax())
+    assert flipped == 1
+    assert found.agreement == 19 / 20
+    assert found.disagreement_line == "1 of 20 tokens flipped"
+    assert found.relative_error == pytest.approx(2 * np.linalg.norm(reference[1, 2]) / np.linalg.norm(reference))
+    assert found.cosine_min == pytest.approx(-1.0)
+    candidate[0, 0, 0] = np.inf
+    assert measures(reference, candidate, role="token logits").nonfinite_images == 1
+
+
+def test_a_feature_map_has_errors_and_no_agreement() -> None:
+    reference = RNG.standard_normal((4, 2, 3, 3))
+    candidate = reference * 1.02
+    found = measures(reference, candidate, role="feature map")
+    assert found.agreement is None
+    assert found.relative_error == pytest.approx(0.02)
+    assert found.cosine_mean == pytest.approx(1.0)
+    features = OutputPort(name="features", role="feature map")
+    with pytest.raises(BadInput, match="min agreement: features is a feature map"):
+        link(name="r", kind="reduced", reference="a", candidate="b", reference_rows=reference,
+             candidate_by_batch={1: candidate}, tolerance=tolerance.limits(min_agreement=0.9),
+             port=features)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("role", "shape", "words"),
+    [
+        ("embedding", (4, 2, 3), "embedding: got .* of both, expected .*give models whose output is pooled"),
+        ("token logits", (4, 3), r"token logits: got .* expected the same \[inputs, tokens, classes\]"),
+        ("feature map", (4,), r"feature map: got .* expected the same \[inputs, ...\]"),
+    ],
+)
+def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:
+    rows = np.ones(shape)
+    with pytest.raises(BadInput, match=words):
+        measures(rows, rows, role=role)
+
+
+def of_two_outputs(faulty: bool) -> Parity:
+    """Logits that are right and an embedding that may be wrong."""
+    logits, vectors = RNG.standard_normal((6, 4)), RNG.standard_normal((6, 8))
+    links = [
+        link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=rows,
+             candidate_by_batch={1: rows * (1.5 if faulty and port is EMBEDDING else 1.0)},
+             tolerance=tolerance.limits(max_error=0.1), port=port, several=True)
+        for port, rows in ((LOGITS, logits), (EMBEDDING, vectors))
+    ]  # fmt: skip
+    return Parity(images=ImageSet(count=6, digest="", kind="inputs"), links=tuple(links))
+
+
+def test_every_output_is_judged_and_its_link_is_named_by_it() -> None:
+    assert of_two_outputs(faulty=False).verdict == "PASS"
+    record = of_two_outputs(faulty=True)
+    assert [(each.name, each.status) for each in record.links] == [
+        ("reduced logits", "PASS"),
+        ("reduced embedding", "FAIL"),
+    ]
+    assert record.verdict == "FAIL"
+    assert record.reason.startswith("on 6 inputs: reduced embedding: relative error 0.5")
+
+
+def test_a_record_tells_role_and_output_only_where_they_are_more_than_logits() -> None:
+    raw = of_two_outputs(faulty=False).to_json()
+    logits, vectors = raw["links"]
+    assert (logits["output"], "role" in logits) == ("logits", False)
+    assert (vectors["output"], vectors["role"]) == ("embedding", "embedding")
+    assert "top1_agreement" in logits["batches"][0]
+    assert vectors["batches"][0]["agreement"] == 1.0
+    assert "top1_agreement" not in vectors["measures"]
+    read = parity_from_value(raw, where="parity.json")
+    assert read.to_json() == raw
+    raw["links"][1]["role"] = "smell"
+    with pytest.raises(BadInput, match=r"links\[1\].role: got 'smell', expected embedding or feature map or logits"):
+        parity_from_value(raw, where="parity.json")
+
+
+def test_a_single_output_of_another_role_keeps_its_links_name() -> None:
+    rows = RNG.standard_normal((6, 4))
+    single = exact_link(rows, rows)
+    raw = Parity(images=ImageSet(count=6, digest=""), links=(single,)).to_json()["links"][0]
+    assert (raw["name"], raw["role"], "output" in raw) == ("onnx", "embedding", False)
+
+
+def test_figures_of_a_role_are_those_that_it_has() -> None:
+    rows = RNG.standard_normal((5, 4))
+    names = {"relative_error", "max_abs", "cosine"}
+    by_role: dict[Role, set[str]] = {"embedding": names | {"agrees"}, "feature map": names}
+    for role, expected in by_role.items():
+        assert set(figures(rows, {"b": rows * 2}, role=role)) == {f"b.{name}" for name in expected}
+    tokens = RNG.standard_normal((5, 2, 4))
+    assert figures(tokens, {"b": tokens}, role="token logits")["b.token_agreement"].tolist() == [1.0] * 5
+
+
+def test_structural_tests_take_what_the_encoder_takes() -> None:
+    with encoder() as runner:
+
+        def run(feeds: Feeds) -> Outputs:
+            return runner(feeds)
+
+        assert structure.extremes("torch", run, FEEDS) == []
+        by_batch = {24: run(FEEDS), 5: run(rows_of(FEEDS, slice(5)))}
+        (test,) = structure.batch_sizes("torch", by_batch, bound=1e-5, noun="texts")
+    assert test.status == "PASS"
