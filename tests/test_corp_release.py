@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from corp_deploy.release import own_steps, pipeline, steps
 from corp_deploy.release.incremental import StageDirs, locked
 from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.recipe import Recipe, Target
+from corp_deploy.release.samples import replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.manifest import MANIFEST_KIND
+from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
-from ground.files import sha256_of_file
+from ground.files import sha256_of_file, write_json
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound
@@ -193,6 +196,22 @@ def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path
     assert result.exit_code == 1
     assert "samples/reduced.fp32.npy: manifest.json and SHA256SUMS differ" in said(result)
     assert "reduced/model.onnx: relative error" in said(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"images": 3}, "images: got 3, expected a text"),
+        ({"graphs": {"reduced/model.onnx": {"expected": "a.npy"}}}, "the key 'max_relative_error' is missing"),
+        ({"kind": "gate"}, "expected a corp-deploy/samples record, got 'gate'"),
+        ({}, "the samples can't be read"),
+    ],
+)
+def test_a_damaged_record_of_samples_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    record = {"kind": "corp-deploy/samples", "version": 1, "images": "samples/images.npy", "count": 1, "graphs": {}}
+    write_json(tmp_path / "samples" / "samples.json", record | changes)
+    with pytest.raises(BadInput, match=re.escape(said)):
+        replay(tmp_path)
 
 
 def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_path: Path) -> None:

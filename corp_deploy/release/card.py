@@ -11,7 +11,8 @@ from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
 from .names import GATE, MODELS, PARITY, SUMMARY, bench_name
-from .recipe import Recipe, ReduceTable
+from .recipe import Recipe
+from .recipe_tables import ReduceTable
 
 MODEL = "corp-deploy/model"
 

@@ -17,6 +17,7 @@ SUMMARY = "moments.json"
 SAMPLES = "samples/images.npy"
 SAMPLES_RECORD = "samples/samples.json"
 PARITY = "parity.json"
+BENCH = "bench.json"
 GATE = "gate.json"
 CARD = "MODEL_CARD.md"
 REPORTS = ("report.html", "report.md", "report.xml")
@@ -50,7 +51,7 @@ def artefact_name(target: Target, subject: str) -> str:
 
 def bench_name(recipe: Recipe, target: Target) -> str:
     """bench.json of the first target, bench.TARGET.json of the others."""
-    return "bench.json" if target == recipe.targets[0] else f"bench.{target.name}.json"
+    return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"
 
 
 def parity_name(target: Target) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from corp_deploy.families.preprocessing import recorded_preprocessing
@@ -57,8 +58,7 @@ from .names import (
     plan_name,
 )
 from .recipe import Recipe, Target
-from .samples import KIND as SAMPLES_KIND
-from .samples import REPLAY_ERROR, replayed
+from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, replayed
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
@@ -85,9 +85,9 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
             name, expected = f"{subject}/{graph_name(precision)}", answers_name(subject, precision)
             with OnnxRunner(dirs.root / name) as runner:
                 np.save(dirs.into / expected, replayed(runner, images))
-            graphs[name] = {"expected": expected, "max_relative_error": REPLAY_ERROR[precision]}
-    record = {"kind": SAMPLES_KIND, "version": 1, "images": SAMPLES, "count": count, "graphs": graphs}
-    write_json(dirs.into / SAMPLES_RECORD, record)
+            graphs[name] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
+    record = SamplesRecord(images=SAMPLES, count=count, graphs=graphs)
+    write_json(dirs.into / SAMPLES_RECORD, msgspec.to_builtins(record))
 
 
 def _limits(recipe: Recipe) -> ParityLimits:

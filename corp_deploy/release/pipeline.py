@@ -42,7 +42,8 @@ from .names import (
     parity_name,
     plan_name,
 )
-from .recipe import Recipe, Table, Target
+from .recipe import Recipe, Target
+from .recipe_tables import Table
 from .recipe_toml import text_of_recipe
 from .targets import missing_to_build, missing_to_run
 

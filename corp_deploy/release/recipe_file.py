@@ -11,7 +11,8 @@ import msgspec
 from ground.errors import BadInput
 from ground.files import regular
 
-from .recipe import Recipe, Table, TargetName, TargetTable
+from .recipe import Recipe, TargetName
+from .recipe_tables import Table, TargetTable
 
 MOST_BYTES = 2**20
 DEEPEST = 40

@@ -7,7 +7,8 @@ from pathlib import Path
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput, Missing
-from ground.files import read_json, write_text
+from ground.files import write_text
+from perf.gate.verdicts import load_gate
 
 from . import calls, incremental
 from .baseline import Baseline
@@ -15,7 +16,8 @@ from .digests import files_of
 from .incremental import Outcome, Stage, StageStatus, locked
 from .names import GATE, SCRIPT, bench_name
 from .pipeline import stages_of
-from .recipe import ModelTable, Recipe
+from .recipe import Recipe
+from .recipe_tables import ModelTable
 from .rendering import rendered
 
 StageListener = Callable[[Stage, str], None]
@@ -93,9 +95,9 @@ def release(recipe: Recipe, root: Path, baseline: Baseline, *, starts: StageList
         outcome = _run_all(recipe, root, baseline, starts)
         if outcome.blocked:
             return Released(outcome=outcome, verdict=None, exit_code=None)
-        gate = read_json(root / GATE, kind="gate")
-        baseline.start(root / bench_name(recipe, recipe.targets[0]), exit_code=gate["exit_code"])
-    return Released(outcome=outcome, verdict=gate["verdict"], exit_code=gate["exit_code"])
+        gate = load_gate(root / GATE)
+        baseline.start(root / bench_name(recipe, recipe.targets[0]), exit_code=gate.exit_code)
+    return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code)
 
 
 def run_only(

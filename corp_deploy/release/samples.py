@@ -1,16 +1,20 @@
 """The sample inputs of a release and how their replay is judged. Imports no torch."""
 
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.feeds import feeds_from_array, only
-from ground.files import read_json
+from ground.records import record_from_file
 from perf.parity.measures import measures
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import Runner
+
+from .names import SAMPLES_RECORD
 
 KIND = "corp-deploy/samples"
 # Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.
@@ -18,6 +22,22 @@ REPLAY_ERROR = {"fp32": 1e-4, "fp16": 1e-2, "mixed": 1e-2}
 BATCH = 8
 
 Pixels = NDArray[np.float32]
+
+
+class GraphAnswers(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the answers of a graph stand, and how far others may be from them."""
+
+    expected: str
+    max_relative_error: float
+
+
+class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=KIND):
+    """samples.json: where the images stand, how many there are, and the graphs that answered them."""
+
+    version: Literal[1] = 1
+    images: str
+    count: int
+    graphs: dict[str, GraphAnswers]
 
 
 def replayed(runner: Runner, images: Pixels) -> Pixels:
@@ -43,11 +63,13 @@ def replay(folder: Path) -> list[str]:
 
     Raises BadInput for a record that can't be read, Missing without ONNX Runtime.
     """
-    record = read_json(folder / "samples" / "samples.json", kind=KIND)
+    record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND)
     try:
-        images = np.load(folder / record["images"], allow_pickle=False)
-        rows = [(name, folder / row["expected"], row["max_relative_error"]) for name, row in record["graphs"].items()]
-        found = [_difference(folder, name, expected, images, bound) for name, expected, bound in rows]
-    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError) as error:
+        images = np.load(folder / record.images, allow_pickle=False)
+        differences = [
+            _difference(folder, name, folder / answers.expected, images, answers.max_relative_error)
+            for name, answers in record.graphs.items()
+        ]
+    except (OSError, ValueError, EOFError) as error:
         raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
-    return [text for text in found if text is not None]
+    return [text for text in differences if text is not None]

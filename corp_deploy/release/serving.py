@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from export.engine.options import BatchProfile
 from export.engine.record import record_from_json, record_path
@@ -10,9 +9,13 @@ from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.package import Package
 from ground.errors import BadInput
-from ground.files import read_json, regular, whole
+from ground.files import regular
+from perf.parity.logits import LogitMeasures
+from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import finite, summarise
+
+from .names import BENCH, PARITY, graph_name
 
 AS_MEASURED = Serving()
 
@@ -37,29 +40,32 @@ def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str]]:
 def _latencies(bench: Bench) -> tuple[Latency, ...]:
     """The reduced model's medians with their intervals, where there were enough rounds for one."""
     summary = summarise(bench)
-    found = []
+    latencies = []
     for row in summary.rows:
         p50 = row.sides[summary.candidate].p50_ms
         if p50 is not None and finite(p50.low) is not None and finite(p50.high) is not None:
-            found.append(
+            latencies.append(
                 Latency(
                     batch=row.batch, measure="compute", p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high
                 )
             )
-    return tuple(found)
+    return tuple(latencies)
 
 
 def _agreement(directory: Path) -> Agreement | None:
-    path = directory / "parity.json"
+    path = directory / PARITY
     if not path.is_file():
         return None
-    with whole(str(path)):
-        links: list[dict[str, Any]] = read_json(path, kind="parity")["links"]
-        errors = next((link for link in links if link["kind"] == "whole"), links[-1])["measures"]
-        if "top1_agreement" not in errors:
-            return None  # the first output has no classes
-        low, high = errors["top1_agreement_low"], errors["top1_agreement_high"]
-        return Agreement(share=errors["top1_agreement"], images=errors["images"], low=low, high=high)
+    links = load_parity(path).links
+    errors = next((link for link in links if link.kind == "whole"), links[-1]).measures
+    if not isinstance(errors, LogitMeasures):
+        return None  # the first output has no classes
+    return Agreement(
+        share=errors.top1_agreement,
+        images=errors.images,
+        low=errors.top1_agreement_low,
+        high=errors.top1_agreement_high,
+    )
 
 
 def _labels(path: Path | None) -> tuple[str, ...]:
@@ -69,6 +75,14 @@ def _labels(path: Path | None) -> tuple[str, ...]:
         return tuple(line.strip() for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: can't be read as a list of labels, one a line ({error})") from None
+
+
+def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> dict[str, Expected]:
+    """What was measured of the reduced model, by the variant of the repository that it was measured of."""
+    described = bench.subjects[1].describe
+    variant = "cpu" if described.get("device") == "cpu" else "plan" if has_plans else "onnx"
+    where = f"{bench.environment.get('gpu') or bench.environment.get('cpu')}, {described.get('backend')}"
+    return {variant: Expected(measured_on=where, latencies=_latencies(bench), top1_agreement=agreement)}
 
 
 def package_of_directory(
@@ -87,30 +101,24 @@ def package_of_directory(
 
     Raises BadInput when there is no reduced graph in it.
     """
-    single, half = directory / "reduced" / "model.onnx", directory / "reduced" / "model.fp16.onnx"
-    if not single.is_file():
-        raise BadInput(f"{single}: no such graph; export the reduced model into {directory}/reduced first")
+    fp32, fp16 = (directory / "reduced" / graph_name(precision) for precision in ("fp32", "fp16"))
+    if not fp32.is_file():
+        raise BadInput(f"{fp32}: no such graph; export the reduced model into {directory}/reduced first")
     plans, notes = _plans(directory / "reduced")
-    bench_path = directory / "bench.json"
-    bench = load_bench(bench_path) if bench_path.is_file() else None
     expected: dict[str, Expected] = {}
     preferred: tuple[int, ...] = ()
-    if bench is not None:
+    if (directory / BENCH).is_file():
+        bench = load_bench(directory / BENCH)
         knee = summarise(bench).preferred_batch_size
         preferred = () if knee is None or knee == 1 else (knee,)
-        described = bench.subjects[1].describe
-        variant = "cpu" if described.get("device") == "cpu" else "plan" if plans else "onnx"
-        where = f"{bench.environment.get('gpu') or bench.environment.get('cpu')}, {described.get('backend')}"
-        expected[variant] = Expected(
-            measured_on=where, latencies=_latencies(bench), top1_agreement=_agreement(directory)
-        )
+        expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(
         name=name,
         version=version,
         plans=plans,
-        onnx=half if half.is_file() else single,
-        cpu_onnx=single,
+        onnx=fp16 if fp16.is_file() else fp32,
+        cpu_onnx=fp32,
         labels=_labels(labels),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,

@@ -1,0 +1,219 @@
+"""The tables of a recipe as types: keys, defaults, and the rules over keys of one table, which its constructor holds.
+
+Imports no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.invocation.honours import Axis
+from corp_deploy.invocation.table import ATTENTION, LOOP, PRESET
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from, method_from_preset
+from ground.errors import BadInput
+
+from . import recipe_values as values
+
+
+def refuse_ignored(where: str, axis: Axis, way: str, options: Mapping[str, Any]) -> None:
+    """Raise BadInput for an option that is set, which the way at work would ignore."""
+    try:
+        axis.refuse([("", way)], {name: value for name, value in options.items() if value is not None})
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Some keys and their values."""
+
+
+class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: values.Text
+
+
+class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`model` is a directory as an absolute path, or a timm name, which goes with `weights`."""
+
+    model: values.Text
+    weights: values.Location | None = None
+    kwargs: values.Arguments = msgspec.field(default_factory=dict)
+    ema: values.Flag | None = None
+    mean: values.Means | None = None
+    std: values.Deviations | None = None
+    crop_pct: values.ShareKept | None = None
+    interpolation: values.Interpolation | None = None
+    crop_mode: values.CropMode | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(self.kwargs)
+        except TypeError:
+            raise BadInput(f"model.kwargs is {self.kwargs!r:.200}, expected no dates and times in it") from None
+
+    @property
+    def directory(self) -> Path | None:
+        path = Path(self.model)
+        return path if path.is_absolute() else None
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What of the preprocessing is set."""
+        return Preprocessing(
+            mean=self.mean,
+            std=self.std,
+            crop_pct=self.crop_pct,
+            interpolation=self.interpolation,
+            crop_mode=self.crop_mode,
+        )
+
+
+class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    images: values.Location
+    samples: values.Images | None = None
+    seed: values.Seed = 0
+    batch_size: values.Batch = 32
+    device: values.Device = "cpu"
+    workers: values.Workers = 0
+    max_bad: values.BadImages = 0
+    hold_out: values.Images | None = None
+    attention_system: values.AttentionSystem | None = None
+
+
+class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    images: values.Location
+    labels: values.Location | None = None
+    samples: values.Images | None = None
+    seed: values.Seed = 0
+
+
+class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shares to remove (`mlp`, `attn`) or to keep of the whole model (`macs`, `params`), and how."""
+
+    preset: values.Preset = "best"
+    mlp: values.ShareRemoved | None = None
+    attn: values.ShareRemoved | None = None
+    macs: values.ShareKept | None = None
+    params: values.ShareKept | None = None
+    select_mlp: values.SelectMlp | None = None
+    select_head: values.SelectHead | None = None
+    heads: values.Heads = "padded"
+    align_mlp: values.Multiple = 64
+    align_head: values.Multiple = 16
+    ridge: values.Ridge = DEFAULT_RIDGE_REL
+    closed_loop: values.ClosedLoop = False
+    allow_partial: values.Flag = False
+    reads: values.Reads | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_contradictions()
+        asked = {"attn": self.attn, "heads": None if self.heads == "padded" else self.heads, "reads": self.reads}
+        for axis, way in self.ways:
+            refuse_ignored("[reduce]", axis, way, asked)
+        try:
+            _ = self.method
+        except ValueError as error:
+            raise BadInput(f"[reduce]: {error}") from None
+
+    def _refuse_contradictions(self) -> None:
+        budgets = [name for name, share in (("macs", self.macs), ("params", self.params)) if share is not None]
+        if len(budgets) > 1:
+            raise BadInput("[reduce] has macs and params; give one budget")
+        if budgets and (self.mlp or self.attn):
+            raise BadInput(f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
+        if not budgets and self.mlp is None and not self.touches_attention:
+            raise BadInput(
+                "[reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), or a budget"
+            )
+        if budgets and self.preset != "best":
+            raise BadInput(f"reduce.{budgets[0]} needs preset best, got {self.preset!r}")
+
+    @property
+    def has_budget(self) -> bool:
+        return self.macs is not None or self.params is not None
+
+    @property
+    def touches_attention(self) -> bool:
+        return self.has_budget or self.attn is not None or self.heads == "auto"
+
+    @property
+    def loop(self) -> LoopName | None:
+        return loop_from(self.closed_loop)
+
+    @property
+    def looks_at_images(self) -> bool:
+        """Whether the reduction looks at the calibration images beside their moments."""
+        return self.has_budget or self.heads == "auto" or self.loop is not None or self.method.merges
+
+    @property
+    def ways(self) -> tuple[tuple[Axis, str], ...]:
+        """What is at work in `reduce` and may not honour an option."""
+        touched = "reduced" if self.touches_attention else "kept"
+        return (PRESET, self.preset), (ATTENTION, touched), (LOOP, self.loop or "open")
+
+    @property
+    def method(self) -> Method:
+        """How sites are reduced; heads = auto starts from padded ones."""
+        return method_from_preset(
+            self.preset,
+            mlp_sparsity=self.mlp,
+            attention_sparsity=self.attn,
+            geometry="padded" if self.heads == "auto" else self.heads,
+            align_hidden=self.align_mlp,
+            align_head=self.align_head,
+            ridge_rel=self.ridge,
+            mlp_selection=self.select_mlp,
+            qk_selection=self.select_head,
+        )
+
+
+class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    precisions: values.Precisions = ("fp32", "fp16")
+    keep_fp32: values.Texts = ()
+
+    def __post_init__(self) -> None:
+        if self.keep_fp32 and "mixed" not in self.precisions:
+            raise BadInput("export.keep_fp32 is for precision mixed, which export.precisions does not have")
+        if "mixed" in self.precisions and not self.keep_fp32:
+            raise BadInput("precision mixed needs export.keep_fp32, such as ['blocks.7.attn']; else choose fp16")
+
+
+class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    batches: values.Batches = (1, 7, 32)
+    min_agreement: values.Share | None = None
+    max_error: values.RelativeError | None = None
+    half_factor: values.Factor = 4.0
+
+
+class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    batches: values.Batches = (1, 8, 32)
+    time_limit_s: values.Seconds = 20.0
+    half_width: values.ShareKept = 0.01
+    block_ms: values.Milliseconds = 25.0
+    min_rounds: values.Rounds = 16
+    threads: values.Threads | None = None
+
+
+class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    fail_if: values.Texts = ()
+
+
+class SamplesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    count: values.Images = 16
+
+
+class PackageTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: values.ServedName | None = None
+    labels: values.Location | None = None
+
+
+class TargetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of [targets], which may leave out what follows from the other tables."""
+
+    precision: values.Precision | None = None
+    batch: values.Text | None = None
+    sms: values.Texts = ()
+    fail_if: values.Texts = ()
