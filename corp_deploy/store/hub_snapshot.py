@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
 from ground.errors import BadInput
 from ground.files import object_from_file
@@ -46,6 +45,8 @@ def refuse_beside_directory(directory: Path, given: Mapping[str, Any]) -> None:
 
 
 def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
+    from corp_deploy.families.bert_checkpoint import MODEL_TYPES
+
     name = config.get("architecture")
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
         return
