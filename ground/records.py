@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,6 +27,10 @@ _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(set(range(256)) - set(b'[]{}"'))
 
 T = TypeVar("T")
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 if TYPE_CHECKING:
     Figure: TypeAlias = float
@@ -95,7 +99,7 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     try:
         value: T = _decoded(data, record)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: {refusal(error, record, _untyped(data))}; {remedy}") from None
+        raise BadInput(f"{refusal(error, record, _untyped(data), where=where)}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{where}: not JSON ({error!s:.200}); it may be cut short; {remedy}") from None
     return value
@@ -136,9 +140,15 @@ def record_from_text(
 
 
 def record_from_file(
-    path: Path, record: type[T], *, kind: str | None = None, version: int = 1, remedy: str = MAKE_AGAIN
+    path: Path,
+    record: type[T],
+    *,
+    kind: str | None = None,
+    version: int = 1,
+    where: str | None = None,
+    remedy: str = MAKE_AGAIN,
 ) -> T:
-    """As record_from_bytes; raises BadInput also for a file that is missing or no regular one."""
+    """As record_from_bytes, `where` being the path. Raises BadInput also for a missing file, and for no regular one."""
     try:
         size = regular(path).stat().st_size
         if size > MOST_BYTES:
@@ -148,7 +158,7 @@ def record_from_file(
         raise BadInput(f"{path}: cannot be read: no such file") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
-    return record_from_bytes(data, record, where=str(path), kind=kind, version=version, remedy=remedy)
+    return record_from_bytes(data, record, where=where or str(path), kind=kind, version=version, remedy=remedy)
 
 
 def record_from_value(
@@ -160,7 +170,7 @@ def record_from_value(
     try:
         return msgspec.convert(value, record, dec_hook=_figure)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: {refusal(error, record, value)}; {remedy}") from None
+        raise BadInput(f"{refusal(error, record, value, where=where)}; {remedy}") from None
 
 
 def json_from_record(value: Any) -> Any:

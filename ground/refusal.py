@@ -95,13 +95,16 @@ def _reason(what: str, types: list[inspect.Type], value: Any) -> str:
     return what
 
 
-def refusal(error: msgspec.ValidationError, record: Any, raw: Any) -> str:
-    """The path of the entry and what is wrong with it. `raw` is the document without types, UNSET where unknown."""
+def refusal(error: msgspec.ValidationError, record: Any, raw: Any, *, where: str) -> str:
+    """Where, at which entry, and what is wrong with it. `raw` is the document without types, UNSET where unknown."""
     what, _, place = str(error).rpartition(" - at ")
     if not what:
         what, place = place, ""
     key, path = place.startswith("`key`"), place.rpartition("`$")[2].rstrip("`")
     steps = [name or index for name, index in _STEP.findall(path)]
     reason = _reason(what, _expected_at(record, steps, key=key), _value_at(raw, steps))
-    where = ("a key of " if key else "") + path.removeprefix(".")
-    return f"{where}: {reason}" if where else reason
+    if path and not key:
+        where += path if path.startswith("[") else f": {path.removeprefix('.')}"
+    elif key:
+        where += f": a key of {path.removeprefix('.')}"
+    return f"{where}: {reason}"

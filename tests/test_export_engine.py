@@ -16,7 +16,7 @@ from export.engine.audit import audit_fusion, audit_to_json
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.libraries import open_library, version_numbers
 from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
-from export.engine.record import record_from_json, record_path, sha256_of
+from export.engine.record import record_of_plan, record_path, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port
@@ -170,7 +170,7 @@ def test_the_record_says_what_was_built_and_reads_back(graphs: Graphs, tmp_path:
     engine = build(path, command="build tiny.onnx")
     write_engine(engine, tmp_path / "tiny.plan")
     text = record_path(tmp_path / "tiny.plan").read_text()
-    record = record_from_json(text)
+    record = record_of_plan(tmp_path / "tiny.plan")
     assert record == engine.record
     assert record.onnx_sha256 == sha256_of(path.read_bytes())
     assert record.plan_sha256 == sha256_of((tmp_path / "tiny.plan").read_bytes())
@@ -181,8 +181,9 @@ def test_the_record_says_what_was_built_and_reads_back(graphs: Graphs, tmp_path:
     content = json.loads(text)
     assert content["fused_attention"] == 2
     for broken in ("{", "[]", json.dumps({**content, "version": 2}), json.dumps({**content, "onnx_sha256": "0"})):
-        with pytest.raises(BadInput, match="record"):
-            record_from_json(broken)
+        record_path(tmp_path / "tiny.plan").write_text(broken)
+        with pytest.raises(BadInput, match=r"tiny\.plan\.json"):
+            record_of_plan(tmp_path / "tiny.plan")
 
 
 def test_audit_names_the_blocks_that_lost_their_kernel(graphs: Graphs) -> None:

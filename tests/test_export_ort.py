@@ -9,7 +9,7 @@ import pytest
 
 from export.engine.build import write_engine
 from export.engine.ort_artifact import build_ort_artifact
-from export.engine.record import record_from_json, record_path, sha256_of
+from export.engine.record import record_of_plan, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port
@@ -36,7 +36,7 @@ def test_the_artefact_gives_the_graphs_logits_and_is_smaller_in_nodes(folder: Pa
         for path in (source, tmp_path / "model.ort.onnx")
     ]
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
-    record = record_from_json(record_path(tmp_path / "model.ort.onnx").read_text())
+    record = record_of_plan(tmp_path / "model.ort.onnx")
     assert record == engine.record
     assert (record.backend, record.targets, record.precision) == ("onnxruntime", ("cpu",), "fp32")
     assert (record.onnx_sha256, record.command) == (sha256_of(source.read_bytes()), "build fp32.onnx")

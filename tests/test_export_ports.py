@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.ort_artifact import build_ort_artifact
-from export.engine.record import record_from_json, record_path
+from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
 from export.graph.examples import example_inputs
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
@@ -287,7 +287,7 @@ def test_odd_ports_are_refused_with_the_reason(
 
 def test_onnx_runtimes_artefact_keeps_ports_and_notes(graphs: dict[str, Path], tmp_path: Path) -> None:
     write_engine(build_ort_artifact(graphs["fp32"]), tmp_path / "model.onnx")
-    record = record_from_json(record_path(tmp_path / "model.onnx").read_text())
+    record = record_of_plan(tmp_path / "model.onnx")
     assert [port.name for port in record.inputs] == NAMES
     assert record.roles == {"embedding": "embedding"}
     assert noted_outputs(onnx.load(tmp_path / "model.onnx")) == [EMBEDDING]
@@ -301,7 +301,7 @@ def test_a_plan_takes_every_input_in_its_profile(graphs: dict[str, Path], tmp_pa
     options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:4:16"),), sms=("86",))
     engine = build_engine(graphs["fp16"], options)
     write_engine(engine, tmp_path / "text.plan")
-    record = record_from_json(record_path(tmp_path / "text.plan").read_text())
+    record = record_of_plan(tmp_path / "text.plan")
     assert record == engine.record
     assert record.inputs == tuple(GraphPort(name=name, dtype="int64", shape=("batch", TOKENS)) for name in NAMES)
     assert record.outputs == (GraphPort(name="embedding", dtype="float32", shape=("batch", CHANNELS)),)

@@ -18,7 +18,7 @@ from corp_deploy.views.engine import engine_table
 from export.engine.build import Engine, build_engine
 from export.engine.libraries import Library, open_library
 from export.engine.options import BatchProfile, BuildOptions
-from export.engine.record import record_from_json
+from export.engine.record import record_of_plan
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port
@@ -354,7 +354,8 @@ def test_sparse_is_set_where_some_weights_are_two_of_four(
     world = Tensorrt()
     record = build(tmp_path / "sparse.onnx", world, sparse=True).record
     assert (record.options["sparse"], record.options["sparse_share"]) == (True, share)
-    assert record_from_json(record.to_json()) == record
+    (tmp_path / "sparse.plan.json").write_text(record.to_json())
+    assert record_of_plan(tmp_path / "sparse.plan") == record
     assert f"{share:.0%} of the matrices are 2:4" in [*engine_table(record).columns[1].cells]
     assert world.asked["flags"] == ["SPARSE_WEIGHTS"]
 

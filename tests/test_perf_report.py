@@ -307,7 +307,7 @@ def test_the_same_record_gives_the_same_bytes() -> None:
         ({"parity": {"kind": "bench"}}, "expected a parity record"),
         ({"bench": {"kind": "parity"}}, "expected a bench record"),
         ({"bench": {"kind": "bench", "version": 1}}, "bench.json: the key 'created' is missing"),
-        ({"models": [{"params": 1}]}, r"models: \[0\]: the key 'name' is missing"),
+        ({"models": [{"params": 1}]}, r"report: models\[0\]: the key 'name' is missing"),
         ({"sites": [{"site": "a"}]}, "'width_dense' is missing"),
         ({"effects": {"preset": "none"}}, "effects: got an object, expected a list"),
         ({"gate": {"verdict": "PASS", "rules": ["x"]}}, r"gate: rules\[0\]: got 'x', expected a JSON object"),

@@ -14,7 +14,7 @@ from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.engine.record import record_from_json, record_path
+from export.engine.record import record_of_plan
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
 from ground.ports import OutputPort
@@ -109,10 +109,7 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
 
 
 def _from_engine(path: Path, shown: Path) -> Candidate:
-    beside = record_path(path)
-    if not beside.is_file():
-        raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
-    record = record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
+    record = record_of_plan(path)
     return Candidate(
         label=f"{path.parent.name}/{path.name} {record.backend} {record.precision}",
         name=f"{path.parent.name}-{record.backend}-{record.precision}",

@@ -18,7 +18,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
-from export.engine.record import EngineRecord, record_from_json, record_path
+from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput
 from ground.feeds import Feeds, noise_of_ports
 from ground.files import sha256_of_file
@@ -95,13 +95,6 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
     return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch)
 
 
-def _record_of_engine(path: Path) -> EngineRecord:
-    beside = record_path(path)
-    if not beside.is_file():
-        raise BadInput(f"{path}: no engine record beside it ({beside.name}); build it with `corp-deploy build`")
-    return record_from_json(beside.read_text(encoding="utf-8"), where=str(beside))
-
-
 def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
     """What the graph that an engine was built from says of its cost, where it still stands beside the plan."""
     for graph in sorted(path.parent.glob("*.onnx")):
@@ -111,7 +104,7 @@ def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
 
 
 def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
-    record = _record_of_engine(path)
+    record = record_of_plan(path)
     facts = _graph_of_engine(path, record)
     open_engine = partial(
         EngineRunner,
@@ -146,7 +139,7 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
 def way_to_run(path: Path, running: RunOptions) -> str:
     """What would run it, by its name in the table of options. Raises BadInput for what nothing here runs."""
     if path.suffix == ".plan" and path.is_file():
-        backend = _record_of_engine(path).backend
+        backend = record_of_plan(path).backend
         if backend not in BENCH.ways:
             raise BadInput(f"{path}: built for {backend}, which runs .onnx files; name the graph so")
         return backend

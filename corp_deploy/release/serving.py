@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from export.engine.options import BatchProfile
-from export.engine.record import record_from_json, record_path
+from export.engine.record import record_of_plan
 from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.package import Package
@@ -24,10 +24,7 @@ def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str]]:
     """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named."""
     plans, notes = [], []
     for path in sorted(directory.rglob("*.plan")):
-        beside = record_path(path)
-        if not beside.is_file():
-            raise BadInput(f"{path}: no engine record beside it; build it with `corp-deploy build`")
-        backend = record_from_json(beside.read_text(encoding="utf-8"), where=str(beside)).backend
+        backend = record_of_plan(path).backend
         if backend == "tensorrt":
             plans.append(path)
         else:

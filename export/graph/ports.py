@@ -5,13 +5,13 @@ A graph without a note is a classifier of images: one input `images`, one output
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Port, Role, image_port
+from ground.records import Positive, record_from_text
 
 T = TypeVar("T")
 INPUTS_KEY, OUTPUTS_KEY = "export.inputs", "export.outputs"
@@ -24,7 +24,7 @@ class GraphPort:
 
     name: str
     dtype: str
-    shape: tuple[int | str, ...]
+    shape: Annotated[tuple[Positive | str, ...], msgspec.Meta(min_length=1)]
 
 
 def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
@@ -86,7 +86,4 @@ def _note(proto: ModelProto, key: str) -> str | None:
 
 
 def _read(text: str, kind: type[T], key: str) -> T:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
-        raise BadInput(f"the note {key} can't be read ({error}); export the model again") from error
+    return record_from_text(text, kind, where=f"the note {key} can't be read", remedy="export the model again")

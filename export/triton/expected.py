@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ground.errors import BadInput
-from ground.files import object_from_text, regular
+from ground.records import record_from_file
 
 from .config import Variant
 from .signature import FLOATING
@@ -57,19 +59,16 @@ class Expected:
     top1_agreement: Agreement | None = None
 
 
-def read_expected(path: Path) -> dict[str, Any]:
+class _Document(msgspec.Struct, frozen=True):
+    models: dict[str, dict[str, dict[str, Any]]]
+
+
+def read_expected(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """The entries by model and version; empty when the file is not there yet."""
     if not path.exists():
         return {}
-    content = object_from_text(regular(path).read_text(encoding="utf-8"), where=str(path))
-    models: Any = content.get("models")
-    entries = isinstance(models, dict) and all(isinstance(versions, dict) for versions in models.values())
-    if (content.get("kind"), content.get("version")) != (KIND, VERSION) or not entries:
-        raise BadInput(
-            f"{path}: expected an object of kind {KIND!r} and version {VERSION} with its models; "
-            "remove it and package again"
-        )
-    return dict(models)
+    again = "remove it and package again"
+    return record_from_file(path, _Document, kind=KIND, version=VERSION, remedy=again).models
 
 
 def expected_text(models: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
+from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
 from ground.errors import BadInput
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
@@ -60,7 +60,7 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
         yield finding(plan, WARNING, fault, "keep the record beside the plan")
         return
     try:
-        record = record_from_json(beside.read_text(), where=beside.name)
+        record = record_of_plan(plan, where=beside.name)
         signature = signature_from_record(record)
     except BadInput as error:
         yield finding(beside, ERROR, str(error), "build the plan again")

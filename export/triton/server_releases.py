@@ -1,11 +1,12 @@
 """What each Triton release brings: its TensorRT, ONNX Runtime and Python; the table is server_releases.json."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from ground.errors import BadInput
+from ground.records import record_from_file
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"
@@ -31,34 +32,50 @@ class ServerRelease:
         return f"{IMAGE}:{self.tag}"
 
 
+class _Reads(msgspec.Struct, frozen=True):
+    opset: int
+    ir: int
+
+
+class _Row(msgspec.Struct, frozen=True):
+    server: str
+    python: str
+    onnxruntime: str
+    tensorrt: dict[str, str | None]
+
+
+class _Table(msgspec.Struct, frozen=True):
+    onnxruntime: dict[str, _Reads]
+    releases: dict[str, _Row]
+
+
 def server_release(tag: str) -> ServerRelease:
     """'26.07', '26.07-py3' or '26.07-trtllm-python-py3'; BadInput with what is known for any other."""
     table = _table()
     month, _, flavour = tag.partition("-")
     flavour = flavour or "py3"
-    row = table["releases"].get(month)
-    if row is None or flavour not in row["tensorrt"]:
-        flavours = ", ".join(next(iter(table["releases"].values()))["tensorrt"])
+    row = table.releases.get(month)
+    if row is None or flavour not in row.tensorrt:
+        flavours = ", ".join(next(iter(table.releases.values())).tensorrt)
         raise BadInput(
-            f"server release {tag!r} is not in the table; known are {', '.join(table['releases'])}, "
+            f"server release {tag!r} is not in the table; known are {', '.join(table.releases)}, "
             f"each as {flavours}; name one of them or add a row to {TABLE_PATH.name}"
         )
-    minor = ".".join(row["onnxruntime"].split(".")[:2])
-    reads = table["onnxruntime"][minor]
+    reads = table.onnxruntime[".".join(row.onnxruntime.split(".")[:2])]
     return ServerRelease(
         tag=f"{month}-{flavour}",
-        server=row["server"],
-        python=row["python"],
-        onnxruntime=row["onnxruntime"],
-        tensorrt=row["tensorrt"][flavour],
-        opset=reads["opset"],
-        ir=reads["ir"],
+        server=row.server,
+        python=row.python,
+        onnxruntime=row.onnxruntime,
+        tensorrt=row.tensorrt[flavour],
+        opset=reads.opset,
+        ir=reads.ir,
     )
 
 
 def server_tags() -> tuple[str, ...]:
     """The months in the table, newest first."""
-    return tuple(_table()["releases"])
+    return tuple(_table().releases)
 
 
 def plan_warnings(release: ServerRelease, library_version: str, *, version_compatible: bool = False) -> list[str]:
@@ -87,10 +104,8 @@ def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:
     return warnings
 
 
-def _table() -> Any:
-    table = json.loads(TABLE_PATH.read_text())
-    assert (table["kind"], table["version"]) == ("server-releases", 1), TABLE_PATH
-    return table
+def _table() -> _Table:
+    return record_from_file(TABLE_PATH, _Table, kind="server-releases", remedy="install the tool again")
 
 
 def _first(version: str, count: int) -> tuple[str, ...]:

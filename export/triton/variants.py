@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.engine.options import BatchProfile
-from export.engine.record import EngineRecord, record_from_json, record_path, sha256_of
+from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
 from ground.errors import BadInput
 
 from .build_script import PENDING_NAME, SCRIPT_NAME, build_script
@@ -36,7 +36,7 @@ def checked_record(plan: Path) -> EngineRecord:
     path = record_path(plan)
     if not plan.is_file() or not path.is_file():
         raise BadInput(f"{plan}: the plan and its record {path.name} are both needed; build it again")
-    record = record_from_json(path.read_text(), where=str(path))
+    record = record_of_plan(plan)
     if record.backend != "tensorrt":
         raise BadInput(
             f"{plan}: it was built for {record.backend}, and Triton loads plans of tensorrt only; "
