@@ -92,7 +92,7 @@ def _reason(what: str, types: list[inspect.Type], value: Any) -> str:
     if found := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", what):
         got = _in_words(found[2] or "") if value is msgspec.UNSET else _got(value)
         return f"got {got}, expected {_in_words(found[1])}" if got else f"expected {_in_words(found[1])}"
-    return what
+    return what.lower() if what.endswith(" out of range") else what
 
 
 def refusal(error: msgspec.ValidationError, record: Any, raw: Any, *, where: str) -> str:

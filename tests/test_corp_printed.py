@@ -24,7 +24,7 @@ from corp_deploy.release.incremental import STATE, Stage
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe
 from corp_deploy.store.checkpoint import save
-from ground.files import read_json
+from perf.parity.parity import load_parity
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def reproduced(source: Path, tmp_path: Path, commands: Mapping[str, list[str]], 
     for index, (command, made) in enumerate(commands.items()):
         words = shlex.split(command)
         into = copied(source, tmp_path / str(index), words, made)
-        failed = words[1] == "verify" and read_json(source / "parity.json", kind="parity")["verdict"] == "FAIL"
+        failed = words[1] == "verify" and load_parity(source / "parity.json").verdict == "FAIL"
         run_in(into, words, monkeypatch, code=int(failed))
         different = [name for name in made if content(into / name) != content(source / name)]
         assert different == [], command

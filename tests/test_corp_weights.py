@@ -157,7 +157,7 @@ def test_shards_are_put_together(tmp_path: Path) -> None:
         ({"weight_map": {"a": "../w.safetensors"}}, "no file name beside"),
         ({"weight_map": {"a": "/etc/w.safetensors"}}, "no file name beside"),
         ({"weight_map": {"a": "model.safetensors.index.json"}}, "no file name beside"),
-        ({"weight_map": {"a": 3}}, "no file name beside"),
+        ({"weight_map": {"a": 3}}, r"weight_map\[...\]: got a whole number, expected a text"),
         ({"weight_map": ["a"]}, "expected an index"),
         ({}, "expected an index"),
         ({"weight_map": {"norm.absent": "w.safetensors"}}, r"w\.safetensors: no norm\.absent"),

@@ -48,7 +48,7 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 REFUSED = {
     '{"first": {"error": "s"}}': "r.json: first.error: got 's', expected a number; make the record again",
     '{"first": {"error": true}}': "first.error: got true, expected a number",
-    '{"first": {"error": 1e999}}': "first.error: Number out of range",
+    '{"first": {"error": 1e999}}': "first.error: number out of range",
     '{"first": {"errors": [1, null, "s"]}}': "first.errors[2]: got 's', expected a number",
     '{"first": {"batch": 0}}': "first.batch: got 0, expected a whole number >= 1",
     '{"first": {"batch": null}}': "first.batch: got null, expected a whole number",

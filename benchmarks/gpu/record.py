@@ -16,7 +16,8 @@ from typing import Any
 from ground.errors import Missing, is_out_of_memory
 from ground.errors import Missing as MissingForExport
 from ground.errors import Missing as MissingForTiming
-from ground.files import read_json, write_json
+from ground.files import write_json
+from ground.records import record_from_file
 
 Row = dict[str, Any]
 ABSENT = (ImportError, Missing, MissingForExport, MissingForTiming)
@@ -85,7 +86,7 @@ class Record:
         record = cls(path, part, environment, settings)
         if not path.is_file():
             return record
-        held = read_json(path, kind=record.kind)
+        held = record_from_file(path, dict[str, Any], kind=record.kind)
         differing = [
             f"{key}: {held['environment'].get(key)!r} then, {environment.get(key)!r} now"
             for key in must_match

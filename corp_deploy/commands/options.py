@@ -11,8 +11,8 @@ from click.core import ParameterSource
 
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
-from ground.files import object_from_text
 from ground.quantity import BATCH, shown
+from ground.records import record_from_text
 
 from .numbers import Number, Numbers
 from .own_inputs import refuse_own_inputs
@@ -48,10 +48,11 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         if isinstance(value, dict):
             return value
         try:
-            parsed = object_from_text(str(value), where=shown(str(value)))
+            return record_from_text(
+                str(value), dict[str, Any], where=shown(str(value)), remedy="give one such as '{\"img_size\": 384}'"
+            )
         except BadInput as error:
-            self.fail(f"{error}; expected an object such as '{{\"img_size\": 384}}'", param, ctx)
-        return parsed
+            self.fail(str(error), param, ctx)
 
 
 class Words(click.ParamType[tuple[str, ...]]):

@@ -129,10 +129,10 @@ def _noted(out: Output) -> "StageListener":
 
 def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
     """Which weights the dense model was just given and what was left out or changed, as every other command says."""
-    from ground.files import read_json
+    from corp_deploy.store.model_config import load_model_config
 
     if "dense" in finished:
-        lineage = read_json(output / "dense" / "config.json", kind="corp-deploy/model")["lineage"]
+        lineage = load_model_config(output / "dense").lineage
         for note in lineage.get("source", {}).get("notes", ()):
             out.note(note)
 
@@ -178,11 +178,11 @@ def _summary(done: "Released") -> str:
 def _gate_rows(output: Path) -> "list[Table]":
     from rich.table import Table
 
-    from ground.files import read_json
+    from perf.gate.verdicts import load_gate
 
     table = Table("fails if", "verdict", "why")
-    for row in read_json(output / "gate.json", kind="gate")["rules"]:
-        table.add_row(row["rule"], row["verdict"], row["message"])
+    for row in load_gate(output / "gate.json").rules:
+        table.add_row(row.rule, row.verdict, row.message)
     return [table]
 
 

@@ -1,12 +1,9 @@
 """What may be set of how an image becomes a model's input, in timm's words. Imports no torch."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ground.errors import BadInput
-from ground.files import read_json
 from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -52,27 +49,3 @@ def _spread(name: str, values: tuple[float, ...], channels: int) -> tuple[float,
     if len(values) not in (1, channels):
         raise BadInput(f"{name} has {len(values)} numbers, expected 1 or {channels}: one for each channel")
     return values * (channels // len(values))
-
-
-def preprocessing_from_json(record: Mapping[str, Any], *, where: str) -> Preprocessing:
-    """The values of a record; what it doesn't have stays None. Raises BadInput for values of another type."""
-    try:
-        return Preprocessing(
-            mean=_numbers(record.get("mean")),
-            std=_numbers(record.get("std")),
-            crop_pct=None if record.get("crop_pct") is None else float(record["crop_pct"]),
-            interpolation=record.get("interpolation"),
-            crop_mode=record.get("crop_mode"),
-        )
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{where}: {error}; the preprocessing there can't be used") from None
-
-
-def recorded_preprocessing(config: Path) -> dict[str, Any]:
-    """The preprocessing in the config.json of a model directory, all of it, as JSON values."""
-    record: dict[str, Any] = read_json(config, kind="corp-deploy/model")["input"]["preprocessing"]
-    return record
-
-
-def _numbers(values: Any) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(value) for value in values)

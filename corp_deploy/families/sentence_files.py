@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ground.errors import BadInput
-from ground.files import MOST_BYTES, object_from_file, regular
+from ground.records import record_from_file
 
 from .bert import Pooling
 
@@ -37,12 +37,7 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
     """The file's values, typed; None where there is no such file."""
     if not path.exists():
         return None
-    if regular(path).stat().st_size > MOST_BYTES:
-        raise BadInput(f"{path}: {path.stat().st_size} bytes, expected a few")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
-        raise BadInput(f"{path}: not as sentence-transformers and transformers write it ({str(error)[:200]})") from None
+    return record_from_file(path, kind, remedy="take it as sentence-transformers and transformers write it")
 
 
 def _pooling(config: Mapping[str, Any], where: str) -> Pooling:
@@ -73,7 +68,7 @@ def pooled_by(directory: Path) -> PooledBy | None:
     if modules[0].path not in ("", ".") or Path(folder).name != folder or folder in ("", "..", "."):
         raise BadInput(f"{path}: expected the transformer in the directory itself and the pooling in a folder there")
     config = directory / folder / "config.json"
-    return PooledBy(pooling=_pooling(object_from_file(config), str(config)), normalize=len(kinds) == 3)
+    return PooledBy(pooling=_pooling(record_from_file(config, dict[str, Any]), str(config)), normalize=len(kinds) == 3)
 
 
 class _SentenceLength(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ from msgspec import Meta
 from torch import Tensor
 
 from ground.errors import BadInput, Missing
-from ground.files import MOST_BYTES, regular, sha256_of_text
+from ground.files import regular, sha256_of_text
 from ground.ports import Port
+from ground.records import MOST_BYTES
 
 FILE = "tokenizer.json"
 _TOKENS = Annotated[int, Meta(ge=1, le=1_000_000)]

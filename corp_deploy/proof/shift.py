@@ -12,8 +12,8 @@ from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, noun_of, only, rows_of
-from ground.files import whole
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
@@ -77,7 +77,8 @@ def _outside(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
     ranges = moments.lineage.get(PIXEL_RANGE)
     if ranges is None:
         return []
-    with whole("moments: their pixel range"):
-        bounds = [tuple(map(float, part.split(":"))) for part in ranges.split("+")]
-        low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
-    return [structure.calibrated_range("calibration images", only(feeds), low=low, high=high)]
+    try:
+        lows, highs = zip(*(map(float, each.split(":")) for each in ranges.split("+")), strict=True)
+    except ValueError:
+        raise BadInput(f"moments: their pixel range is {ranges[:100]!r}, expected LOW:HIGH; run calibrate") from None
+    return [structure.calibrated_range("calibration images", only(feeds), low=min(lows), high=max(highs))]

@@ -4,34 +4,35 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ground.files import read_json
+import msgspec
+
+from corp_deploy.proof.reduction_record import ReductionRecord, reduction_of
+from corp_deploy.reduction.report import SiteReport
+from corp_deploy.store.model_config import ModelConfig, load_model_config
+from ground.records import record_from_file
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
-from .names import GATE, MODELS, PARITY, SUMMARY, bench_name
+from .names import GATE, PARITY, SUMMARY, bench_name
 from .recipe import Recipe
 from .recipe_tables import ReduceTable
-
-MODEL = "corp-deploy/model"
 
 
 def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
 
-def _share(error: float, energy: float) -> str:
+def _share(error: float, energy: float | None) -> str:
     return f"{100.0 * error / (energy or 1.0):.2g} %"
 
 
-def _held_out(site: dict[str, Any]) -> str:
+def _held_out(site: SiteReport) -> str:
     """Of the part's own output, or after the closed loop of the residual stream."""
-    if site.get("held_out"):
-        return _share(site["held_out"]["error"], site["held_out"]["energy"])
-    if site.get("loop"):
-        return _share(site["loop"]["error_held_out"], site["loop"]["energy"]) + " (stream)"
-    return "-"
+    if site.held_out:
+        return _share(site.held_out.error, site.held_out.energy)
+    return _share(site.loop.error_held_out, site.loop.energy) + " (stream)" if site.loop else "-"
 
 
 def _asked(table: ReduceTable) -> str:
@@ -44,37 +45,41 @@ def _asked(table: ReduceTable) -> str:
     return f"{budgets[0] if budgets else shares}; preset `{table.preset}`, heads `{table.heads}`"
 
 
-def _removed(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
     yield f"Asked for: {_asked(recipe.reduce)}. No labels, no training."
-    if coverage := config["lineage"]["reduction"].get("coverage"):
-        yield f"Done: {coverage['verdict']}."
-        yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage["refused"].items())
+    if coverage := reduction.coverage:
+        yield f"Done: {coverage.verdict}."
+        yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage.refused.items())
     yield ""
-    if decided := config["lineage"]["reduction"].get("decided", []):
-        yield " ".join(f"{each[:1].upper()}{each[1:]}." for each in decided)
+    if reduction.decided:
+        yield " ".join(f"{each[:1].upper()}{each[1:]}." for each in reduction.decided)
         yield ""
-    ways = config["lineage"]["reduction"].get("ways", [])
-    if ways:
+    if reduction.ways:
         yield "| widths | of the dense cost | logit error predicted | found on a few calibration images |"
         yield "|---|---|---|---|"
-        for way in ways:
-            errors = f"{way['predicted_error']:.4f} | {way['measured_error']:.4f}"
-            yield f"| {way['name']} | {way['share']:.1%} | {errors} |"
+        for way in reduction.ways:
+            yield f"| {way.name} | {way.share:.1%} | {way.predicted_error:.4f} | {way.measured_error:.4f} |"
         yield ""
     yield "| site | part | dense width | width | lost without repair | lost | lost, held out |"
     yield "|---|---|---|---|---|---|---|"
-    for site in config["lineage"]["reduction"]["sites"]:
-        energy = site["energy"] or 1.0
-        lost = f"{site['error_uncompensated'] / energy:.2%} | {_share(site['error'], energy)} | {_held_out(site)}"
-        yield f"| {site['site']} | {site['part']} | {site['width_dense']} | {site['width']} | {lost} |"
+    for site in reduction.sites:
+        energy = site.energy or 1.0
+        lost = f"{site.error_uncompensated / energy:.2%} | {_share(site.error, energy)} | {_held_out(site)}"
+        yield f"| {site.site} | {site.part} | {site.width_dense} | {site.width} | {lost} |"
 
 
-def _calibrated(root: Path, config: dict[str, Any]) -> Iterator[str]:
-    moments = read_json(root / SUMMARY, kind="corp-deploy/moments-reference")
-    yield f"{moments['images']} unlabelled images, digest `{config['lineage']['images'][:16]}`; moments"
-    yield f"`{moments['sha256'][:16]}` ({moments['size_bytes'] / 1e6:.1f} MB, kept beside the release, not shipped)."
+class _Moments(msgspec.Struct, frozen=True, kw_only=True):
+    images: int
+    sha256: str
+    size_bytes: int
+
+
+def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
+    moments = record_from_file(root / SUMMARY, _Moments, kind="corp-deploy/moments-reference")
+    yield f"{moments.images} unlabelled images, digest `{config.lineage['images'][:16]}`; moments"
+    yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""
-    yield f"Images are prepared with: {_prepared(config['input']['preprocessing'])}."
+    yield f"Images are prepared with: {_prepared(config.input.preprocessing)}."
 
 
 def _prepared(preprocessing: dict[str, Any]) -> str:
@@ -127,16 +132,16 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
 
 def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
     """The card's text, from the records of a release and the commands that made it."""
-    config = read_json(root / MODELS["reduced"][0], kind=MODEL)
+    config = load_model_config(root / "reduced")
     parity = load_parity(root / PARITY)
     gate = load_gate(root / GATE)
-    shape = "x".join(map(str, config["input"]["shape"]))
+    shape = "x".join(map(str, config.input.shape))
     lines = [f"# {recipe.name}", ""]
     lines += [
-        f"`{config['timm']['name']}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
+        f"`{config.built.name}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
         "",
     ]
-    lines += ["## What was removed", "", *_removed(config, recipe), ""]
+    lines += ["## What was removed", "", *_removed(reduction_of(config, root / "reduced"), recipe), ""]
     lines += ["## Calibrated on", "", *_calibrated(root, config), ""]
     lines += ["## Agreement with the dense model", "", *_agreement(parity), ""]
     for target in recipe.targets:

@@ -4,12 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from corp_deploy.store.manifest import MANIFEST_KIND
+from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
 from ground.files import regular, sha256_of_file
-from ground.records import record_from_file
 
 from .names import MANIFEST, SUMS
 from .samples import replay
@@ -22,16 +19,6 @@ class Checked:
     files: int
     graphs_replayed: bool
     differs: tuple[str, ...]
-
-
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    sha256: str
-
-
-class FilesOfManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check needs of manifest.json."""
-
-    files: dict[str, FileEntry]
 
 
 def _sums(path: Path) -> dict[str, str]:
@@ -61,8 +48,7 @@ def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
 
 def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
     """Where manifest.json and SHA256SUMS contradict one another, so that neither can be edited alone."""
-    manifest = record_from_file(folder / MANIFEST, FilesOfManifest, kind=MANIFEST_KIND)
-    entries = {name: entry.sha256 for name, entry in manifest.files.items()}
+    entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
     listed = {name: digest for name, digest in sums.items() if name != MANIFEST}
     names = sorted({*entries, *listed})
     return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]

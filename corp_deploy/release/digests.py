@@ -9,6 +9,7 @@ import msgspec
 
 from ground.errors import BadInput
 from ground.files import sha256_of_file, sha256_of_text, write_json
+from ground.records import record_from_file
 
 # A file that was written this recently may change again without its time of change moving.
 SETTLED_NS = 2_000_000_000
@@ -44,8 +45,8 @@ class Digests:
 
     def _read(self) -> dict[str, tuple[int, int, str]]:
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=KnownDigests).files
-        except (OSError, msgspec.DecodeError, RecursionError):
+            return record_from_file(self._file, KnownDigests).files
+        except BadInput:
             return {}
 
     def save(self) -> None:

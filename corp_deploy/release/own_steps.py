@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from corp_deploy.families.preprocessing import recorded_preprocessing
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
@@ -21,14 +20,15 @@ from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
-from corp_deploy.proof.report_input import record_of_directory
+from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
+from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
-from ground.files import read_json, sha256_of_file, write_json, write_text
+from ground.files import sha256_of_file, write_json, write_text
 from perf.gate.gate import Gate
 from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown
@@ -41,7 +41,6 @@ from .names import (
     CARD,
     GATE,
     MANIFEST,
-    MODELS,
     RECIPE,
     REPORTS,
     SAMPLES,
@@ -160,8 +159,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Path | None, starting: bo
 
 def _lineage(root: Path) -> dict[str, Any]:
     """Where the reduced model comes from, without how it was reduced."""
-    lineage = read_json(root / MODELS["reduced"][0], kind="corp-deploy/model")["lineage"]
-    return {key: value for key, value in lineage.items() if key not in ("reduction", "command")}
+    return lineage_of_model(load_model_config(root / "reduced"))
 
 
 def _record(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:
@@ -181,8 +179,8 @@ def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> No
     for target in recipe.targets[1:]:
         own = record | {
             "title": f"{recipe.name} on {target.name}: dense against reduced",
-            "bench": read_json(dirs.root / bench_name(recipe, target), kind="bench"),
-            "parity": read_json(dirs.root / parity_name(target), kind="parity"),
+            "bench": json_of_file(dirs.root / bench_name(recipe, target), "bench"),
+            "parity": json_of_file(dirs.root / parity_name(target), "parity"),
         }
         write_text(dirs.into / page_name(target), html(own))
     write_text(dirs.into / CARD, card(dirs.root, recipe, commands))
@@ -216,7 +214,7 @@ def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: st
         "command": command,
         "versions": versions(),
         "lineage": _lineage(root),
-        "preprocessing": recorded_preprocessing(root / MODELS["dense"][0]),
+        "preprocessing": load_model_config(root / "dense").input.preprocessing,
         "stages": [stage.name for stage in stages],
         "files": files,
     }

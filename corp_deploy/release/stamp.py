@@ -5,7 +5,9 @@ from typing import Literal
 
 import msgspec
 
+from ground.errors import BadInput
 from ground.files import write_json
+from ground.records import record_from_file
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/stamp"):
@@ -23,8 +25,8 @@ def stamp_path(state: Path, stage: str) -> Path:
 def read_stamp(state: Path, stage: str) -> Stamp | None:
     """The stage's stamp, or None when it never finished (or its stamp can't be read)."""
     try:
-        return msgspec.json.decode(stamp_path(state, stage).read_bytes(), type=Stamp)
-    except (OSError, msgspec.DecodeError, RecursionError):
+        return record_from_file(stamp_path(state, stage), Stamp)
+    except BadInput:
         return None
 
 

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, model_of_snapshot
+from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot
+from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
-from ground.files import read_json, whole
 
 from .recipe_toml import relative_text
 from .rendering import rendered
@@ -16,10 +16,9 @@ def _description(folder: Path) -> str:
     config = config_of_directory(folder)
     if not is_ours(config):
         return model_of_snapshot(folder, config)[0]
-    with whole(str(folder / CONFIG)):
-        config = read_json(folder / CONFIG, kind="corp-deploy/model")
-        shape = "x".join(map(str, config["input"]["shape"]))
-        return f"{config['timm']['name']}, images {shape}, {len(config['sites'])} sites"
+    ours = load_model_config(folder)
+    shape = "x".join(map(str, ours.input.shape))
+    return f"{ours.built.name}, images {shape}, {len(ours.sites)} sites"
 
 
 def _require_timm_name(model: str) -> None:

@@ -17,16 +17,17 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_named, family_of, sites_of
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
-from corp_deploy.families.preprocessing import preprocessing_from_json
+from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
-from ground.files import read_json, replacing, sha256_of_file, write_json, write_text
+from ground.files import replacing, sha256_of_file, write_json, write_text
+from ground.records import record_from_value
 
-from .hub_snapshot import CONFIG as CONFIG
-from .model_config import model_config_from_json
+from .model_config import CONFIG as CONFIG
+from .model_config import KIND as KIND
+from .model_config import load_model_config
 from .weight_fit import require_fit
 from .weights import State, first_names, read_weights
 
-KIND = "corp-deploy/model"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"
 
@@ -114,10 +115,12 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     )
 
 
-def _resized(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+def _resized(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]], where: str) -> nn.Module:
     """The dense model with every site brought to its recorded widths, weights not yet set."""
     modules: dict[str, nn.Module] = {}
     for site in sites_of(model).every:
+        if site.name not in recorded:
+            raise BadInput(f"{where}: no entry {site.name!r}; the file was edited or cut off, write the model again")
         modules |= site.recorded(recorded[site.name])
     return replaced(model, modules)
 
@@ -125,7 +128,7 @@ def _resized(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]]) -> nn.
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
     where = str(directory / CONFIG)
-    config = model_config_from_json(read_json(directory / CONFIG, kind=KIND), where=where)
+    config = load_model_config(directory)
     weights = directory / WEIGHTS
     if not weights.is_file():
         raise BadInput(f"{weights}: no such file, but {CONFIG} stands beside it; write the model again")
@@ -134,15 +137,11 @@ def load_checkpoint(directory: Path) -> Checkpoint:
             f"{weights}: sha256 {found[:16]}..., {CONFIG} says {config.weights_sha256[:16]}...; "
             "the weights were changed or cut off after they were written: write the model again"
         )
-    try:
-        recorded = preprocessing_from_json(config.preprocessing, where=where)
-        architecture = Architecture(
-            name=config.name, kwargs=config.kwargs, preprocessing=recorded, family=config.family
-        )
-        with torch.device("meta"):
-            model = _resized(dense_from_architecture(architecture), config.sites)
-    except KeyError as error:
-        raise BadInput(f"{where}: no entry {error}; the file was edited or cut off, write the model again") from None
+    built, prepared = config.built, f"{where}: input.preprocessing"
+    recorded = record_from_value(config.input.preprocessing, Preprocessing, where=prepared)
+    architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
+    with torch.device("meta"):
+        model = _resized(dense_from_architecture(architecture), config.sites, where)
     read = read_weights(weights)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)

@@ -9,8 +9,9 @@ from torch import nn
 
 from corp_deploy.families import timm_vit
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
+from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
+from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
 from .hub_snapshot import (
@@ -36,7 +37,7 @@ def _from_snapshot(
 
 def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
     """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
-    recorded = preprocessing_from_json(timm_vit.input_spec(built).as_json(), where=asked.name)
+    recorded = record_from_value(timm_vit.input_spec(built).as_json(), Preprocessing, where=asked.name)
     kwargs = {**timm_vit.input_and_classes(built), **asked.kwargs}
     return Architecture(name=timm_vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
 

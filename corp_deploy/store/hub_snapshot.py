@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.families.preprocessing import Preprocessing, preprocessing_from_json
-from ground.errors import BadInput
-from ground.files import object_from_file
+import msgspec
 
-CONFIG = "config.json"
+from corp_deploy.families.preprocessing import Preprocessing
+from ground.errors import BadInput
+from ground.records import record_from_file, record_from_value
+
+from .model_config import CONFIG as CONFIG
+
+
 # In timm's order, shards where a single file would be.
 _WEIGHTS = tuple(
     name + suffix
@@ -26,7 +30,7 @@ def config_of_directory(directory: Path) -> dict[str, Any]:
             f"{path}: no such file; expected a directory written by corp-deploy or a snapshot of one of timm's "
             f"repositories; for weights alone give a timm name: --model NAME --weights {directory}/FILE"
         )
-    return object_from_file(path)
+    return record_from_file(path, dict[str, Any])
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
@@ -64,18 +68,19 @@ def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
-def _object(path: Path, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise BadInput(f"{path}: {key} is {value!r:.80}, expected an object")
-    return value
+class _Pretrained(msgspec.Struct, frozen=True, kw_only=True):
+    """timm's configuration of an architecture; mean, std and the like are read beside it."""
+
+    num_classes: int | None = None
+    input_size: tuple[int, int, int] | None = None
+    fixed_input_size: bool | None = None
 
 
-def _input_size(path: Path, pretrained: Mapping[str, Any]) -> list[int]:
-    size = pretrained.get("input_size") or [3, 224, 224]
-    if not (isinstance(size, list) and len(size) == 3 and all(isinstance(each, int) for each in size)):
-        raise BadInput(f"{path}: input_size is {size!r:.80}, expected [channels, height, width]")
-    return size
+class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    architecture: str
+    num_classes: int | None = None
+    pretrained_cfg: dict[str, Any] | None = None
+    model_args: dict[str, Any] | None = None
 
 
 def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any], Preprocessing]:
@@ -85,18 +90,20 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
     """
     path = directory / CONFIG
     _refuse_foreign(path, config)
-    # Older snapshots have everything on one level.
-    pretrained = _object(path, config, "pretrained_cfg") or config
-    kwargs = dict(_object(path, config, "model_args"))
-    size = _input_size(path, pretrained)
-    classes = config.get("num_classes", pretrained.get("num_classes"))
+    where, again = str(path), "take the snapshot again"
+    snapshot = record_from_value(config, _Snapshot, where=where, remedy=again)
+    entries = snapshot.pretrained_cfg or config  # older snapshots have everything on one level
+    pretrained = record_from_value(entries, _Pretrained, where=where, remedy=again)
+    kwargs = dict(snapshot.model_args or {})
+    channels, *sides = pretrained.input_size or (3, 224, 224)
+    classes = pretrained.num_classes if snapshot.num_classes is None else snapshot.num_classes
     if classes is not None:
         kwargs.setdefault("num_classes", classes)
-    if size[0] != 3:
-        kwargs.setdefault("in_chans", size[0])
-    if pretrained.get("fixed_input_size") and not kwargs.get("dynamic_img_size"):
-        kwargs.setdefault("img_size", size[1:])
-    return config["architecture"], kwargs, preprocessing_from_json(pretrained, where=str(path))
+    if channels != 3:
+        kwargs.setdefault("in_chans", channels)
+    if pretrained.fixed_input_size and not kwargs.get("dynamic_img_size"):
+        kwargs.setdefault("img_size", sides)
+    return snapshot.architecture, kwargs, record_from_value(entries, Preprocessing, where=where, remedy=again)
 
 
 def weights_of_snapshot(directory: Path) -> Path:

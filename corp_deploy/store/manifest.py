@@ -4,11 +4,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.families.preprocessing import recorded_preprocessing
+import msgspec
+
 from corp_deploy.machine import versions
 from ground.files import sha256_of_file, write_json
+from ground.records import record_from_file
+
+from .model_config import load_model_config
 
 NAME, MANIFEST_KIND = "manifest.json", "corp-deploy/manifest"
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file: its digest, and the command that made it, empty where none is known."""
+
+    sha256: str
+    made_by: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a manifest."""
+
+    versions: dict[str, Any]
+    files: dict[str, ManifestEntry]
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """The manifest of a directory. Raises BadInput, naming the entry, when it is none."""
+    return record_from_file(directory / NAME, Manifest, kind=MANIFEST_KIND)
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
@@ -31,7 +54,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         "version": 1,
         "command": command,
         "versions": versions(),
-        "preprocessing": recorded_preprocessing(directory / "dense" / "config.json"),
+        "preprocessing": load_model_config(directory / "dense").input.preprocessing,
         "files": entries,
     }
 

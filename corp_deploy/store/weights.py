@@ -11,12 +11,13 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ground.errors import BadInput
-from ground.files import object_from_file
+from ground.records import record_from_file
 
 State = Mapping[str, torch.Tensor]
 
@@ -87,17 +88,17 @@ def _from_safetensors(path: Path) -> State:
         ) from None
 
 
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
 def _shards(index: Path) -> dict[str, list[str]]:
     """The files of an index with the names that each must hold. Raises BadInput for a path that leaves the folder."""
-    try:
-        names = object_from_file(index)["weight_map"]
-        files: dict[str, list[str]] = {}
-        for name, file in names.items():
-            files.setdefault(file, []).append(name)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{index}: expected an index of shards with a weight_map ({error!r:.150})") from None
+    files: dict[str, list[str]] = {}
+    for name, file in record_from_file(index, _ShardIndex, remedy="expected an index of shards").weight_map.items():
+        files.setdefault(file, []).append(name)
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file or file.endswith(_INDEX):
+        if Path(file).name != file or file.endswith(_INDEX):
             raise BadInput(f"{index}: the shard {file!r:.150} is no file name beside the index")
     return files
 
