@@ -13,7 +13,6 @@ from ground.records import record_from_file, record_from_value
 
 from .model_config import CONFIG as CONFIG
 
-
 # In timm's order, shards where a single file would be.
 _WEIGHTS = tuple(
     name + suffix

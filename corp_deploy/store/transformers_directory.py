@@ -17,7 +17,8 @@ from corp_deploy.families.bert_checkpoint import architecture_from_transformers,
 from corp_deploy.families.sentence_files import PooledBy, pooled_by, text_length
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from ground.errors import BadInput
-from ground.files import object_from_file, sha256_of_text
+from ground.files import sha256_of_text
+from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
@@ -74,7 +75,7 @@ def _arguments(directory: Path, changes: _Changes) -> tuple[str, EncoderArgument
     path = directory / CONFIG
     if not path.exists():
         raise BadInput(f"{path}: no such file; expected a directory that save_pretrained of transformers has written")
-    config = object_from_file(path)
+    config = record_from_file(path, dict[str, Any])
     encoder = _encoder(directory, config, changes)
     length = text_length(directory, encoder.longest)
     tokenization = Tokenization(
