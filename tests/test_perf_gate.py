@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ground.errors import BadInput
+from ground.ports import OutputPort, Role
 from perf.gate.evidence import Evidence
 from perf.gate.gate import EXIT_CODES, Gate, JudgedRule, judge
 from perf.gate.gate import PARITY as PROOF
@@ -398,3 +399,32 @@ def test_quotients_of_figures_measured_apart() -> None:
     assert ratio.value == 2
     assert ratio.high == pytest.approx(2 * (1 + 0.1 * 2**0.5))
     assert ratio.low == pytest.approx(2 * (1 - 0.1 * 2**0.5))
+
+
+def of_two_outputs(inputs: int, *roles: Role) -> Parity:
+    """A proof whose model has one output of each role, named by it; the candidate is off by a hundredth."""
+    rows = np.random.default_rng(0).standard_normal((inputs, 4))
+    links = [
+        link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=rows,
+             candidate_by_batch={1: rows * 1.01}, tolerance=limits(), several=True,
+             port=OutputPort(name=role.replace(" ", "_"), role=role))
+        for role in roles
+    ]  # fmt: skip
+    return Parity(images=ImageSet(count=inputs, digest=""), links=tuple(links))
+
+
+def test_of_several_outputs_the_one_that_tells_the_figure_is_meant() -> None:
+    proof = of_two_outputs(8, "logits", "embedding")
+    assert one("top1_agreement < 0.5", parity=proof).verdict == "PASS"
+    assert one("neighbour_agreement < 0.3", parity=proof).verdict == "PASS"
+    assert one("relative_error@reduced embedding > 0.005", parity=proof).verdict == "FAIL"
+    with pytest.raises(BadInput, match="write relative_error@reduced logits or relative_error@reduced embedding"):
+        one("relative_error > 0.5", parity=proof)
+    with pytest.raises(BadInput, match="no figure is called 'token_agreement'"):
+        one("token_agreement < 0.9", parity=proof)
+
+
+def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
+    found = one("neighbour_agreement < 0.9", parity=of_two_outputs(2, "embedding"))
+    assert found.verdict == "INCONCLUSIVE"
+    assert "nearest neighbours need 3 inputs, got 2" in found.message

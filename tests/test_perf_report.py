@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ground.errors import BadInput
+from ground.ports import OutputPort, Role
 from perf.parity.locate import Located
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.structure import batch_sizes, outputs
@@ -327,3 +328,34 @@ def test_sites_show_what_was_judged_and_no_empty_columns() -> None:
     assert "Held out" not in markdown(record(sites=plain))
     looped = [plain[0] | {"stream_error": 0.01, "stream_error_held_out": 0.02}]
     assert "| Stream lacks | Held out, stream |" in markdown(record(sites=looped))
+
+
+def of_role(role: Role) -> dict[str, Any]:
+    """A proof of one output that is no logits, off by a hundredth."""
+    rows = np.random.default_rng(0).standard_normal((5, 4))
+    single = link(name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=rows,
+                  candidate_by_batch={1: rows * 1.01}, tolerance=limits(max_error=0.1),
+                  port=OutputPort(name="vectors", role=role))  # fmt: skip
+    return Parity(images=ImageSet(count=5, digest="", kind="documents"), links=(single,)).to_json()
+
+
+def test_an_embedding_is_told_by_its_neighbours() -> None:
+    text = markdown(record(parity=of_role("embedding")))
+    assert "the nearest neighbour is the same on 100 % of 5 inputs" in text
+    assert "Errors of the embedding on 5 real documents" in text
+    assert "| Agreement |" in text
+    assert "Top-1" not in text
+    assert "relative error of the embedding" in html(record(parity=of_role("embedding")))
+    assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [row[:5] for row in rows_of_record(of_role("embedding"))]
+
+
+def test_a_feature_map_is_told_by_its_error_alone() -> None:
+    text = markdown(record(parity=of_role("feature map")))
+    assert "relative error, 5 inputs" in html(record(parity=of_role("feature map")))
+    assert "is the same on" not in text
+    line = next(line for line in text.splitlines() if line.startswith("| reduced · dense"))
+    assert [cell.strip() for cell in line.strip("|").split("|")][4:7] == ["–", "–", "–"]
+
+
+def rows_of_record(parity: dict[str, Any]) -> list[list[str]]:
+    return list(comma_separated.reader(io.StringIO(csv(record(parity=parity)))))

@@ -89,8 +89,8 @@ def _prepared(preprocessing: dict[str, Any]) -> str:
 def _agreement(parity: Parity) -> Iterator[str]:
     yield f"Judged on held-out images: {parity.line}."
     yield ""
-    of_logits = {link.role for link in parity.links} == {"logits"}
-    yield f"| link | against | relative error | {'top-1 agreement' if of_logits else 'agreement'} | verdict |"
+    agreed = "top-1 agreement" if parity.compared == "logits" else "agreement"
+    yield f"| link | against | relative error | {agreed} | verdict |"
     yield "|---|---|---|---|---|"
     for link in parity.links:
         agreement = link.measures.agreement

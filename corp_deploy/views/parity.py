@@ -7,7 +7,7 @@ from perf.parity.parity import Parity
 
 def _agreement(parity: Parity) -> str:
     """The column's name: of logits it is that of the first class."""
-    return "top-1 agreement" if {link.role for link in parity.links} == {"logits"} else "agreement"
+    return "top-1 agreement" if parity.compared == "logits" else "agreement"
 
 
 def parity_table(parity: Parity) -> Table:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from ground.errors import BadInput
 from perf.parity.parity import Link, Parity
@@ -142,22 +142,37 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
         known = ", ".join((*TIMED, *COUNTED, *sorted(measures)))
         raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known}")
     value = measures[rule.metric]
+    if value is None:
+        return Reading(interval=None, doubt=f"{link.name}: {link.measures.agreement_line}")
     if not math.isfinite(value):
         return Reading(interval=None, broken=f"{rule.metric} of {link.name} is not finite")
     low, high = (measures.get(f"{rule.metric}_{end}") for end in ("low", "high"))
     if low is None or high is None:
         return Reading(interval=exact(value))
     interval = Interval(value=value, low=min(low, value), high=max(high, value))
-    return Reading(interval=interval, count=link.measures.images, unit="images")
+    return Reading(interval=interval, count=link.measures.images, unit=link.measures.inputs)
 
 
 def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:
-    """The named link; without a name the whole chain from the dense model to what ships, else the last link."""
-    if rule.link is not None:
-        named = [link for link in links if link.name == rule.link]
-    else:
-        named = [link for link in links if link.kind == "whole"] or [links[-1]]
-    if not named:
+    """The named link; without a name the whole chain from the dense model to what ships, else the last link. Of several
+    outputs it is that of the only one which tells the figure.
+    """
+    if rule.link is None:
+        return _shipped(links, rule)
+    named = next((link for link in links if link.name == rule.link), None)
+    if named is None:
         names = ", ".join(link.name for link in links)
         raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
-    return named[0]
+    return named
+
+
+def _shipped(links: Sequence[Link], rule: Rule) -> Link:
+    last = [link for link in links if link.kind == "whole"] or [links[-1]]
+    if last[-1].output is None:
+        return last[-1]
+    of_all = [link for link in links if (link.kind, link.candidate) == (last[-1].kind, last[-1].candidate)]
+    telling = [link for link in of_all if rule.metric in {field.name for field in fields(link.measures)}]
+    if len(telling) > 1:
+        names = " or ".join(f"{rule.metric}@{link.name}" for link in telling)
+        raise BadInput(f"rule {rule.text!r}: several outputs tell {rule.metric}; write {names}")
+    return next(iter(telling), of_all[-1])

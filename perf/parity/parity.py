@@ -102,6 +102,11 @@ class Parity:
         return "UNJUDGED" if all(link.status == "UNJUDGED" for link in self.links) else "PASS"
 
     @property
+    def compared(self) -> str:
+        """What outputs are for: `logits`, or what else the links compare."""
+        return " and ".join(dict.fromkeys(link.role for link in self.links))
+
+    @property
     def judged(self) -> str:
         """How many links a limit judged and how many were measured only: a link without a limit has not passed."""
         free = sum(link.status == "UNJUDGED" for link in self.links)

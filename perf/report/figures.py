@@ -114,7 +114,7 @@ def _chain(parity: Parity) -> Figure:
     ]
     return Figure(
         caption="The band ends where the link's tolerance ends.",
-        drawing=plots.bounded(rows, title="Error of each link", across="relative error of the logits"),
+        drawing=plots.bounded(rows, title="Error of each link", across=f"relative error of the {parity.compared}"),
     )
 
 

@@ -159,12 +159,12 @@ def gate(content: Content) -> Table:
 def links(content: Content) -> Table:
     """The parity chain, one row a link."""
     chain = content.parity.links if content.parity else ()
-    agreement = "Top-1 agreement" if _outputs_of(chain) == "logits" else "Agreement"
-    where = ""
+    agreement, where = "Top-1 agreement", ""
     if content.parity:
         images = content.parity.images
+        agreement = "Top-1 agreement" if content.parity.compared == "logits" else "Agreement"
         what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
-        where = f"Errors of the {_outputs_of(chain)} on {images.count:,} {what}, at the worst batch size. "
+        where = f"Errors of the {content.parity.compared} on {images.count:,} {what}, at the worst batch size. "
     return Table(
         key="parity",
         title="Parity chain",
@@ -173,11 +173,6 @@ def links(content: Content) -> Table:
         rows=tuple(_link_cells(link) for link in chain),
         note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
     )  # fmt: skip
-
-
-def _outputs_of(chain: Iterable[Link]) -> str:
-    """`logits`, or what else the links compare."""
-    return " and ".join(dict.fromkeys(link.role for link in chain))
 
 
 def _link_cells(link: Link) -> tuple[str, ...]:
