@@ -24,7 +24,7 @@ from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep import logits
-from corp_deploy.proof.locate import mend_command
+from corp_deploy.proof.locate import fix_command
 from corp_deploy.proof.mixed_precision import Mixed
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -394,7 +394,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     assert (facts.precision, facts.batch) == ("mixed", 4)
     carried = {entry.key: entry.value for entry in onnx.load(tmp_path / "hot.mixed.onnx").metadata_props}
     assert carried["export.keep_fp32"] == "blocks.1.mlp"
-    assert "--keep-fp32 '{site}' --output" in mend_command(Path("reduced/model.fp16.onnx")), (
+    assert "--keep-fp32 '{site}' --output" in fix_command(Path("reduced/model.fp16.onnx")), (
         "and not 'blocks.1*', nor 10, 11"
     )
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--half-factor", 8, "--batch"]

@@ -280,8 +280,8 @@ def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
 def located_in_half(model: TinyViT, graph: ModelProto) -> Located:
     feeds, dense = fed(photographs()), dense_vit()
     noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), feeds)
-    mend = "export --precision mixed --keep-fp32 {site}"
-    return locate_in_half("fp16", onnx_from_vit(model), graph, feeds, noise=noise, mend=mend)
+    fix_command = "export --precision mixed --keep-fp32 {site}"
+    return locate_in_half("fp16", onnx_from_vit(model), graph, feeds, noise=noise, fix_command=fix_command)
 
 
 def bright_direction(model: TinyViT, block: int) -> Tensor:

@@ -22,7 +22,7 @@ def test_the_first_block_over_its_noise_is_named() -> None:
     candidate = {"a": ONES * 1.003, "b": ONES * 1.01, "c": ONES * 1.5}
     noise = {"a": 0.001, "b": 0.002, "c": 0.01}
     found = locate(
-        "fp16", block_errors(reference, candidate, noise=noise), activations={"b": 123.0}, mend="keep {site}"
+        "fp16", block_errors(reference, candidate, noise=noise), activations={"b": 123.0}, fix_command="keep {site}"
     )
     assert (found.site, found.command, found.largest_activation) == ("b", "keep b", 123.0)
     assert found.value == pytest.approx(0.01)
@@ -32,7 +32,7 @@ def test_the_first_block_over_its_noise_is_named() -> None:
 
 def test_error_that_grows_with_the_noise_names_nobody() -> None:
     blocks = block_errors({"a": ONES, "b": ONES}, {"a": ONES * 1.001, "b": ONES * 1.01}, noise={"a": 0.001, "b": 0.005})
-    found = locate("fp16", blocks, activations={}, mend="keep {site}")
+    found = locate("fp16", blocks, activations={}, fix_command="keep {site}")
     assert (found.site, found.command) == (None, "")
     assert "b is nearest, 2 times" in found.reason
 

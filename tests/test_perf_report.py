@@ -346,7 +346,9 @@ def test_an_embedding_is_told_by_its_neighbours() -> None:
     assert "| Agreement |" in text
     assert "Top-1" not in text
     assert "relative error of the embedding" in html(record(parity=of_role("embedding")))
-    assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [row[:5] for row in rows_of_record(of_role("embedding"))]
+    assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [
+        row[:5] for row in rows_of_record(of_role("embedding"))
+    ]
 
 
 def test_a_feature_map_is_told_by_its_error_alone() -> None:

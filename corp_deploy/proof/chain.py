@@ -86,13 +86,17 @@ def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[in
 
 
 def _step(
-    candidate: Candidate, before: Reference, given: ProofInputs, batches: Sequence[int], rules: Sequence[LinkRules]
+    candidate: Candidate,
+    before: Reference,
+    proof_inputs: ProofInputs,
+    batches: Sequence[int],
+    rules: Sequence[LinkRules],
 ) -> Step:
     bounds = [rule.rounding(candidate.half).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
     with candidate.opened([rule.port for rule in rules]) as run:
-        by_batch = _by_batch(candidate, run, given.feeds, batches)
-        findings = _structure(candidate, run, given.feeds, by_batch, bound)
+        by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
+        findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound)
     kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.half else "exact"
     links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
@@ -131,7 +135,7 @@ class _Walked:
 def _walk(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
-    given: ProofInputs,
+    proof_inputs: ProofInputs,
     batches: Sequence[int],
     rules: Sequence[LinkRules],
     answers: Outputs,
@@ -148,11 +152,11 @@ def _walk(
         else:
             before = Reference(label=single.candidate.label, answers=single.answers)
         previous = None if single is None else single.candidate
-        step = _step(candidate, before, given, batches, rules)
+        step = _step(candidate, before, proof_inputs, batches, rules)
         findings += step.findings
         if candidate.half:
-            findings += _headroom(previous, candidate, given.feeds)
-        blocks += _located(step, before, previous, dense, given.feeds, rules[0].products)
+            findings += _headroom(previous, candidate, proof_inputs.feeds)
+        blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
         single = single if candidate.half else step
         steps.append(step)
         if done is not None:
@@ -163,7 +167,7 @@ def _walk(
 def prove(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
-    given: ProofInputs,
+    proof_inputs: ProofInputs,
     *,
     batches: Sequence[int],
     limits: ParityLimits,
@@ -181,21 +185,21 @@ def prove(
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
     if limits.min_agreement is not None:
         for port in ports:
-            require_agreement(port, given.count)
-    given = replace(given, feeds=checked_feeds(given.feeds, inputs, where=f"inputs for {DENSE}"))
+            require_agreement(port, proof_inputs.count)
+    proof_inputs = replace(proof_inputs, feeds=checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}"))
     with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
-        answers = outputs_at(runner, given.feeds, max(batches))
-    rules = link_rules(dense, given, answers, max(batches), limits)
-    walked = _walk(dense, candidates, given, batches, rules, answers, done)
+        answers = outputs_at(runner, proof_inputs.feeds, max(batches))
+    rules = link_rules(dense, proof_inputs, answers, max(batches), limits)
+    walked = _walk(dense, candidates, proof_inputs, batches, rules, answers, done)
     by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in walked.steps}
     return Proof(
         parity=Parity(
-            images=ImageSet(count=given.count, digest=given.digest, kind=given.kind),
+            images=ImageSet(count=proof_inputs.count, digest=proof_inputs.digest, kind=proof_inputs.kind),
             links=(*(each for step in walked.steps for each in step.links), *_whole(walked.steps, answers, rules)),
-            structure=(*walked.findings, *(input_range(moments, given.feeds) if moments is not None else ())),
+            structure=(*walked.findings, *(input_range(moments, proof_inputs.feeds) if moments is not None else ())),
             located=walked.blocks,
-            shift=None if moments is None else shift_of_inputs(dense, moments, given.feeds),
-            **_labelled(by_label, given.labels, ports),
+            shift=None if moments is None else shift_of_inputs(dense, moments, proof_inputs.feeds),
+            **_labelled(by_label, proof_inputs.labels, ports),
         ),
         figures=_figures(by_label, ports),
     )

@@ -95,11 +95,11 @@ def _half_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int)
 
 
 def link_rules(
-    dense: Checkpoint, given: ProofInputs, answers: Outputs, batch: int, limits: ParityLimits
+    dense: Checkpoint, proof_inputs: ProofInputs, answers: Outputs, batch: int, limits: ParityLimits
 ) -> list[LinkRules]:
     """Those of each output of the dense model."""
     ports = output_ports(dense.model)
-    noise = _half_noise(dense, given.feeds, answers, batch)
+    noise = _half_noise(dense, proof_inputs.feeds, answers, batch)
     products = counted(dense.model).chain
     return [
         LinkRules(

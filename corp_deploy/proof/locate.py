@@ -46,7 +46,7 @@ def dense_noise(dense: Checkpoint, feeds: Feeds) -> Mapping[str, float]:
     return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), feeds)
 
 
-def mend_command(graph: Path, shown: Path | None = None) -> str:
+def fix_command(graph: Path, shown: Path | None = None) -> str:
     """How to export again with the guilty site in float32, to a file beside the graph that fails, `shown` in words."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
@@ -65,8 +65,8 @@ def located(
     try:
         if failing.half and before.form == "graph":
             noise = dense_noise(dense, feeds)
-            mend = mend_command(failing.path, failing.shown)
-            return locate_in_half(name, before.graph(), failing.graph(), feeds, noise=noise, mend=mend)
+            command = fix_command(failing.path, failing.shown)
+            return locate_in_half(name, before.graph(), failing.graph(), feeds, noise=noise, fix_command=command)
         if before.form == "torch" and before.checkpoint is not None and not failing.half:
             model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), feeds, products=products)

@@ -98,7 +98,7 @@ def sites_to_keep(
             measured = [each.measured() for each in judged]
             errors.append(max(each.relative_error for each in measured))
             failing = [
-                each for each, found in zip(judged, measured, strict=True) if judge(found, each.bounds)[0] != "PASS"
+                each for each, errs in zip(judged, measured, strict=True) if judge(errs, each.bounds)[0] != "PASS"
             ]
             if not failing:
                 return None

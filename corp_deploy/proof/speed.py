@@ -245,10 +245,10 @@ def measure(
         )
         _refuse_unequal(one, other, batches)
         fed = _fed(images, one.inputs, max(batches))
-        found: list[StructuralTest] = []
+        timed_tests: list[StructuralTest] = []
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
-                (_sampled(one.subject, found), _sampled(other.subject, found)),
+                (_sampled(one.subject, timed_tests), _sampled(other.subject, timed_tests)),
                 fed,
                 batches,
                 plan,
@@ -260,10 +260,10 @@ def measure(
                 progress=progress,
             )
     # What was timed must be what a plain call, and so `verify`, gives.
-    wrong = tuple(f"{each.candidate}: {each.reason}" for each in found if each.status == "FAIL")
+    wrong = tuple(f"{each.candidate}: {each.reason}" for each in timed_tests if each.status == "FAIL")
     return replace(measured, warnings=(*wrong, *measured.warnings))
 
 
-def _sampled(subject: Subject, found: list[StructuralTest]) -> Subject:
+def _sampled(subject: Subject, timed_tests: list[StructuralTest]) -> Subject:
     """The subject with outputs of its timed calls compared when it closes."""
-    return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), found.append))
+    return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), timed_tests.append))

@@ -84,8 +84,8 @@ class LatencyTable:
         batches = self.batches
         if not batches[0] <= batch <= batches[-1]:
             raise BadInput(f"latency table {self.name!r}: batch {batch} lies outside {batches[0]} to {batches[-1]}")
-        found = {cell.batch: cell.p50_ms for cell in self.cells if cell.width == width}
-        return [found[each] for each in batches]
+        latencies = {cell.batch: cell.p50_ms for cell in self.cells if cell.width == width}
+        return [latencies[each] for each in batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

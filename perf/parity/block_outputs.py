@@ -118,13 +118,13 @@ def largest_activations(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> d
 
 def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
     """The largest of the named values within each site."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for node in model.graph.node:
         for name in node.output:
             if name in values and site_of(node.name):
                 site = site_of(node.name)
-                found[site] = max(found.get(site, 0.0), values[name])
-    return found
+                largest[site] = max(largest.get(site, 0.0), values[name])
+    return largest
 
 
 def half_values(model: ModelProto) -> set[str]:

@@ -21,15 +21,15 @@ def block_noise(dense_single: ModelProto, dense_half: ModelProto, feeds: Feeds) 
 
 
 def locate_in_half(
-    link: str, single: ModelProto, half: ModelProto, feeds: Feeds, *, noise: Mapping[str, float], mend: str = ""
+    link: str, single: ModelProto, half: ModelProto, feeds: Feeds, *, noise: Mapping[str, float], fix_command: str = ""
 ) -> Located:
-    """Where an FP16 or mixed graph leaves its FP32 twin. `mend` is the command that helps, with `{site}` in it.
+    """Where an FP16 or mixed graph leaves its FP32 twin. `fix_command` is the command that helps, with `{site}` in it.
 
     A few inputs do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
     """
     sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (single, half)]
     activations = block_outputs.by_site(single, block_outputs.largest_activations(single, feeds))
-    return locate(link, block_errors(*sides, noise=noise), activations=activations, mend=mend)
+    return locate(link, block_errors(*sides, noise=noise), activations=activations, fix_command=fix_command)
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> Located:

@@ -78,16 +78,16 @@ def locate(
     blocks: list[BlockError],
     *,
     activations: Mapping[str, float],
-    mend: str = "",
+    fix_command: str = "",
     factor: float = 4.0,
 ) -> Located:
     """The first block (in the order given) that is off by more than `factor` times its noise, or gives NaN or Inf.
 
-    `activations` holds the largest absolute value inside each site, computed in float32. `mend` is the command that
-    helps, with `{site}` where the site's name goes.
+    `activations` holds the largest absolute value inside each site, computed in float32. `fix_command` is what helps,
+    with `{site}` where the site's name goes.
     """
-    guilty = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
-    if guilty is None:
+    first_bad = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
+    if first_bad is None:
         worst = max(blocks, key=lambda block: block.times)
         return Located(
             link=link,
@@ -100,17 +100,17 @@ def locate(
             reason=f"no block is off by {factor:g} times its noise; {worst.site} is nearest, {worst.times:.2g} times",
             command="",
         )
-    largest = activations.get(guilty.site, 0.0)
+    largest = activations.get(first_bad.site, 0.0)
     return Located(
         link=link,
-        site=guilty.site,
-        measure="nonfinite" if guilty.nonfinite else "relative_error",
-        value=guilty.error,
-        noise=guilty.noise,
+        site=first_bad.site,
+        measure="nonfinite" if first_bad.nonfinite else "relative_error",
+        value=first_bad.error,
+        noise=first_bad.noise,
         largest_activation=largest,
         half_limit=HALF_LIMIT,
-        reason=_reason(guilty, largest),
-        command=mend.replace("{site}", guilty.site),
+        reason=_reason(first_bad, largest),
+        command=fix_command.replace("{site}", first_bad.site),
     )
 
 
@@ -123,11 +123,11 @@ def keep_until_found_nowhere(
     site or `most` sites are kept.
     """
     kept: tuple[str, ...] = ()
-    found = attempt(kept)
-    while found is not None and found.site is not None and found.site not in kept and len(kept) < most:
-        kept = (*kept, found.site)
-        found = attempt(kept)
-    return kept, found
+    located = attempt(kept)
+    while located is not None and located.site is not None and located.site not in kept and len(kept) < most:
+        kept = (*kept, located.site)
+        located = attempt(kept)
+    return kept, located
 
 
 def _block_error(
@@ -137,8 +137,8 @@ def _block_error(
         raise BadInput(
             f"block {key}: got {candidate.shape}, expected {reference.shape} as in the reference; run the same images"
         )
-    spoilt = bool(np.isfinite(reference).all()) and not bool(np.isfinite(candidate).all())
-    if spoilt:
+    nonfinite = bool(np.isfinite(reference).all()) and not bool(np.isfinite(candidate).all())
+    if nonfinite:
         return BlockError(key=key, error=math.inf, noise=noise, nonfinite=True)
     size = max(float(np.linalg.norm(reference.astype(np.float64))), np.finfo(np.float64).tiny)
     off = float(np.linalg.norm(candidate.astype(np.float64) - reference)) / size

@@ -199,9 +199,9 @@ def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[O
     known = {trt.float32: "float32", trt.int64: "int64", trt.int32: "int32", trt.bool: "bool"}
     dtypes = {name: known.get(engine.get_tensor_dtype(name)) for name in names}
     if not sources or not sinks or None in dtypes.values() or {dtypes[name] for name in sinks} != {"float32"}:
-        found = ", ".join(f"{name}: {engine.get_tensor_dtype(name)}" for name in names)
+        got = ", ".join(f"{name}: {engine.get_tensor_dtype(name)}" for name in names)
         raise BadInput(
-            f"{path}: expected inputs of {', '.join(known.values())} and float32 outputs, found {found}; export the "
+            f"{path}: expected inputs of {', '.join(known.values())} and float32 outputs, found {got}; export the "
             "graph with a float32 border"
         )
     inputs = tuple(

@@ -152,9 +152,9 @@ class OnnxRunner:
     def _input_ports(self) -> tuple[Port, ...]:
         nodes = self._session.get_inputs()
         if not nodes or any(node.type not in DTYPES or not node.shape for node in nodes):
-            found = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
+            got = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
             types = ", ".join(DTYPES.values())
-            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {types}; found {found}")
+            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {types}; found {got}")
         return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=DTYPES[node.type]) for node in nodes)
 
     def _output_ports(self) -> tuple[OutputPort, ...]:

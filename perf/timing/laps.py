@@ -98,16 +98,16 @@ class WarmUp:
 
 def warm_up(bound: Bound, plan: Plan, clock: Clock) -> WarmUp:
     """Call until the times stop falling; see Plan.warm_up_rule."""
-    started, taken = clock(), list[float]()
+    started, samples_ms = clock(), list[float]()
     while True:
         laps = bound.laps(1, clock)
-        taken.append(laps.compute_ms[0] if laps.compute_ms else laps.wall_ms)
+        samples_ms.append(laps.compute_ms[0] if laps.compute_ms else laps.wall_ms)
         elapsed_s = (clock() - started) / 1e9
-        enough = elapsed_s >= plan.warm_up_min_s and len(taken) >= plan.warm_up_window
-        if enough and _is_flat(taken[-plan.warm_up_window :], plan.warm_up_tolerance_rel):
-            return WarmUp(samples_ms=tuple(taken), flat=True)
+        enough = elapsed_s >= plan.warm_up_min_s and len(samples_ms) >= plan.warm_up_window
+        if enough and _is_flat(samples_ms[-plan.warm_up_window :], plan.warm_up_tolerance_rel):
+            return WarmUp(samples_ms=tuple(samples_ms), flat=True)
         if elapsed_s >= plan.warm_up_limit_s:
-            return WarmUp(samples_ms=tuple(taken), flat=False)
+            return WarmUp(samples_ms=tuple(samples_ms), flat=False)
 
 
 def _is_flat(window_ms: Sequence[float], tolerance_rel: float) -> bool:
