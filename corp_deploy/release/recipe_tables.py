@@ -12,8 +12,9 @@ import msgspec
 
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.invocation.honours import Axis
+from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, ReductionChoice
 from corp_deploy.invocation.table import ATTENTION, LOOP, PRESET
-from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from, method_from_preset
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from ground.errors import BadInput
 
 from . import recipe_values as values
@@ -114,8 +115,8 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for axis, way in self.ways:
             refuse_ignored("[reduce]", axis, way, asked)
         try:
-            _ = self.method
-        except ValueError as error:
+            _ = self.choice
+        except BadInput as error:
             raise BadInput(f"[reduce]: {error}") from None
 
     def _refuse_contradictions(self) -> None:
@@ -124,7 +125,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput("[reduce] has macs and params; give one budget")
         if budgets and (self.mlp or self.attn):
             raise BadInput(f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
-        if not budgets and self.mlp is None and not self.touches_attention:
+        if not budgets and self.mlp is None and self.attn is None:
             raise BadInput(
                 "[reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), or a budget"
             )
@@ -144,30 +145,40 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return loop_from(self.closed_loop)
 
     @property
-    def looks_at_images(self) -> bool:
-        """Whether the reduction looks at the calibration images beside their moments."""
-        return self.has_budget or self.heads == "auto" or self.loop is not None or self.method.merges
-
-    @property
     def ways(self) -> tuple[tuple[Axis, str], ...]:
         """What is at work in `reduce` and may not honour an option."""
         touched = "reduced" if self.touches_attention else "kept"
         return (PRESET, self.preset), (ATTENTION, touched), (LOOP, self.loop or "open")
 
     @property
+    def choice(self) -> ReductionChoice:
+        """The same as `reduce` takes it."""
+        select = {"mlp": self.select_mlp, "head": self.select_head}
+        return ReductionChoice(
+            method=MethodChoice(
+                preset=self.preset,
+                mlp=self.mlp,
+                attn=self.attn,
+                select={site: ranking for site, ranking in select.items() if ranking is not None},
+                heads=self.heads,
+                align={"mlp": self.align_mlp, "head": self.align_head},
+                ridge=self.ridge,
+            ),
+            budget=BudgetChoice(macs=self.macs, params=self.params),
+            closed_loop=self.loop,
+            reads=self.reads,
+            allow_partial=self.allow_partial,
+        )
+
+    @property
+    def looks_at_images(self) -> bool:
+        """Whether the reduction looks at the calibration images beside their moments."""
+        return self.choice.needs_images
+
+    @property
     def method(self) -> Method:
         """How sites are reduced; heads = auto starts from padded ones."""
-        return method_from_preset(
-            self.preset,
-            mlp_sparsity=self.mlp,
-            attention_sparsity=self.attn,
-            geometry="padded" if self.heads == "auto" else self.heads,
-            align_hidden=self.align_mlp,
-            align_head=self.align_head,
-            ridge_rel=self.ridge,
-            mlp_selection=self.select_mlp,
-            qk_selection=self.select_head,
-        )
+        return self.choice.method.method
 
 
 class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
