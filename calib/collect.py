@@ -14,7 +14,7 @@ from .hooks import evaluating, listening
 from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
 from .moments import Moments
 from .products import Kernel, kernel_for
-from .sites import ChannelTaps, Role, Site
+from .sites import Role, Site, SiteKind
 from .sums import ChannelSums, HeadSums, SiteSums
 from .weights import TokenWeights, Weights, weights_by_tokens
 
@@ -174,12 +174,11 @@ def _new_sums(
     odd = [name for name in kept if name not in names]
     if odd:
         raise BadInput(f"kept dims: no such sites {', '.join(odd)}; there are {', '.join(names)}")
-    return {
-        site.name: ChannelSums(eps=eps)
-        if isinstance(site, ChannelTaps)
-        else HeadSums(system=attention_system or site.name in kept, kept_HK=kept.get(site.name))
-        for site in sites
+    empty: dict[SiteKind, Callable[[str], SiteSums]] = {
+        "mlp": lambda name: ChannelSums(eps=eps),
+        "attention": lambda name: HeadSums(system=attention_system or name in kept, kept_HK=kept.get(name)),
     }
+    return {site.name: empty[site.kind](site.name) for site in sites}
 
 
 def _weights_for(tokens: int, by_tokens: Mapping[int, Weights] | None, where: str) -> Weights | None:
@@ -199,7 +198,7 @@ def _refuse_weightless(every: Mapping[str, SiteSums], inputs: int) -> None:
 
 
 def _widest(sites: Sequence[Site]) -> int:
-    return max((site.output.in_features for site in sites if isinstance(site, ChannelTaps)), default=0)
+    return max((site.summed_width for site in sites), default=0)
 
 
 def _refuse_other_device(model: nn.Module, device: torch.device) -> None:

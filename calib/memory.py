@@ -1,9 +1,10 @@
 """What a calibration will hold, computed before it runs."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,33 @@ from ground.errors import BadInput
 
 from .hooks import evaluating, listening
 from .inputs import Inputs, moved, run_model
-from .sites import ChannelTaps, Role, Site
+from .sites import Role, Site, SiteKind
 
 FLOAT64_BYTES = 8
 CGROUP = Path("/sys/fs/cgroup")
+
+
+Seen = Callable[[Role], torch.Size]
+"""The shape that a site was fed in a role; raises KeyError where nothing came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelShape:
     tokens: int
     hidden: int
+
+    @classmethod
+    def of(cls, seen: Seen) -> Self:
+        _, tokens, hidden = seen("x")
+        return cls(tokens=tokens, hidden=hidden)
+
+    def bytes_of_moments(self) -> int:
+        """Float64 sums of one site, the attention system aside."""
+        return FLOAT64_BYTES * (self.hidden**2 + 2 * self.hidden)
+
+    def bytes_of_system(self, *, kept: int | None = None) -> int:
+        """Channels have no such system."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +51,25 @@ class HeadShape:
     dim: int
     channels: int
 
+    @classmethod
+    def of(cls, seen: Seen) -> Self:
+        _, heads, tokens, dim = seen("q")
+        return cls(tokens=tokens, heads=heads, dim=dim, channels=seen("z")[-1])
+
+    def bytes_of_moments(self) -> int:
+        """Float64 sums of one site, the attention system aside."""
+        heads = self.heads * (3 * self.dim**2 + 3 * self.dim)
+        return FLOAT64_BYTES * (heads + self.channels**2 + self.channels)
+
+    def bytes_of_system(self, *, kept: int | None = None) -> int:
+        """Float64 sums of CORP's per-image system of one site, for all dims or for `kept` dims per head."""
+        width = self.dim if kept is None else kept
+        restricted = 0 if kept is None else width**2 + 1
+        return FLOAT64_BYTES * self.heads * ((width * (width + 1) // 2) ** 2 + restricted)
+
 
 Shape = ChannelShape | HeadShape
+_SHAPES: Mapping[SiteKind, Callable[[Seen], Shape]] = {"mlp": ChannelShape.of, "attention": HeadShape.of}
 
 
 def shapes_of_sites(
@@ -53,28 +88,9 @@ def shapes_of_sites(
 
 def _shape_of(site: Site, seen: Mapping[tuple[str, Role], torch.Size]) -> Shape:
     try:
-        if isinstance(site, ChannelTaps):
-            _, tokens, hidden = seen[site.name, "x"]
-            return ChannelShape(tokens=tokens, hidden=hidden)
-        _, heads, tokens, dim = seen[site.name, "q"]
-        return HeadShape(tokens=tokens, heads=heads, dim=dim, channels=seen[site.name, "z"][-1])
+        return _SHAPES[site.kind](lambda role: seen[site.name, role])
     except KeyError as error:
         raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
-
-
-def bytes_of_moments(shape: Shape) -> int:
-    """Float64 sums of one site, the attention system aside."""
-    if isinstance(shape, ChannelShape):
-        return FLOAT64_BYTES * (shape.hidden**2 + 2 * shape.hidden)
-    heads = shape.heads * (3 * shape.dim**2 + 3 * shape.dim)
-    return FLOAT64_BYTES * (heads + shape.channels**2 + shape.channels)
-
-
-def bytes_of_system(shape: HeadShape, *, kept: int | None = None) -> int:
-    """Float64 sums of CORP's per-image system of one site, for all dims or for `kept` dims per head."""
-    width = shape.dim if kept is None else kept
-    restricted = 0 if kept is None else width**2 + 1
-    return FLOAT64_BYTES * shape.heads * ((width * (width + 1) // 2) ** 2 + restricted)
 
 
 def bytes_needed(
@@ -82,10 +98,10 @@ def bytes_needed(
 ) -> dict[str, int]:
     """Bytes each site's sums take during and after a calibration with these options; `kept`: dims kept per head."""
     kept = kept or {}
-    needed = {name: bytes_of_moments(shape) for name, shape in shapes.items()}
+    needed = {name: shape.bytes_of_moments() for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        if isinstance(shape, HeadShape) and (attention_system or name in kept):
-            needed[name] += bytes_of_system(shape, kept=kept.get(name))
+        if attention_system or name in kept:
+            needed[name] += shape.bytes_of_system(kept=kept.get(name))
     return needed
 
 

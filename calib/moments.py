@@ -8,12 +8,14 @@ D x D matrix in row-major order (torch.triu_indices), not scaled by sqrt(2).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ground.errors import BadInput
+
+from .sites import SiteKind
 
 MUST_MATCH = ("model", "preprocessing", "dtype")
 
@@ -40,6 +42,7 @@ class ChannelMoments:
     Each token counts by its weight, once unless weights were given; `tokens` is the sum of the weights.
     """
 
+    kind: ClassVar[SiteKind] = "mlp"
     tokens: float
     eps: float
     sum_F: Tensor
@@ -53,6 +56,16 @@ class ChannelMoments:
             raise BadInput(f"ChannelMoments.eps: got {self.eps}, expected zero or more")
         for name, shape in (("sum_F", (width,)), ("gram_FF", (width, width)), ("active_F", (width,))):
             _refuse_shape("ChannelMoments", name, getattr(self, name), shape)
+
+    @property
+    def entering(self) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of what enters the site's last linear layer."""
+        return self.mean_F, self.covariance_FF
+
+    @property
+    def system_width(self) -> int | None:
+        """Channels have no per-image system."""
+        return None
 
     @property
     def mean_F(self) -> Tensor:
@@ -88,6 +101,7 @@ class HeadMoments:
     the squared norm of the logits that the removed dims P contributed.
     """
 
+    kind: ClassVar[SiteKind] = "attention"
     images: int
     tokens: float
     q_sum_HD: Tensor
@@ -126,6 +140,18 @@ class HeadMoments:
             if value is None:
                 raise BadInput(f"HeadMoments.{name}: missing, expected float64 {list(shape)}")
             _refuse_shape("HeadMoments", name, value, shape)
+
+    @property
+    def entering(self) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of what enters the site's last linear layer."""
+        return self.z_mean_C, self.z_covariance_CC
+
+    @property
+    def system_width(self) -> int | None:
+        """Dims per head that the per-image system covers, None without one."""
+        if self.system_HTT is None:
+            return None
+        return self.energy_HD.shape[1] if self.kept_HK is None else self.kept_HK.shape[1]
 
     @property
     def q_second_HDD(self) -> Tensor:

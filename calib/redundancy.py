@@ -1,13 +1,14 @@
 """How far a model can go before anything is pruned: spectra of its sites' statistics, as in CORP's Table 9."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .moments import ChannelMoments, HeadMoments, Moments
+from .sites import SiteKind
 
 KIND = "calib.redundancy"
 VERSION = 1
@@ -18,6 +19,7 @@ class ChannelRedundancy:
     """One row of Table 9. `k95`: principal directions that hold 95 % of the variance of x; `activation_sparsity`:
     share of entries with |x| <= eps. `spectrum`: shares of variance, largest first."""
 
+    kind: ClassVar[SiteKind] = "mlp"
     site: str
     dim: int
     effective_rank: float
@@ -34,12 +36,18 @@ class ChannelRedundancy:
     def k95_ratio(self) -> float:
         return self.k95 / self.dim
 
+    @property
+    def other_ratio(self) -> dict[str, float]:
+        """What a record has beside it."""
+        return {"effective_rank_ratio": self.effective_rank_ratio}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRedundancy:
     """Q/K of one site: `k95` and `k99` per head are the dims that hold 95 % and 99 % of the logit energy, the squared
     singular values of S_q^1/2 S_k^1/2 (k centred per image, which softmax cannot tell from k as it is)."""
 
+    kind: ClassVar[SiteKind] = "attention"
     site: str
     dim: int
     effective_rank: tuple[float, ...]
@@ -56,6 +64,11 @@ class HeadRedundancy:
     def k99_ratio(self) -> float:
         """Mean over heads."""
         return sum(self.k99) / len(self.k99) / self.dim
+
+    @property
+    def other_ratio(self) -> dict[str, float]:
+        """What a record has beside it."""
+        return {"k99_ratio": self.k99_ratio}
 
 
 Redundancy = ChannelRedundancy | HeadRedundancy
@@ -119,21 +132,16 @@ def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
     )
 
 
+_OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {"mlp": of_mlp, "attention": of_attention}
+
+
 def redundancy(moments: Moments) -> list[Redundancy]:
     """One entry per site, in the moments' order; reads one site at a time."""
-    return [
-        of_mlp(name, site) if isinstance(site, ChannelMoments) else of_attention(name, site)
-        for name, site in moments.sites.items()
-    ]
+    return [_OF_KIND[site.kind](name, site) for name, site in moments.sites.items()]
 
 
 def _row(entry: Redundancy) -> dict[str, Any]:
-    ratios = {"k95_ratio": entry.k95_ratio}
-    if isinstance(entry, ChannelRedundancy):
-        ratios["effective_rank_ratio"] = entry.effective_rank_ratio
-    else:
-        ratios["k99_ratio"] = entry.k99_ratio
-    return {"type": "mlp" if isinstance(entry, ChannelRedundancy) else "attention", **asdict(entry), **ratios}
+    return {"type": entry.kind, **asdict(entry), "k95_ratio": entry.k95_ratio, **entry.other_ratio}
 
 
 def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Shapes: B inputs, H heads, N tokens, D dims, F and C channels.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from ground.errors import BadInput
 
 Role = Literal["x", "q", "k", "z"]
+SiteKind = Literal["mlp", "attention"]
+"""As files name it."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -64,8 +66,14 @@ def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
 class ChannelTaps:
     """x [B,N,F] is the input of `output`, the MLP's last linear layer."""
 
+    kind: ClassVar[SiteKind] = "mlp"
     name: str
     output: nn.Linear
+
+    @property
+    def summed_width(self) -> int:
+        """Channels of x, whose products are summed in one piece."""
+        return self.output.in_features
 
     @property
     def taps(self) -> Mapping[Role, Tap | InputTap]:
@@ -77,10 +85,16 @@ class ChannelTaps:
 class HeadTaps:
     """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`."""
 
+    kind: ClassVar[SiteKind] = "attention"
     name: str
     queries: Tap
     keys: Tap
     output: nn.Module
+
+    @property
+    def summed_width(self) -> int:
+        """There is no x."""
+        return 0
 
     @property
     def taps(self) -> Mapping[Role, Tap | InputTap]:

@@ -35,7 +35,7 @@ def _flat(moments: Moments) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]
     tensors = {IMAGE_IDS: moments.image_ids}
     sites: dict[str, dict[str, Any]] = {}
     for name, site in moments.sites.items():
-        sites[name] = {"type": "mlp" if isinstance(site, ChannelMoments) else "attention"}
+        sites[name] = {"type": site.kind}
         for field in fields(site):
             value = getattr(site, field.name)
             if isinstance(value, Tensor):
@@ -79,6 +79,9 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     images: int
     tokens: int | float
+
+
+_MOMENTS: dict[type, type[SiteMoments]] = {_Channels: ChannelMoments, _Heads: HeadMoments}
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +129,7 @@ def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
 
 
 def _built(entry: _Channels | _Heads, tensors: Mapping[str, Any], where: str) -> SiteMoments:
-    kind = ChannelMoments if isinstance(entry, _Channels) else HeadMoments
+    kind = _MOMENTS[type(entry)]
     counts: dict[str, Any] = msgspec.structs.asdict(entry)
     known = {each.name for each in fields(kind)} - counts.keys()
     needed = {each.name for each in fields(kind) if each.default is MISSING} - counts.keys()

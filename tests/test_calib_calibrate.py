@@ -266,8 +266,8 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
 
 def test_one_head_of_64_dims_takes_the_system_size_of_the_paper() -> None:
     shape = HeadShape(tokens=197, heads=1, dim=64, channels=64)
-    assert memory.bytes_of_system(shape) == 8 * 2080**2
-    assert memory.bytes_of_system(shape, kept=32) == 8 * (528**2 + 32**2 + 1)
+    assert shape.bytes_of_system() == 8 * 2080**2
+    assert shape.bytes_of_system(kept=32) == 8 * (528**2 + 32**2 + 1)
     assert memory.bytes_available("cpu") > 0
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from calib.memory import HeadShape, bytes_of_system
+from calib.memory import HeadShape
 from calib.moments import HeadMoments, Moments
 from calib.resume import ResumeFile
 from calib.store import load
@@ -291,5 +291,5 @@ def test_a_release_that_does_not_fit_says_what_a_recipe_may_ask(
 
 def test_deit_huge_fits_an_ordinary_machine_at_half_the_width() -> None:
     shape = HeadShape(tokens=257, heads=16, dim=80, channels=1280)
-    assert 32 * bytes_of_system(shape) / 2**30 == pytest.approx(40.0, abs=0.1)
-    assert 32 * bytes_of_system(shape, kept=40) / 1e9 == pytest.approx(2.76, abs=0.02)
+    assert 32 * shape.bytes_of_system() / 2**30 == pytest.approx(40.0, abs=0.1)
+    assert 32 * shape.bytes_of_system(kept=40) / 1e9 == pytest.approx(2.76, abs=0.02)

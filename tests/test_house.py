@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 # Modules of timm's and of this project's own families; what a site is made of goes by other names outside of families.
 OF_FAMILIES = {"fc1", "fc2", "qkv", "proj", "patch_embed", "pos_embed", "cls_token", "ls1", "ls2", "norm1", "norm2"}
-KINDS = {"ChannelSite", "HeadSite", "ChannelKind", "HeadKind"}
+KINDS = {"ChannelSite", "HeadSite", "ChannelKind", "HeadKind", "ChannelTaps", "HeadTaps"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_no_ladder_over_kinds_of_site() -> None:
     """What differs by kind is asked of the kind; the lists of Sites are the one place that sorts."""
     ladders = [
         f"{path}:{node.lineno}"
-        for path, tree in trees("corp_deploy")
+        for path, tree in trees("calib", "corp_deploy")
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "type")
         for kind in ast.walk(node)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calib.collect import collect
-from calib.moments import ChannelMoments, Moments
+from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
@@ -23,11 +23,7 @@ PARTS, BATCH = 8, 16
 
 def _stats(moments: Moments, name: str) -> Stats:
     """Mean and covariance of x of an MLP, of z of an attention layer."""
-    site = moments.sites[name]
-    if isinstance(site, ChannelMoments):
-        mean, covariance = site.mean_F, site.covariance_FF
-    else:
-        mean, covariance = site.z_mean_C, site.z_covariance_CC
+    mean, covariance = moments.sites[name].entering
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 

@@ -15,7 +15,7 @@ from calib.input_set import InputSet
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
-from calib.sites import ChannelTaps, Site
+from calib.sites import Site
 from corp_deploy.families.family import example_of, family_of, sites_of
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
@@ -68,7 +68,7 @@ def chosen_sites(checkpoint: Checkpoint, wanted: Statistics) -> list[Site]:
     for pattern in wanted.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    taps = [each for each in every if wanted.attention or isinstance(each, ChannelTaps)]
+    taps = [each for each in every if wanted.attention or each.kind != "attention"]
     return [site for site in taps if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
 
 

@@ -12,7 +12,7 @@ from calib import memory
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.input_set import InputSet, parted
-from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
@@ -26,23 +26,20 @@ from .method import PRESETS
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
-def _system_width(site: SiteMoments) -> Iterator[int]:
-    """Dims per head that a site's per-image system covers, if it has one."""
-    if isinstance(site, HeadMoments) and site.system_HTT is not None:
-        yield site.energy_HD.shape[1] if site.kept_HK is None else site.kept_HK.shape[1]
-
-
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     """What a moments file holds, for people and machines."""
-    mlps = sum(isinstance(moments.sites[name], ChannelMoments) for name in moments.sites)
+    kinds, widths = [], set[int]()
+    for site in moments.sites.values():  # each is read from the file when it is asked for
+        kinds.append(site.kind)
+        widths |= set() if site.system_width is None else {site.system_width}
     return {
         "moments": str(path),
         "sha256": sha256_of_file(path),
         "size_bytes": path.stat().st_size,
         "images": moments.images,
-        "mlp_sites": mlps,
-        "attention_sites": len(moments.sites) - mlps,
-        "system_widths": sorted({width for site in moments.sites.values() for width in _system_width(site)}),
+        "mlp_sites": kinds.count("mlp"),
+        "attention_sites": kinds.count("attention"),
+        "system_widths": sorted(widths),
         "lineage": dict(moments.lineage),
     }
 
