@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from corp_deploy.views.console import Output
+from ground.errors import EXIT_FAILED, EXIT_MISSING
 
 from .options import ANY_PATH, DIRECTORY, FILE, output_options
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from corp_deploy.release.incremental import Stage, StageStatus
     from corp_deploy.release.recipe import Recipe
     from corp_deploy.release.run import Released, StageListener
-
-EXIT_MISSING = 4
 
 
 @click.command()
@@ -202,4 +201,4 @@ def check(ctx: click.Context, directory: Path, out: Output) -> None:
     verdict = f"{len(checked.differs)} differ" if checked.differs else "all as they were made"
     out.result(asdict(checked), *checked.differs, f"{directory}: {checked.files} files, {replayed}: {verdict}")
     if checked.differs:
-        ctx.exit(1)
+        ctx.exit(EXIT_FAILED)
