@@ -5,8 +5,10 @@ are planted: a mask that is not looked at, an output of another length, answers 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from ground.ports import LOGITS, OutputPort, Port, Role
 from perf.parity import structure, tolerance
 from perf.parity.measures import figures, measures
 from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
+from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 
@@ -422,3 +425,63 @@ def test_structural_tests_take_what_the_encoder_takes() -> None:
         by_batch = {24: run(FEEDS), 5: run(rows_of(FEEDS, slice(5)))}
         (test,) = structure.batch_sizes("torch", by_batch, bound=1e-5, noun="texts")
     assert test.status == "PASS"
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stream, and a torch that takes host memory for a GPU's."""
+    real_to, real_empty = torch.Tensor.to, torch.empty
+
+    def to(tensor: Tensor, *where: Any, **how: Any) -> Tensor:
+        moved: Tensor = tensor.clone() if where[0] == "cuda" else real_to(tensor, *where, **how)
+        return moved
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, **_: Any) -> Tensor:
+        return real_empty(shape, dtype=dtype).fill_(torch.nan)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return SimpleNamespace(synchronize=lambda: None)
+
+
+def test_whole_numbers_are_staged_as_they_are_and_answers_come_back_by_name(pretended_gpu: Any) -> None:
+    staging = Staging.hold(pretended_gpu, FEEDS, {"sum": (TEXTS,), "both": (TEXTS, 2)})
+    assert {name: tensor.dtype for name, tensor in staging.device_in.items()} == dict.fromkeys(FEEDS, torch.int64)
+    addresses = {name: tensor.data_ptr() for name, tensor in {**staging.device_in, **staging.device_out}.items()}
+
+    def launch() -> None:
+        total = (staging.device_in["ids"] * staging.device_in["mask"]).sum(dim=1).float()
+        staging.device_out["sum"].copy_(total)
+        staging.device_out["both"].copy_(torch.stack([total, -total], dim=1))
+
+    answers = staging.run(launch)
+    total = (FEEDS["ids"] * FEEDS["mask"]).sum(axis=1)
+    np.testing.assert_array_equal(answers["sum"], total)
+    np.testing.assert_array_equal(answers["both"], np.stack([total, -total], axis=1))
+    assert addresses == {
+        name: tensor.data_ptr() for name, tensor in {**staging.device_in, **staging.device_out}.items()
+    }
+
+
+def test_a_module_on_a_gpu_reads_and_writes_every_staged_tensor(
+    pretended_gpu: Any, monkeypatch: pytest.MonkeyPatch, reference: Array
+) -> None:
+    held: list[Staging] = []
+    hold = Staging.hold
+
+    def keeping(*what: Any) -> Staging:
+        held.append(hold(*what))
+        return held[-1]
+
+    monkeypatch.setattr("perf.runners.module.Staging", SimpleNamespace(hold=keeping))
+    ports = (EMBEDDING, OutputPort(name="scores", role="token logits"))
+    runner = ModuleRunner(Both(), device="cuda", inputs=(IDS, MASK), outputs=ports)
+    runner._ready, runner._stream = Both(), pretended_gpu
+    bound: Any = runner.bind(FEEDS)
+    for stage in (bound.copy_in, bound.launch, bound.copy_out):
+        stage()
+    (staging,) = held
+    np.testing.assert_array_equal(staging.host_out["embedding"].numpy(), reference)
+    assert bool(torch.isfinite(staging.host_out["scores"]).all())
