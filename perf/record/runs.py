@@ -33,6 +33,7 @@ from ground.files import write_json
 from ground.records import record_from_file
 
 KIND, VERSION = "bench", 1
+MOST_MS = 1e12  # longer than anybody waits
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -75,8 +76,11 @@ class Block:
 
     def __post_init__(self) -> None:
         times = (self.wall_ms, *self.compute_ms, *(self.end_to_end_ms or ()))
-        if self.calls < 1 or not all(0 < ms < float("inf") for ms in times):
+        if self.calls < 1 or not all(0 < ms < MOST_MS for ms in times):
             raise BadInput(f"a block needs calls and positive times; {self.subject}, round {self.round} has {times}")
+        lengths = {len(each) for each in (self.compute_ms, self.end_to_end_ms, self.lost_ms) if each is not None}
+        if len(lengths) > 1:
+            raise BadInput(f"a block has its times call by call; {self.subject}, round {self.round} has {lengths}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

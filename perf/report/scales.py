@@ -42,8 +42,8 @@ def linear(values: Iterable[float], *, start: float, end: float, zero: bool = Tr
 
 
 def logarithmic(values: Iterable[float], *, start: float, end: float, least: float = 1e-12) -> Scale:
-    """A logarithmic scale that holds all finite values above `least`, with a little air on both sides."""
-    finite = [max(v, least) for v in values if math.isfinite(v)] or [1.0]
+    """A logarithmic scale that holds all values from `least` to 1e100, with a little air on both sides."""
+    finite = [max(v, least) for v in values if v < 1e100] or [1.0]
     low, high = min(finite), max(finite)
     air = (high / low) ** 0.07 if high > low else 2.0
     return Scale(low=low / max(air, 1.15), high=high * max(air, 1.15), start=start, end=end, log=True)
