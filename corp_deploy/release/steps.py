@@ -1,6 +1,6 @@
 """What a command does to a directory of results, run from the very values that are printed: for a release and the demo.
 
-Every function reads what its invocation names below `place.root` and writes below `place.into`.
+Every function reads what its invocation names below `dirs.root` and writes below `dirs.into`.
 """
 
 from calib.images import Images
@@ -36,8 +36,8 @@ from .serving import package_of_directory
 DRAWN = ("samples", "seed")
 
 
-def _images(dense: Checkpoint, place: StageDirs, run: Invocation, *options: str) -> Images:
-    return images_for_model(dense.model, place.root / run["images"], **run.some(*options))
+def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation, *options: str) -> Images:
+    return images_for_model(dense.model, dirs.root / run["images"], **run.some(*options))
 
 
 def _in_recipe(share: float) -> str:
@@ -45,10 +45,10 @@ def _in_recipe(share: float) -> str:
     return f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more'
 
 
-def write_moments(place: StageDirs, run: Invocation) -> None:
+def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
-    dense = load_checkpoint(place.root / run["model"])
+    dense = load_checkpoint(dirs.root / run["model"])
     restriction = None
     if run["attn"] is not None:
         restriction = moments_files.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
@@ -58,56 +58,56 @@ def write_moments(place: StageDirs, run: Invocation) -> None:
         **run.some("batch_size", "device", "seed", "hold_out"),
     )
     running = moments_files.CalibrationRun(
-        unfinished=place.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe
+        unfinished=dirs.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe
     )
-    source = _images(dense, place, run, *DRAWN, "workers", "max_bad")
-    fitted, *_ = moments_files.write_moments(dense, source, asked, running, place.into / run["output"])
+    source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
+    fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
     if run["summary"] is not None:
-        write_json(place.into / run["summary"], moments_files.reference_of_summary(fitted, run["output"]))
+        write_json(dirs.into / run["summary"], moments_files.reference_of_summary(fitted, run["output"]))
 
 
-def write_reduced(place: StageDirs, run: Invocation) -> None:
+def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     """The smaller model."""
-    choice, dense = reduction_from_options(run.options), load_checkpoint(place.root / run["model"])
+    choice, dense = reduction_from_options(run.options), load_checkpoint(dirs.root / run["model"])
     reduce_checkpoint(
         dense,
-        place.root / run["moments"],
+        dirs.root / run["moments"],
         request_from_choice(choice),
-        directory=place.into / run["output"],
-        images=_images(dense, place, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None,
-        held_out=None if run["held_out"] is None else load_moments(place.root / run["held_out"]),
+        directory=dirs.into / run["output"],
+        images=_images(dense, dirs, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None,
+        held_out=None if run["held_out"] is None else load_moments(dirs.root / run["held_out"]),
     )
 
 
-def write_graphs(place: StageDirs, run: Invocation) -> None:
+def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
-    checkpoint = load_checkpoint(place.root / run["model"])
-    for precision, path in paths_by_precision(place.into / run["output"], run["precision"]).items():
+    checkpoint = load_checkpoint(dirs.root / run["model"])
+    for precision, path in paths_by_precision(dirs.into / run["output"], run["precision"]).items():
         keep = run["keep_fp32"] if precision == "mixed" else ()
         export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep)
 
 
-def write_parity(place: StageDirs, run: Invocation) -> Parity:
+def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
-    dense = load_checkpoint(place.root / reference)
-    source = _images(dense, place, run, *DRAWN)
-    labels = None if run["labels"] is None else labels_from_path(place.root / run["labels"], source, dense.model)
+    dense = load_checkpoint(dirs.root / reference)
+    source = _images(dense, dirs, run, *DRAWN)
+    labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
     proof = prove(
         dense,
-        [candidate_from_path(path, below=place.root) for path in candidates],
+        [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs_from_set(source, labels),
         batches=run["batch"],
         limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor")),
-        moments=None if run["moments"] is None else load_moments(place.root / run["moments"]),
+        moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
     )
-    save_proof(proof, place.into / run["output"])
+    save_proof(proof, dirs.into / run["output"])
     return proof.parity
 
 
-def write_bench(place: StageDirs, run: Invocation) -> Bench:
+def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
     """Dense against reduced in one process."""
-    dense, reduced = (place.root / path for path in run.arguments)
+    dense, reduced = (dirs.root / path for path in run.arguments)
     plan = Plan(
         time_limit_s=run["time_limit"],
         half_width_rel=run["half_width"],
@@ -120,25 +120,25 @@ def write_bench(place: StageDirs, run: Invocation) -> Bench:
         batches=run["batch"],
         plan=plan,
         running=RunOptions.from_options(run.options),
-        images=place.root / run["images"],
+        images=dirs.root / run["images"],
         command=run.words,
     )
-    with replacing(place.into / run["output"]) as temporary:
+    with replacing(dirs.into / run["output"]) as temporary:
         save_bench(measured, temporary)
     return measured
 
 
-def write_package(place: StageDirs, run: Invocation) -> None:
+def write_package(dirs: StageDirs, run: Invocation) -> None:
     """The model repository that an inference server loads as it is."""
-    labels = None if run["labels"] is None else place.root / run["labels"]
+    labels = None if run["labels"] is None else dirs.root / run["labels"]
     (directory,) = run.arguments
     what, _ = package_of_directory(
-        place.root / directory, name=run["name"], version=run["model_version"], labels=labels, server=None
+        dirs.root / directory, name=run["name"], version=run["model_version"], labels=labels, server=None
     )
-    write_repository(what, place.into / run["output"])
+    write_repository(what, dirs.into / run["output"])
 
 
-def write_report(place: StageDirs, run: Invocation) -> None:
+def write_report(dirs: StageDirs, run: Invocation) -> None:
     """The report of a directory of results as one page."""
     (directory,) = run.arguments
-    write_text(place.into / run["output"], html(record_of_directory(place.root / directory, run["title"])))
+    write_text(dirs.into / run["output"], html(record_of_directory(dirs.root / directory, run["title"])))
