@@ -30,16 +30,10 @@ from benchmarks.procedural_images import made
 from calib.collect import collect
 from calib.images import Images
 from calib.moments import ChannelMoments, Moments
-from corp_deploy.algebra import channels as recover_mlp
-from corp_deploy.algebra import fold as fold_channels
-from corp_deploy.algebra import obs, output_error, regression_sums, swap
-from corp_deploy.algebra import quadratic as ridge
-from corp_deploy.algebra import queries_keys as recover_attention
-from corp_deploy.algebra import regression as refit
-from corp_deploy.algebra import scores as select
-from corp_deploy.algebra import values as recover_values
+from corp_deploy.algebra import channels as algebra_channels
+from corp_deploy.algebra import fold, obs, quadratic, queries_keys, regression, regression_sums, scores, swap, values
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import timm_vit
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.families.widths import HeadWidths, Widths
 from corp_deploy.reduction import (
@@ -48,16 +42,16 @@ from corp_deploy.reduction import (
     channel_modules,
     closed_loop,
     correct,
-    folded_mlp,
+    folded,
+    folded_channels,
     head_kind,
     head_modules,
+    heads,
     read_tokens,
     streams,
     symmetric_loop,
 )
-from corp_deploy.reduction import channels as reduce_mlp
-from corp_deploy.reduction import folded as reduce_folded
-from corp_deploy.reduction import heads as reduce_attention
+from corp_deploy.reduction import channels as reduction_channels
 from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
@@ -94,16 +88,16 @@ class Variant:
     def code(self) -> Iterator[ModuleType]:
         """The modules whose algebra the row follows from."""
         choices = self.choices()
-        yield from (ridge, output_error, select, recover_mlp, recover_attention)
-        yield from (reduce_mlp, reduce_attention, channel_modules, head_modules)
+        yield from (quadratic, scores, algebra_channels, queries_keys)
+        yield from (reduction_channels, heads, channel_modules, head_modules)
         if choices.mlp_selection == "obs":
             yield from (obs, swap)
         if choices.geometry == "square":
-            yield recover_values
+            yield values
         if choices.merges:
-            yield from (fold_channels, folded_mlp, reduce_folded)
+            yield from (fold, folded_channels, folded)
         if choices.merges or self.loop is not None:
-            yield from (refit, regression_sums)
+            yield from (regression, regression_sums)
         if self.loop is not None:
             yield from (channel_kind, head_kind, branch_sums, streams)
             yield from (symmetric_loop,) if self.loop == "symmetric" else (closed_loop, correct, read_tokens)
@@ -207,7 +201,7 @@ def kept(dense: int, sparsity: float, align: int) -> int:
 
 def widths_of(model: nn.Module, kind: Kind, sparsity: float, *, square: bool) -> dict[str, int | HeadWidths]:
     """The same share of every site of this kind."""
-    found = vit.sites(model)
+    found = timm_vit.sites(model)
     widths: dict[str, int | HeadWidths] = {}
     if kind != "attention":
         widths |= {part.name: kept(part.width, sparsity, ALIGN_HIDDEN) for part in found.channels}
@@ -234,7 +228,7 @@ class Bench:
         self.images: Images = images_for_model(subject.checkpoint.model, path, samples=calibration_images, seed=seed)
         self.moments: Moments = collect(
             subject.checkpoint.model,
-            calibration_taps(subject.checkpoint.model, vit.sites(subject.checkpoint.model)),
+            calibration_taps(subject.checkpoint.model, timm_vit.sites(subject.checkpoint.model)),
             self.images.batches(32),
             device="cpu",
             attention_system=True,
@@ -244,7 +238,7 @@ class Bench:
         self.eliminations = dict(self._eliminations())
 
     def _eliminations(self) -> Iterator[tuple[str, Elimination]]:
-        for part in vit.sites(self.subject.checkpoint.model).channels:
+        for part in timm_vit.sites(self.subject.checkpoint.model).channels:
             moments = self.moments.sites[part.name]
             assert isinstance(moments, ChannelMoments), part.name
             yield part.name, elimination(moments, layers_of(part), method_from_preset("best"))
@@ -264,7 +258,7 @@ class Bench:
         model, choices = self.subject.checkpoint.model, method.choices()
         widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
         reduced = self._reduced(method, choices, widths)
-        found, answers = vit.sites(reduced), logits(reduced, self.subject.images)
+        found, answers = timm_vit.sites(reduced), logits(reduced, self.subject.images)
         top = answers.argmax(dim=1)
         return Row(
             model=self.subject.name,

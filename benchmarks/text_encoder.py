@@ -102,7 +102,7 @@ class Subject:
 
     def __init__(self, dense: Checkpoint, calibration: Texts, held_out: Texts) -> None:
         self.dense, self.calibration, self.held_out = dense, calibration, held_out
-        self.moments = calibrate(dense, calibration, batch_size=BATCH, wanted=Statistics(attention_system=True))
+        self.moments = calibrate(dense, calibration, batch_size=BATCH, statistics=Statistics(attention_system=True))
         self.outputs = outputs(dense.model, held_out)
 
     def reduced(self, variant: Variant, kind: str, sparsity: float) -> nn.Module:

@@ -9,25 +9,25 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import block_diag
 
-from corp_deploy.algebra.knapsack import Allocation, Choices, allocate
+from corp_deploy.algebra.knapsack import Selection, SiteOptions, allocate
 from ground.errors import BadInput
 
 NUMBERS = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0), st.integers(10**9, 10**12).map(float))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> list[Choices]:
+def problems(draw: st.DrawFn) -> list[SiteOptions]:
     sites = []
     for position in range(draw(st.integers(1, 5))):
         pairs = draw(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=5))
         costs, errors = zip(*pairs, strict=True)
         sites.append(
-            Choices(site=f"site {position}", widths=tuple(range(1, len(pairs) + 1)), costs=costs, errors=errors)
+            SiteOptions(site=f"site {position}", widths=tuple(range(1, len(pairs) + 1)), costs=costs, errors=errors)
         )
     return sites
 
 
-def by_trying_all(sites: list[Choices], budget: float) -> tuple[float, float]:
+def by_trying_all(sites: list[SiteOptions], budget: float) -> tuple[float, float]:
     """(error, cost) of the best combination, the cheaper one on a tie."""
     combinations = itertools.product(*(range(len(site.widths)) for site in sites))
     totals = [
@@ -40,7 +40,7 @@ def by_trying_all(sites: list[Choices], budget: float) -> tuple[float, float]:
     return min(total for total in totals if total[1] <= budget * (1 + 1e-12))
 
 
-def check(sites: list[Choices], budget: float, got: Allocation) -> None:
+def check(sites: list[SiteOptions], budget: float, got: Selection) -> None:
     picks = [site.widths.index(got.widths[site.site]) for site in sites]
     assert got.cost == pytest.approx(sum(s.costs[p] for s, p in zip(sites, picks, strict=True)))
     assert got.error == pytest.approx(sum(s.errors[p] for s, p in zip(sites, picks, strict=True)))
@@ -49,7 +49,7 @@ def check(sites: list[Choices], budget: float, got: Allocation) -> None:
 
 @given(sites=problems(), where=st.floats(0.0, 1.0))
 @settings(max_examples=300, deadline=None)
-def test_no_combination_within_the_budget_is_better(sites: list[Choices], where: float) -> None:
+def test_no_combination_within_the_budget_is_better(sites: list[SiteOptions], where: float) -> None:
     least, most = sum(min(s.costs) for s in sites), sum(max(s.costs) for s in sites)
     budget = least + where * (most - least)
     got = allocate(sites, budget)
@@ -61,9 +61,9 @@ def test_no_combination_within_the_budget_is_better(sites: list[Choices], where:
 def test_greedy_by_ratio_would_be_wrong_here() -> None:
     """The site with the best saving per cost leaves a gap that the two others fill better together."""
     sites = [
-        Choices(site="a", widths=(1, 2), costs=(0.0, 6.0), errors=(13.0, 0.0)),
-        Choices(site="b", widths=(1, 2), costs=(0.0, 5.0), errors=(10.0, 0.0)),
-        Choices(site="c", widths=(1, 2), costs=(0.0, 5.0), errors=(10.0, 0.0)),
+        SiteOptions(site="a", widths=(1, 2), costs=(0.0, 6.0), errors=(13.0, 0.0)),
+        SiteOptions(site="b", widths=(1, 2), costs=(0.0, 5.0), errors=(10.0, 0.0)),
+        SiteOptions(site="c", widths=(1, 2), costs=(0.0, 5.0), errors=(10.0, 0.0)),
     ]
     got = allocate(sites, 10.0)
     assert dict(got.widths) == {"a": 1, "b": 2, "c": 2}
@@ -72,8 +72,8 @@ def test_greedy_by_ratio_would_be_wrong_here() -> None:
 
 def test_all_fits_and_ties_take_the_cheaper() -> None:
     sites = [
-        Choices(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),
-        Choices(site="b", widths=(8, 16), costs=(1.0, 2.0), errors=(2.0, 0.0)),
+        SiteOptions(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),
+        SiteOptions(site="b", widths=(8, 16), costs=(1.0, 2.0), errors=(2.0, 0.0)),
     ]
     got = allocate(sites, 100.0)
     assert dict(got.widths) == {"a": 16, "b": 16}
@@ -81,7 +81,7 @@ def test_all_fits_and_ties_take_the_cheaper() -> None:
 
 
 def test_an_impossible_budget_is_refused_with_both_numbers() -> None:
-    sites = [Choices(site="a", widths=(8,), costs=(5.0,), errors=(0.0,))]
+    sites = [SiteOptions(site="a", widths=(8,), costs=(5.0,), errors=(0.0,))]
     with pytest.raises(BadInput, match=r"budget 4 .* 5 "):
         allocate(sites, 4.0)
 
@@ -89,13 +89,13 @@ def test_an_impossible_budget_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize("errors", [(1.0,), (1.0, float("nan")), (1.0, -1.0)])
 def test_choices_refuse_what_cannot_be(errors: tuple[float, ...]) -> None:
     with pytest.raises(AssertionError):
-        Choices(site="a", widths=(8, 16), costs=(1.0, 2.0), errors=errors)
+        SiteOptions(site="a", widths=(8, 16), costs=(1.0, 2.0), errors=errors)
 
 
 def test_a_deep_model_is_no_trouble() -> None:
     """36 sites and real-valued costs, of which no two sums agree; the bound keeps it small."""
     sites = [
-        Choices(
+        SiteOptions(
             site=f"site {i}",
             widths=tuple(range(1, 33)),
             costs=tuple((w + 0.37 * ((w * 7919 + i * 104729) % 97) / 97) * (1 + i % 3) for w in range(1, 33)),
@@ -112,7 +112,7 @@ def test_a_deep_model_is_no_trouble() -> None:
 # Against scipy.optimize.milp: whole numbers, so that the solver's tolerances decide nothing
 
 
-def by_integer_program(sites: list[Choices], budget: float) -> float:
+def by_integer_program(sites: list[SiteOptions], budget: float) -> float:
     """The least error: one switch for each width of each site, one switch a site is on, the cost is within budget."""
     costs = np.asarray([cost for site in sites for cost in site.costs])
     errors = np.asarray([error for site in sites for error in site.errors])
@@ -124,20 +124,20 @@ def by_integer_program(sites: list[Choices], budget: float) -> float:
     return float(errors @ np.round(solved.x))
 
 
-def site_of(place: int, costs: list[int], errors: list[int]) -> Choices:
+def site_of(place: int, costs: list[int], errors: list[int]) -> SiteOptions:
     widths = tuple(8 * (n + 1) for n in range(len(costs)))
-    return Choices(
+    return SiteOptions(
         site=f"site {place}", widths=widths, costs=tuple(map(float, costs)), errors=tuple(map(float, errors))
     )
 
 
-def random_sites(seed: int, sites: int, widths: int, most: int) -> list[Choices]:
+def random_sites(seed: int, sites: int, widths: int, most: int) -> list[SiteOptions]:
     rng = np.random.default_rng(seed)
     return [site_of(i, rng.integers(0, most, widths).tolist(), rng.integers(0, most, widths).tolist())
             for i in range(sites)]  # fmt: skip
 
 
-def falling_sites(seed: int, sites: int, widths: int) -> list[Choices]:
+def falling_sites(seed: int, sites: int, widths: int) -> list[SiteOptions]:
     """As a model's are: the wider, the dearer and the better; costs in proportion to the width."""
     rng = np.random.default_rng(seed)
     return [site_of(i, (np.arange(1, widths + 1) * int(rng.integers(1, 9))).tolist(),
@@ -172,7 +172,7 @@ DEGENERATE = {
 
 
 @pytest.mark.parametrize("sites", DEGENERATE.values(), ids=DEGENERATE.keys())
-def test_degenerate_problems_have_the_integer_programs_optimum(sites: list[Choices]) -> None:
+def test_degenerate_problems_have_the_integer_programs_optimum(sites: list[SiteOptions]) -> None:
     """At every budget between the least and the most, or at many of them."""
     least, most = (int(sum(end(site.costs) for site in sites)) for end in (min, max))
     for budget in sorted({*np.linspace(least, most, 15).astype(int).tolist(), least, most}):

@@ -38,7 +38,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def moments(images: Images) -> Moments:
-    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Statistics(attention_system=True))
+    return calibrate(tiny.checkpoint(), images, batch_size=8, statistics=Statistics(attention_system=True))
 
 
 def method(preset: str, **changes: Any) -> Method:
@@ -140,7 +140,7 @@ def test_calibrating_elsewhere_leaves_the_callers_model_where_it_is(
     def take(model: nn.Module, sites: Any, *_: Any, **options: Any) -> None:
         seen.update(model=model, sites=sites, device=options["device"])
 
-    monkeypatch.setattr("corp_deploy.reduction.calibrate.passes.calibrate", take)
+    monkeypatch.setattr("corp_deploy.reduction.calibrate.calib_calibrate.calibrate", take)
     calibrate(checkpoint, images, batch_size=8, device="meta")
     assert seen["device"] == "meta"
     assert {parameter.device.type for parameter in seen["model"].parameters()} == {"meta"}

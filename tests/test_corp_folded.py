@@ -154,7 +154,7 @@ def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) 
     np.save(tmp_path / "images.npy", load("train").images[:96])
     spec = vit.input_spec(checkpoint.model)
     source = open_images(tmp_path / "images.npy", image_shape=spec.shape, transform=spec.transform())
-    moments = calibrate(checkpoint, source, batch_size=32, wanted=Statistics(attention=False))
+    moments = calibrate(checkpoint, source, batch_size=32, statistics=Statistics(attention=False))
     others = torch.from_numpy(load("held-out").images[:100])
     with torch.inference_mode():
         dense = checkpoint.model(others)

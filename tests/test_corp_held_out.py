@@ -36,7 +36,7 @@ def opened(path: Path) -> Images:
 
 def taken(path: Path, count: int, seed: int) -> Moments:
     np.save(path, tiny.images(count, seed=seed))
-    return calibrate(tiny.checkpoint(), opened(path), batch_size=8, wanted=Statistics(attention_system=True))
+    return calibrate(tiny.checkpoint(), opened(path), batch_size=8, statistics=Statistics(attention_system=True))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction import channels as reduce_mlp
-from corp_deploy.reduction import folded_mlp
+from corp_deploy.reduction import folded_channels
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import PRESETS, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -41,7 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def moments(images: Images) -> Moments:
-    return calibrate(tiny.checkpoint(), images, batch_size=8, wanted=Statistics(attention_system=True))
+    return calibrate(tiny.checkpoint(), images, batch_size=8, statistics=Statistics(attention_system=True))
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -114,7 +114,7 @@ def test_a_wrong_method_is_not_the_identity(
         return lambda *args, **kwargs: mutated(right(*args, **kwargs))
 
     targets: dict[str, tuple[Any, str]] = {
-        **{name: (folded_mlp, name) for name in ("fold", "recovered_from_gram", "refit_toward")},
+        **{name: (folded_channels, name) for name in ("fold", "recovered_from_gram", "refit_toward")},
         "swap": (reduce_mlp, "swap"),
         "ranking": (select, "kept_from_scores"),
         "values": (recover_values, "lowrank"),

@@ -37,7 +37,7 @@ def moments_of(
     np.save(directory / "images.npy", images)
     spec = vit.input_spec(checkpoint.model)
     source = open_images(directory / "images.npy", image_shape=spec.shape, transform=spec.transform())
-    return calibrate(checkpoint, source, batch_size=16, wanted=Statistics(attention_system=attention_system))
+    return calibrate(checkpoint, source, batch_size=16, statistics=Statistics(attention_system=attention_system))
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ def test_moments_count_tokens_by_the_familys_weights(tmp_path: Path, monkeypatch
     np.save(tmp_path / "images.npy", pixels)
     spec = image_spec(checkpoint.model)
     images = open_images(tmp_path / "images.npy", image_shape=spec.shape, transform=spec.transform())
-    plain = calibrate(checkpoint, images, batch_size=4, wanted=Statistics())
+    plain = calibrate(checkpoint, images, batch_size=4, statistics=Statistics())
     monkeypatch.setattr(timm_vit, "token_weights", weights_of_images)
-    weighted = calibrate(checkpoint, images, batch_size=4, wanted=Statistics())
+    weighted = calibrate(checkpoint, images, batch_size=4, statistics=Statistics())
     total = float(weights_of_images(checkpoint.model, torch.from_numpy(pixels)).double().sum())
     for name in plain.sites:
         assert plain.sites[name].tokens == 11 * TOKENS

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .output_error import variance
-from .quadratic import Solved, solve_ridge
+from .quadratic import Solved, solve_ridge, variance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def _judged(
     new_bias_O: Tensor,
     solved: Solved | None,
 ) -> ChannelRecovery:
-    """Put the exact errors beside the new layer; see output_error."""
+    """Put the exact errors beside the new layer; see quadratic.output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     pruned_P = _pruned(kept_K, mean_F.numel())
     dropped_OP, mean_P = weight_OF[:, pruned_P], mean_F[pruned_P]

@@ -5,7 +5,7 @@ that price the best completion of a partial choice is known at once, and a parti
 feasible solution already in hand cannot be part of the best. Any price gives a valid bound (Lagrange); the one at
 which the budget is just met gives a sharp one.
 
-Legend: N choices of a site, S partial choices.
+Legend: N options of a site, S partial choices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class SiteOptions:
     """One site's widths with the cost of each (any unit, the budget's) and its error, already weighted."""
 
     site: str
@@ -36,7 +36,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Selection:
     """The width of every site, and what they cost and lose together."""
 
     widths: Mapping[str, int]
@@ -44,20 +44,20 @@ class Allocation:
     error: float
 
 
-def _priced(sites: Sequence[Choices], price: float) -> list[int]:
+def _priced(sites: Sequence[SiteOptions], price: float) -> list[int]:
     """Every site's best choice at a price on cost, the cheaper one on a tie."""
     return [min(range(len(s.widths)), key=lambda n: (s.errors[n] + price * s.costs[n], s.costs[n])) for s in sites]
 
 
-def _total_cost(sites: Sequence[Choices], picks: Sequence[int]) -> float:
+def _total_cost(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
     return sum(site.costs[pick] for site, pick in zip(sites, picks, strict=True))
 
 
-def _total_error(sites: Sequence[Choices], picks: Sequence[int]) -> float:
+def _total_error(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
     return sum(site.errors[pick] for site, pick in zip(sites, picks, strict=True))
 
 
-def _price_of_budget(sites: Sequence[Choices], budget: float) -> float:
+def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
     """The least price (to rounding) at which every site choosing for itself stays within the budget."""
     if _total_cost(sites, _priced(sites, 0.0)) <= budget:
         return 0.0
@@ -77,7 +77,7 @@ def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
     return order[error_S[order] < best_before]
 
 
-def allocate(sites: Sequence[Choices], budget: float) -> Allocation:
+def allocate(sites: Sequence[SiteOptions], budget: float) -> Selection:
     """The widths of least total error whose total cost is at most `budget`; exact, the cheaper one on a tie.
 
     Raises BadInput when even the cheapest choices cost more than the budget.
@@ -112,4 +112,4 @@ def allocate(sites: Sequence[Choices], budget: float) -> Allocation:
     for site, (parent, pick) in zip(reversed(sites), reversed(trail), strict=True):
         widths[site.site] = site.widths[int(pick[state])]
         state = int(parent[state])
-    return Allocation(widths={site.site: widths[site.site] for site in sites}, cost=cost, error=error)
+    return Selection(widths={site.site: widths[site.site] for site in sites}, cost=cost, error=error)

@@ -1,6 +1,6 @@
-"""The one regularised solve behind every recovery.
+"""The one regularised solve behind every recovery, and what the output of a linear layer loses when the layer changes.
 
-Legend: O outputs, K unknowns per output.
+Legend: F inputs, O outputs, K unknowns per output.
 """
 
 from dataclasses import dataclass
@@ -50,3 +50,15 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float) -> Solve
             return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)
     solution_OK, condition = _pseudo_solve(cross_OK, matrix_KK)
     return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)
+
+
+def variance(weight_OF: Tensor, covariance_FF: Tensor) -> float:
+    """tr(W C W'), never below zero by rounding: the variance of W x, and E||W x||^2 where C is the second moment."""
+    return max(float(((weight_OF @ covariance_FF) * weight_OF).sum()), 0.0)
+
+
+def output_error(mean_F: Tensor, second_FF: Tensor, change_OF: Tensor, bias_change_O: Tensor) -> float:
+    """E||D x + d||^2 = tr(D C D') + ||D mu + d||^2 for weights that change by D and a bias by d."""
+    covariance_FF = second_FF - torch.outer(mean_F, mean_F)
+    shift_O = change_OF @ mean_F + bias_change_O
+    return variance(change_OF, covariance_FF) + float(shift_O.square().sum())

@@ -146,18 +146,18 @@ def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]
         return []
     best_P, partner_P = _best_partners(swept)
     best_P.masked_fill_(~allowed_F[swept.channel_F[swept.kept :]], torch.inf)
-    found: list[tuple[int, int, float]] = []
-    taken: set[int] = set()
+    pairs: list[tuple[int, int, float]] = []
+    partners: set[int] = set()
     order_P = best_P.argsort(stable=True)
     for position, partner, change in zip(
         order_P.tolist(), partner_P[order_P].tolist(), best_P[order_P].tolist(), strict=True
     ):
-        if len(found) == _BLOCK // 2 or change == torch.inf:
+        if len(pairs) == _BLOCK // 2 or change == torch.inf:
             break
-        if partner not in taken:
-            taken.add(partner)
-            found.append((partner, swept.kept + position, change))
-    return found
+        if partner not in partners:
+            partners.add(partner)
+            pairs.append((partner, swept.kept + position, change))
+    return pairs
 
 
 def _objective(swept: _Swept) -> float:
@@ -179,9 +179,9 @@ def swap(
         return Swapped(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
     swept = _Swept(shifted_covariance(covariance_FF, ridge_rel).matrix_FF, weight_OF, kept_K)
     before = error = _objective(swept)
-    swaps, made = 0, True
-    while made:
-        made = False
+    swaps, improved = 0, True
+    while improved:
+        improved = False
         for i, j, foreseen in _candidates(swept, allowed_F):
             if foreseen > -gain_rel * error:
                 break
@@ -190,7 +190,7 @@ def swap(
             if change <= -gain_rel * error:
                 swept.exchange(i, j)
                 error += change
-                swaps, made = swaps + 1, True
-        if made:
+                swaps, improved = swaps + 1, True
+        if improved:
             swept.apply()
     return Swapped(kept_K=swept.channel_F[: swept.kept].sort().values, swaps=swaps, error_before=before, error=error)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .output_error import variance
-from .quadratic import Solved, solve_ridge
+from .quadratic import Solved, solve_ridge, variance
 from .scores import kept_from_scores
 
 

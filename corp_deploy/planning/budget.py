@@ -35,8 +35,8 @@ def allocate(curves: list[CostCurve], dense: int, share: float) -> Allocation:
     Raises BadInput when even the narrowest widths cost more.
     """
     fixed = dense - sum(curve.cost_now for curve in curves)
-    method = [
-        knapsack.Choices(
+    options = [
+        knapsack.SiteOptions(
             site=curve.site,
             widths=tuple(range(len(curve.widths))),
             costs=tuple(map(float, curve.costs)),
@@ -50,7 +50,7 @@ def allocate(curves: list[CostCurve], dense: int, share: float) -> Allocation:
             f"a budget of {share:g} is out of reach: the narrowest widths keep {least / dense:.3f}, of which "
             f"{fixed / dense:.3f} belongs to no site that can be reduced (see inspect); ask for more"
         )
-    best = knapsack.allocate(method, share * dense - fixed)
+    best = knapsack.allocate(options, share * dense - fixed)
     widths = {curve.site: curve.widths[best.widths[curve.site]] for curve in curves}
     return Allocation(widths=widths, share=(best.cost + fixed) / dense, predicted_error=best.error**0.5)
 

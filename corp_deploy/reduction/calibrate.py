@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from calib import calibrate as passes
+from calib import calibrate as calib_calibrate
 from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.input_set import InputSet
@@ -33,8 +33,8 @@ def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
     """The least and largest input value of every forward pass while the context is open."""
     seen: list[tuple[float, float]] = []
 
-    def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        low, high = given[0].aminmax()
+    def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        low, high = inputs[0].aminmax()
         seen.append((float(low), float(high)))
 
     handle = model.register_forward_pre_hook(look)
@@ -58,35 +58,37 @@ class Statistics:
     precision: Precision = "float32"
 
 
-def chosen_sites(checkpoint: Checkpoint, wanted: Statistics) -> list[Site]:
-    """The model's sites that are wanted. Raises BadInput where nothing is left, with the reason."""
+def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
+    """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
     sites = sites_of(checkpoint.model)
     every = calibration_taps(checkpoint.model, sites)
     if not every:
         reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in sites.refused)
         raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
-    for pattern in wanted.patterns:
+    for pattern in statistics.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    taps = [each for each in every if wanted.attention or each.kind != "attention"]
-    return [site for site in taps if not wanted.patterns or any(fnmatchcase(site.name, p) for p in wanted.patterns)]
+    taps = [each for each in every if statistics.attention or each.kind != "attention"]
+    return [
+        site for site in taps if not statistics.patterns or any(fnmatchcase(site.name, p) for p in statistics.patterns)
+    ]
 
 
 def memory_needed(
-    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Statistics, widths: Mapping[str, int] | None = None
+    checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, widths: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
     model = checkpoint.model
     shapes = shapes_of_sites(model, sites, example=example_of(model), device=device_of(model))
-    return bytes_needed(shapes, attention_system=wanted.attention_system and not widths, kept=widths)
+    return bytes_needed(shapes, attention_system=statistics.attention_system and not widths, kept=widths)
 
 
 def sparsity_that_fits(
-    checkpoint: Checkpoint, sites: Sequence[Site], wanted: Statistics, align_head: int, available: int
+    checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, align_head: int, available: int
 ) -> float | None:
     """The least sparsity for which the system, restricted to what it keeps, fits into so many bytes."""
     for sparsity, widths in narrower(checkpoint.model, sites, align_head):
-        if sum(memory_needed(checkpoint, sites, wanted, widths).values()) <= available:
+        if sum(memory_needed(checkpoint, sites, statistics, widths).values()) <= available:
             return sparsity
     return None
 
@@ -97,28 +99,28 @@ def calibrate(
     *,
     batch_size: int,
     device: str = "cpu",
-    wanted: Statistics | None = None,
+    statistics: Statistics | None = None,
     saved: ResumeFile | None = None,
-    ranks: Ranks = passes.ALONE,
+    ranks: Ranks = calib_calibrate.ALONE,
     done: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of the wanted sites, with the lineage that ties them to this model and these images.
+    """The moments of the chosen sites, with the lineage that ties them to this model and these images.
 
     `saved` makes an interrupted run go on where it was. The checkpoint's model stays where it is; on another device a
     copy of it is run. Raises BadInput where there is no site or too little memory.
     """
-    wanted = wanted or Statistics()
+    statistics = statistics or Statistics()
     there = on_device(checkpoint, device)
-    sites = chosen_sites(there, wanted)
-    options = passes.Options(
-        attention_system=wanted.attention_system and wanted.kept is None,
-        kept=wanted.kept,
-        precision=wanted.precision,
+    sites = chosen_sites(there, statistics)
+    options = calib_calibrate.Options(
+        attention_system=statistics.attention_system and statistics.kept is None,
+        kept=statistics.kept,
+        precision=statistics.precision,
         token_weights=partial(family_of(there.model).token_weights, there.model),
     )
 
     def take() -> Moments:
-        return passes.calibrate(
+        return calib_calibrate.calibrate(
             there.model,
             sites,
             images,
@@ -137,11 +139,11 @@ def calibrate(
         return take()
     with _watched_range(there.model) as seen:
         moments = take()
-    ranges = [pair for part in ranks.gathered(seen) for pair in part]
+    ranges = [pair for of_rank in ranks.gathered(seen) for pair in of_rank]
     low, high = min(pair[0] for pair in ranges), max(pair[1] for pair in ranges)
     return replace(moments, lineage={**moments.lineage, PIXEL_RANGE: f"{low!r}:{high!r}"})
 
 
 def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
     """The processes of torchrun when it started this one, else this process alone."""
-    return joined_ranks(device) if under_torchrun() else nullcontext(passes.ALONE)
+    return joined_ranks(device) if under_torchrun() else nullcontext(calib_calibrate.ALONE)

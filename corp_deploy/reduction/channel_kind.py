@@ -14,8 +14,8 @@ from corp_deploy.families.widths import HeadGeometry, aligned_width, aligned_wid
 
 from .branch_sums import channel_sums, dense_advanced, inputs_sums
 from .channel_modules import built, channel_report, layers_of
-from .channels import elimination, mlp_at_site, output_energy
-from .folded_mlp import See, folded_mlp, judged_mlps
+from .channels import channels_at_site, elimination, output_energy
+from .folded_channels import See, folded_channels, judged_folds
 from .kind import ErrorCurve, OnStreams, Reduced
 from .method import Method
 from .streams import Streams
@@ -58,7 +58,7 @@ class ChannelKind:
         known: Elimination | None = None,
         held_out: ChannelMoments | None = None,
     ) -> Reduced:
-        new = mlp_at_site(moments, layers_of(site), method, width, known)
+        new = channels_at_site(moments, layers_of(site), method, width, known)
         return built(site, new, moments, method, held_out)
 
     def elimination(self, site: ChannelSite, moments: ChannelMoments, method: Method) -> Elimination:
@@ -71,8 +71,8 @@ class ChannelKind:
         if len(widths) == 1:
             return []
         order = known or self.elimination(site, moments, method)
-        half = halfway(widths, site.width)
-        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), at=widths.index(half), width=half)]
+        half_width = halfway(widths, site.width)
+        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), at=widths.index(half_width), width=half_width)]
 
     def layer(self, site: ChannelSite, layer: nn.Module, method: Method, width: int) -> nn.Module:
         return with_modules(layer, site.name, site.empty(width, output_bias=True)).eval()
@@ -118,13 +118,13 @@ def _merged(
     branch: Branch, site: ChannelSite, moments: ChannelMoments, streams: Streams, method: Method, width: int
 ) -> Reduced:
     """Fitted and judged on the reduced stream."""
-    folded = folded_mlp(site, branch.layer, moments, method, width)
+    folded = folded_channels(site, branch.layer, moments, method, width)
 
     def show(sees: Mapping[str, See]) -> None:
         for pair in streams:
             entering_BNC = branch.norm(pair.reduced)
             sees[site.name](entering_BNC, branch.layer(entering_BNC), False)
 
-    judged = judged_mlps({site.name: folded}, method, show)[site.name]
+    judged = judged_folds({site.name: folded}, method, show)[site.name]
     report = channel_report(site, method, judged.recovery, output_energy(moments, folded.layers), None)
     return Reduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])

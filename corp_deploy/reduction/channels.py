@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from calib.moments import ChannelMoments
-from corp_deploy.algebra import channels as recover_mlp
-from corp_deploy.algebra import scores as select
+from corp_deploy.algebra import channels, scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination, obs
-from corp_deploy.algebra.output_error import output_error, variance
+from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.swap import swap
 
 from .method import Method
 
 RECOVERIES: Mapping[str, Callable[..., ChannelRecovery]] = {
-    "none": recover_mlp.none,
-    "bias": recover_mlp.bias,
-    "gram": recover_mlp.gram,
-    "affine": recover_mlp.affine,
-    "affine-v1": recover_mlp.affine_v1,
+    "none": channels.none,
+    "bias": channels.bias,
+    "gram": channels.gram,
+    "affine": channels.affine,
+    "affine-v1": channels.affine_v1,
 }
 
 
@@ -67,27 +66,27 @@ def kept_channels(
             kept_K = (known or elimination(moments, layers, method)).kept(width)
             return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=method.ridge_rel).kept_K
         case "producer-l1":
-            score_F = select.producer_l1(layers.first_FI)
+            score_F = scores.producer_l1(layers.first_FI)
         case "producer-l2":
-            score_F = select.producer_l2(layers.first_FI)
+            score_F = scores.producer_l2(layers.first_FI)
         case "energy":
-            score_F = select.energy(second_F)
+            score_F = scores.energy(second_F)
         case "magnitude":
-            score_F = select.magnitude(weight_OF)
+            score_F = scores.magnitude(weight_OF)
         case "combined":
-            score_F = select.combined(second_F, weight_OF)
+            score_F = scores.combined(second_F, weight_OF)
         case "active":
-            score_F = select.active(moments.active_share_F)
+            score_F = scores.active(moments.active_share_F)
         case "variance":
-            score_F = select.variance(moments.covariance_FF.diagonal())
+            score_F = scores.variance(moments.covariance_FF.diagonal())
         case "wanda":
-            score_F = select.wanda(second_F, weight_OF)
+            score_F = scores.wanda(second_F, weight_OF)
         case "fold":
             raise AssertionError("folding keeps no channels, it merges them")
-    return select.kept_from_scores(score_F, width)
+    return scores.kept_from_scores(score_F, width)
 
 
-def mlp_at_site(
+def channels_at_site(
     moments: ChannelMoments, layers: ChannelLayers, method: Method, width: int, known: Elimination | None = None
 ) -> ChannelsAtSite:
     """Select and recover at one width."""

@@ -26,7 +26,7 @@ from corp_deploy.families.widths import Width, Widths
 from ground.errors import BadInput
 
 from .branch_sums import alignment_sums
-from .correct import STRENGTHS, correct, correct_through
+from .correct import STRENGTHS, correct_, correct_through_
 from .coverage import coverage
 from .kind import OnStreams, Reduced
 from .kinds import kind_of
@@ -54,12 +54,12 @@ def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[
     first = copy.deepcopy(site.first)
     read = None if kind_of(site).reads_every_token else branch.read
     sums = alignment_sums(branch, streams, read)
-    fit = correct_through(first, sums.fit, sums.held_out, strengths=loop.strengths)
+    fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths)
     layer = site.with_first(branch.layer, first)
     return replace(branch, layer=layer), site.of_layer(layer), fit
 
 
-def _given(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
+def _through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weight and bias with which a last layer enters the residual stream, through the layer scale."""
     weight_CK = last.weight.detach().double()
     bias_C = weight_CK.new_zeros(len(weight_CK)) if last.bias is None else last.bias.detach().double()
@@ -71,9 +71,9 @@ def _given(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
 def _fitted(branch: Branch, reduced: OnStreams, loop: Loop) -> LoopFit:
     """The new layer's last linear layer is made to give what the reduced stream lacks still."""
     last = reduced.new.last
-    weight_CK, bias_C = _given(last, branch.scale_C)
+    weight_CK, bias_C = _through_scale(last, branch.scale_C)
     left = reduced.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
-    return correct(
+    return correct_(
         last, left.fit, left.held_out, scale_C=branch.scale_C, energy=reduced.energy, strengths=loop.strengths
     )
 

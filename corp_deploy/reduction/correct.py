@@ -68,7 +68,7 @@ def _divided(rows: Tensor, scale_C: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def corrected(layer: nn.Linear, change: Correction) -> None:
+def add_correction_(layer: nn.Linear, change: Correction) -> None:
     """Add a correction to a linear layer, in float64; a bias is made where there is none and one is needed."""
     layer.weight.copy_(layer.weight.double() + change.weight_CK)
     if layer.bias is None and bool(change.bias_C.any()):
@@ -77,7 +77,7 @@ def corrected(layer: nn.Linear, change: Correction) -> None:
         layer.bias.copy_(layer.bias.double() + change.bias_C)
 
 
-def correct(
+def correct_(
     layer: nn.Linear,
     fit: RegressionSums,
     held_out: RegressionSums,
@@ -90,12 +90,12 @@ def correct(
 
     `energy` is the target's scale in the report.
     """
-    found = correction(fit, held_out, scale_C, energy, strengths)
-    corrected(layer, found)
-    return found.fit
+    change = correction(fit, held_out, scale_C, energy, strengths)
+    add_correction_(layer, change)
+    return change.fit
 
 
-def correct_through(
+def correct_through_(
     layer: nn.Linear, fit: DifferenceSums, held_out: DifferenceSums, *, strengths: Sequence[float]
 ) -> LoopFit:
     """Correct a layer, in place, so that it makes of x what it made of x + d.
@@ -103,6 +103,6 @@ def correct_through(
     With weight = Q R, Q's columns orthonormal, errors are those of R d, of which there are never more than inputs.
     """
     basis_OR, seen_RC = torch.linalg.qr(layer.weight.detach().double())
-    found = correction(fit.through(seen_RC), held_out.through(seen_RC), None, None, strengths)
-    corrected(layer, replace(found, weight_CK=basis_OR @ found.weight_CK, bias_C=basis_OR @ found.bias_C))
-    return found.fit
+    change = correction(fit.through(seen_RC), held_out.through(seen_RC), None, None, strengths)
+    add_correction_(layer, replace(change, weight_CK=basis_OR @ change.weight_CK, bias_C=basis_OR @ change.bias_C))
+    return change.fit

@@ -19,7 +19,7 @@ from ground.errors import BadInput
 
 from .channel_modules import channel_report, layers_of
 from .channels import output_energy
-from .folded_mlp import FoldedMlp, See, folded_mlp, judged_mlps
+from .folded_channels import FoldedChannels, See, folded_channels, judged_folds
 from .kind import Reduced
 from .method import Method
 from .moments import site_moments
@@ -48,8 +48,8 @@ class ShownInputs:
             shown._refuse_none("held-out", held_out_ids)
         return shown
 
-    def _refuse_none(self, kind: str, wanted: Tensor) -> None:
-        if not torch.isin(self.images.ids, wanted).any():
+    def _refuse_none(self, kind: str, ids: Tensor) -> None:
+        if not torch.isin(self.images.ids, ids).any():
             raise BadInput(
                 f"--images: none of these {self.images.count} images is a {kind} one by its content, and merged "
                 f"channels are fitted to and judged on those; give the {kind} images that the moments were taken on"
@@ -104,7 +104,7 @@ def _folded(
     shown: ShownInputs,
 ) -> dict[str, Reduced]:
     """Every site's new modules and report, by name."""
-    folded: dict[str, FoldedMlp] = {}
+    folded: dict[str, FoldedChannels] = {}
     energies: dict[str, tuple[float, float | None]] = {}
     for site in sites:
         width, own = widths[site.name], _channels(site, moments, model)
@@ -112,9 +112,9 @@ def _folded(
         layers = layers_of(site)
         others = None if held_out is None else output_energy(_channels(site, held_out, model), layers)
         energies[site.name] = output_energy(own, layers), others
-        folded[site.name] = folded_mlp(site, model.get_submodule(site.name), own, method, width)
+        folded[site.name] = folded_channels(site, model.get_submodule(site.name), own, method, width)
     reduced = {}
-    for name, judged in judged_mlps(folded, method, _Showing(model, shown)).items():
+    for name, judged in judged_folds(folded, method, _Showing(model, shown)).items():
         site, (energy, energy_held_out) = folded[name].site, energies[name]
         elsewhere = None
         if judged.error_held_out is not None and energy_held_out is not None:

@@ -5,9 +5,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from calib.moments import HeadMoments, SiteMoments
+from corp_deploy.algebra import queries_keys, values
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.queries_keys import lowrank_spectrum as logits_lost
-from corp_deploy.algebra.values import lowrank_spectrum as outputs_lost
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
@@ -58,10 +57,10 @@ class HeadKind:
     def note(self, site: HeadSite, method: Method, width: HeadWidths | None) -> str | None:
         if not site.keeps_qk or not (width is not None or (method.reduces_attention and method.attention_sparsity)):
             return None
-        values = "its values stay too, --heads square reduces them"
+        about_values = "its values stay too, --heads square reduces them"
         if width is not None:
-            values = f"{width.v} of {site.v} value dimensions a head stay"
-        return f"{site.name} keeps Q/K: {site.reason}; {values}"
+            about_values = f"{width.v} of {site.v} value dimensions a head stay"
+        return f"{site.name} keeps Q/K: {site.reason}; {about_values}"
 
     def reduced(
         self,
@@ -85,16 +84,18 @@ class HeadKind:
         sizes = aligned_widths(site.size, method.align_head)
         if len(sizes) == 1:
             return []
-        half = halfway(sizes, site.size)
+        half_width = halfway(sizes, site.size)
         lost: list[tuple[Tensor, HeadWidths]] = []
         if not site.keeps_qk:
-            lost.append((logits_lost(moments.q_second_HDD, moments.k_centred_HDD), HeadWidths(qk=half, v=site.v)))
+            lost_HD = queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
+            lost.append((lost_HD, HeadWidths(qk=half_width, v=site.v)))
         if site.keeps_qk or method.geometry == "square":
             weight_OC = site.last.weight.detach().double()
-            lost_HD = outputs_lost(moments.z_mean_C, moments.z_second_CC, weight_OC, site.heads)
-            lost.append((lost_HD, HeadWidths(qk=site.qk, v=half)))
+            lost_HD = values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, site.heads)
+            lost.append((lost_HD, HeadWidths(qk=site.qk, v=half_width)))
+        at = sizes.index(half_width)
         return [
-            ErrorCurve(errors=tuple(float(lost_HD[:, size].sum()) for size in sizes), at=sizes.index(half), width=width)
+            ErrorCurve(errors=tuple(float(lost_HD[:, size].sum()) for size in sizes), at=at, width=width)
             for lost_HD, width in lost
         ]
 

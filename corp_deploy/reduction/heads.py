@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from calib.moments import HeadMoments
-from corp_deploy.algebra import queries_keys as recover_attention
-from corp_deploy.algebra import scores as select
-from corp_deploy.algebra import values as recover_values
+from corp_deploy.algebra import queries_keys, scores, values
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
-from corp_deploy.algebra.output_error import output_error, variance
+from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.widths import aligned_widths
@@ -62,10 +60,10 @@ def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tens
                 f"{site}: the system in these moments leaves out dimensions that are kept here; "
                 "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
             )
-        return recover_attention.residual_per_image(system, q_map_HRD, k_map_HRD)
+        return queries_keys.residual_per_image(system, q_map_HRD, k_map_HRD)
     # The first version's equation as published takes both second moments as they are, nothing centred.
     k_HDD = moments.k_second_HDD if method.qk_recovery == "logit-v1" else moments.k_centred_HDD
-    return recover_attention.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
+    return queries_keys.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
 
 
 def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
@@ -77,10 +75,10 @@ def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
 def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor) -> Tensor:
     """What ranks the dimensions of each head [H, D]; `rows_XI` are those of the fused projection, queries first."""
     if method.qk_selection == "energy":
-        return select.logit_energy(moments.energy_HD, moments.images)
+        return scores.logit_energy(moments.energy_HD, moments.images)
     heads, head_dim = moments.energy_HD.shape
     rows_2HDI = rows_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
-    return select.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
+    return scores.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
 
 
 def qk_at_site(site: str, moments: HeadMoments, method: Method, rows_XI: Tensor, width: int) -> QkAtSite:
@@ -93,7 +91,7 @@ def kept_qk(moments: HeadMoments) -> QkRecovery:
     """Queries and keys as they are, where nothing may be done to them."""
     heads, dense, _ = moments.q_second_HDD.shape
     every_HR = torch.arange(dense, device=moments.q_second_HDD.device).expand(heads, dense)
-    return recover_attention.select(every_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
+    return queries_keys.select(every_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
 
 
 def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, align: int) -> Tensor:
@@ -106,31 +104,31 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
             f"{system.head_dim} dimensions; expected a width of {', '.join(map(str, there)) or covered}, or moments "
             f"taken for a wider one: calibrate --attention-system --attn {1.0 - width / system.head_dim:g}"
         )
-    best_HR = select.kept_from_scores(scores_HD.gather(1, system.covered_HS), width)
+    best_HR = scores.kept_from_scores(scores_HD.gather(1, system.covered_HS), width)
     return system.covered_HS.gather(1, best_HR)
 
 
 def _recovered_qk(site: str, moments: HeadMoments, method: Method, rows_XI: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if method.qk_recovery == "lowrank":
-        return recover_attention.lowrank(q_second_HDD, k_centred_HDD, width)
+        return queries_keys.lowrank(q_second_HDD, k_centred_HDD, width)
     scores_HD = qk_scores(moments, method, rows_XI)
     if method.qk_recovery == "logit":
         system = _system(site, moments)
         if system.covered_HS.shape[1] < width == system.head_dim:
             return kept_qk(moments)  # nothing is missing at full width, whatever the system leaves out
         kept_HR = _kept_inside(site, system, scores_HD, width, method.align_head)
-        if method.qk_selection != "energy" and not kept_HR.equal(select.kept_from_scores(scores_HD, width)):
+        if method.qk_selection != "energy" and not kept_HR.equal(scores.kept_from_scores(scores_HD, width)):
             raise BadInput(
                 f"{site}: ranked by {method.qk_selection}, dimensions are kept that the system in these moments "
                 "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
             )
-        return recover_attention.logit(system, kept_HR, ridge_rel=method.ridge_rel)
-    kept_HR = select.kept_from_scores(scores_HD, width)
+        return queries_keys.logit(system, kept_HR, ridge_rel=method.ridge_rel)
+    kept_HR = scores.kept_from_scores(scores_HD, width)
     if method.qk_recovery == "select":
-        return recover_attention.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
+        return queries_keys.select(kept_HR, q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
     assert method.qk_recovery == "logit-v1", method.qk_recovery
-    return recover_attention.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
+    return queries_keys.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
 
 
 def leaves_values(method: Method, width: int, dense: int) -> bool:
@@ -143,9 +141,9 @@ def values_at_site(
 ) -> ValueRecovery:
     """The values and the output projection at one width per head."""
     if leaves_values(method, width, weight_OC.shape[1] // heads):
-        return recover_values.keep(weight_OC, bias_O, heads)
+        return values.keep(weight_OC, bias_O, heads)
     assert method.value_recovery == "lowrank", method.value_recovery
-    return recover_values.lowrank(
+    return values.lowrank(
         moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=method.ridge_rel
     )
 
@@ -169,8 +167,8 @@ class HeadMaps:
         """The fused weight [3 C, I] (or bias [3 C]) with every head's rows mapped, in float64."""
         maps = (self.q_HRD, self.k_HRD, self.v_HRD)
         sizes = [each.shape[0] * each.shape[2] for each in maps]
-        parts = rows.double().split(sizes)
-        return torch.cat([mapped_rows(part, each) for part, each in zip(parts, maps, strict=True)])
+        by_map = rows.double().split(sizes)
+        return torch.cat([mapped_rows(rows_HDI, each) for rows_HDI, each in zip(by_map, maps, strict=True)])
 
 
 def output_energy(moments: HeadMoments, weight_OC: Tensor) -> float:
@@ -178,7 +176,7 @@ def output_energy(moments: HeadMoments, weight_OC: Tensor) -> float:
     return variance(weight_OC, moments.z_covariance_CC)
 
 
-def error_of(values: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: HeadMoments) -> float:
+def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: HeadMoments) -> float:
     """E||y - y'||^2 of new values and projection on any moments of the dense z."""
-    bias_change_O = -values.bias_O if bias_O is None else bias_O - values.bias_O
-    return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - values.as_dense_OC, bias_change_O)
+    bias_change_O = -recovery.bias_O if bias_O is None else bias_O - recovery.bias_O
+    return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - recovery.as_dense_OC, bias_change_O)

@@ -33,15 +33,15 @@ def require_apart(moments: Moments, held_out: Moments) -> None:
 
 def require_same_model(model: nn.Module, moments: Moments) -> None:
     """Raise BadInput unless the moments were taken on exactly these weights, of images prepared as this model asks."""
-    expected, found = model_digest(model), moments.lineage.get("model", "none")
-    if expected != found:
+    digest, moments_digest = model_digest(model), moments.lineage.get("model", "none")
+    if digest != moments_digest:
         raise BadInput(
-            f"the moments were taken on another model (sha256 {found[:16]}..., this model is {expected[:16]}...); "
-            "calibrate this model, or give the weights the moments were taken with"
+            f"the moments were taken on another model (sha256 {moments_digest[:16]}..., this model is "
+            f"{digest[:16]}...); calibrate this model, or give the weights the moments were taken with"
         )
-    wanted, had = preprocessing_text(model), moments.lineage.get("preprocessing", "none")
-    if wanted != had:
+    here, there = preprocessing_text(model), moments.lineage.get("preprocessing", "none")
+    if here != there:
         raise BadInput(
-            f"the moments were taken with another preprocessing: theirs is {had}, this model's is {wanted}; calibrate "
+            f"the moments were taken with another preprocessing: theirs is {there}, this model's is {here}; calibrate "
             "again, or give the same name, --mean, --std, --crop-pct, --interpolation and --crop-mode as for calibrate"
         )

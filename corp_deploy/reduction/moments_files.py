@@ -147,7 +147,7 @@ def _take(
             images,
             batch_size=request.batch_size,
             device=request.device,
-            wanted=statistics,
+            statistics=statistics,
             saved=saved,
             ranks=run.ranks,
             done=done,
@@ -200,9 +200,9 @@ def write_moments(
     if restriction is not None:
         statistics = _restricted(checkpoint, fitted, request, run, widths, output.stem)
     # Held-out images are few: the passes over all the others are the ones worth going on with.
-    parts = [(output, fitted, run.state()), *((held_out_path(output), part, None) for part in held_out)]
+    sets = [(output, fitted, run.state()), *((held_out_path(output), subset, None) for subset in held_out)]
     summaries = []
-    for path, part, saved in parts:
-        moments = _take(checkpoint, part, request, run, statistics=statistics, title=path.stem, saved=saved)
+    for path, subset, saved in sets:
+        moments = _take(checkpoint, subset, request, run, statistics=statistics, title=path.stem, saved=saved)
         summaries += _written(moments, path, run.ranks)
     return summaries

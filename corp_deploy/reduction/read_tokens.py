@@ -59,8 +59,8 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     """
     if reads == "all" or (reads is None and family_of(model).classes(model) == 0):
         return None
-    found = tokens_read(model)
-    return None if len(found) in (0, len(family_of(model).token_kinds(model))) else found
+    tokens = tokens_read(model)
+    return None if len(tokens) in (0, len(family_of(model).token_kinds(model))) else tokens
 
 
 def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""MLPs with merged channels: fitted to, and judged by, what the merged layers really give.
+"""Sites with merged channels: fitted to, and judged by, what the merged layers really give.
 
 A mean row's activation is not the mean of its members' activations, and no moment of the dense model tells what it is.
-So every merged MLP is shown what its dense one gets and gives.
+So every merged layer is shown what its dense one gets and gives.
 
-Legend: B images, N tokens, I inputs and O outputs of the MLP, K merged channels.
+Legend: B images, N tokens, I inputs and O outputs of the site, K merged channels.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ from .channels import ChannelLayers
 from .method import Method
 
 See = Callable[[Tensor, Tensor, bool], None]
-"""Told the inputs [B,N,I] and outputs [B,N,O] of a dense MLP, and whether these images are held out."""
+"""Told the inputs [B,N,I] and outputs [B,N,O] of a dense site, and whether these images are held out."""
 Show = Callable[[Mapping[str, See]], None]
-"""Shows the images' activations at the named MLPs to who is to see them."""
+"""Shows the images' activations at the named sites to who is to see them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedMlp:
-    """One MLP at one width: its merged first layer and the two second layers that need no images."""
+class FoldedChannels:
+    """One site at one width: its merged first layer and the two second layers that need no images."""
 
     site: ChannelSite
     dense: nn.Module
@@ -50,7 +50,7 @@ class FoldedMlp:
         return placed(self.site, self.first_KI, self.first_bias_K, weight_OK, bias_O)
 
     def layer(self, modules: Mapping[str, nn.Linear]) -> nn.Module:
-        """The MLP with these modules for its own."""
+        """The layer with these modules for its own."""
         return with_modules(self.dense, self.site.name, modules)
 
     @property
@@ -59,12 +59,14 @@ class FoldedMlp:
         return self.plain_OK.new_zeros(self.plain_OK.shape[0]) if bias_O is None else bias_O
 
 
-def folded_mlp(site: ChannelSite, dense: nn.Module, moments: ChannelMoments, method: Method, width: int) -> FoldedMlp:
-    """Merge one MLP's channels; `dense` is the whole MLP."""
+def folded_channels(
+    site: ChannelSite, dense: nn.Module, moments: ChannelMoments, method: Method, width: int
+) -> FoldedChannels:
+    """Merge one site's channels; `dense` is the whole layer."""
     layers = layers_of(site)
     folding = fold(layers.first_FI, layers.first_bias_F, layers.second_OF, width)
     solved = recovered_from_gram(folding, moments.second_FF, layers.second_OF, ridge_rel=method.ridge_rel)
-    return FoldedMlp(
+    return FoldedChannels(
         site=site,
         dense=dense,
         layers=layers,
@@ -80,7 +82,7 @@ def folded_mlp(site: ChannelSite, dense: nn.Module, moments: ChannelMoments, met
 class _Fit:
     """The regression of what plain folding lacks of the dense output on the merged activations."""
 
-    def __init__(self, folded: FoldedMlp) -> None:
+    def __init__(self, folded: FoldedChannels) -> None:
         modules = folded.modules(folded.plain_OK, folded.bias_O)
         self.layer, self.last = folded.layer(modules), [*modules.values()][-1]
         self.sums = RegressionSums.for_layer(self.last)
@@ -122,12 +124,12 @@ Fitted = tuple[Tensor, Tensor, float, float]
 """Second weight and bias, with the condition and ridge of their solve."""
 
 
-def _refitted(folded: FoldedMlp, fit: _Fit, ridge_rel: float) -> Fitted:
+def _refitted(folded: FoldedChannels, fit: _Fit, ridge_rel: float) -> Fitted:
     refit = refit_toward(torch.zeros_like(folded.plain_OK), fit.sums.regression(), strength=ridge_rel)
     return folded.plain_OK + refit.weight_OK, folded.bias_O + refit.bias_O, refit.condition, refit.ridge
 
 
-def _fitted(every: Mapping[str, FoldedMlp], method: Method, show: Show) -> dict[str, Fitted]:
+def _fitted(every: Mapping[str, FoldedChannels], method: Method, show: Show) -> dict[str, Fitted]:
     if method.mlp_recovery == "gram":
         return {name: (each.recovered_OK, each.bias_O, each.condition, each.ridge) for name, each in every.items()}
     fits = {name: _Fit(each) for name, each in every.items()}
@@ -138,7 +140,7 @@ def _fitted(every: Mapping[str, FoldedMlp], method: Method, show: Show) -> dict[
 class _Trial:
     """The layers that ship and those of plain folding, side by side."""
 
-    def __init__(self, folded: FoldedMlp, fitted: Fitted) -> None:
+    def __init__(self, folded: FoldedChannels, fitted: Fitted) -> None:
         self.fitted = fitted
         self.modules = folded.modules(*fitted[:2])
         self.shipped = _Loss(folded.layer(self.modules))
@@ -164,7 +166,7 @@ class _Trial:
         return JudgedFold(modules=self.modules, recovery=recovery, error_held_out=others)
 
 
-def judged_mlps(every: Mapping[str, FoldedMlp], method: Method, show: Show) -> dict[str, JudgedFold]:
+def judged_folds(every: Mapping[str, FoldedChannels], method: Method, show: Show) -> dict[str, JudgedFold]:
     """The second layer of each, as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward
     plain folding, the bias free), with the losses of the layers that ship.
     """
