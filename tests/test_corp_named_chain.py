@@ -75,7 +75,7 @@ def checkpoint(model: nn.Module) -> Checkpoint:
 
 def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
     return Candidate(
-        label=f"{name} torch fp32", name=name, form="torch", path=Path(name), half=False, checkpoint=checkpoint(model)
+        label=f"{name} torch fp32", name=name, form="torch", path=Path(name), fp16=False, checkpoint=checkpoint(model)
     )
 
 

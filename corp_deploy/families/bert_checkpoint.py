@@ -161,9 +161,9 @@ def _joined(at: str, blocks: Mapping[str, dict[str, Tensor]], where: str) -> dic
     names = _FUSED if any(name in blocks for name in _FUSED) else _FUSED_OF_DISTILBERT
     joined = {}
     for kind in ("weight", "bias"):
-        parts = [blocks.get(name, {}).get(kind) for name in names]
-        present = [each for each in parts if each is not None]
-        if len(present) < len(parts) or len({each.shape for each in present}) > 1:
+        projections = [blocks.get(name, {}).get(kind) for name in names]
+        present = [each for each in projections if each is not None]
+        if len(present) < len(projections) or len({each.shape for each in present}) > 1:
             raise BadInput(f"{where}: {at}: expected {', '.join(names)} with a {kind} each, of one shape")
         joined[f"attn.qkv.{kind}"] = torch.cat(present)
     return joined
@@ -181,12 +181,12 @@ def state_from_transformers(
     mapped: dict[str, Tensor] = {}
     fused: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, tensor in encoder.items():
-        if (found := _EMBEDDING.fullmatch(name)) and found[1] in _IN_EMBEDDINGS:
-            mapped[f"embeddings.{_IN_EMBEDDINGS[found[1]]}.{_OLD.get(found[2], found[2])}"] = tensor
-        elif (found := _BLOCK.fullmatch(name)) and found[2] in _IN_BLOCK:
-            mapped[f"blocks.{int(found[1])}.{_IN_BLOCK[found[2]]}.{_OLD.get(found[3], found[3])}"] = tensor
-        elif found and found[2] in (*_FUSED, *_FUSED_OF_DISTILBERT):
-            fused.setdefault(f"blocks.{int(found[1])}", {}).setdefault(found[2], {})[found[3]] = tensor
+        if (match := _EMBEDDING.fullmatch(name)) and match[1] in _IN_EMBEDDINGS:
+            mapped[f"embeddings.{_IN_EMBEDDINGS[match[1]]}.{_OLD.get(match[2], match[2])}"] = tensor
+        elif (match := _BLOCK.fullmatch(name)) and match[2] in _IN_BLOCK:
+            mapped[f"blocks.{int(match[1])}.{_IN_BLOCK[match[2]]}.{_OLD.get(match[3], match[3])}"] = tensor
+        elif match and match[2] in (*_FUSED, *_FUSED_OF_DISTILBERT):
+            fused.setdefault(f"blocks.{int(match[1])}", {}).setdefault(match[2], {})[match[3]] = tensor
         else:
             raise BadInput(
                 f"{where}: {name!r:.150} has no place in a {model_type} encoder; its blocks are of another kind"

@@ -24,14 +24,14 @@ aten = torch.ops.aten
 Product = Callable[[tuple[Any, ...], Tensor], int]
 
 PRODUCTS: Mapping[Any, Product] = {
-    aten.mm: lambda given, out: out.numel() * given[0].shape[-1],
-    aten.addmm: lambda given, out: out.numel() * given[1].shape[-1],
-    aten.bmm: lambda given, out: out.numel() * given[0].shape[-1],
-    aten.baddbmm: lambda given, out: out.numel() * given[1].shape[-1],
+    aten.mm: lambda inputs, out: out.numel() * inputs[0].shape[-1],
+    aten.addmm: lambda inputs, out: out.numel() * inputs[1].shape[-1],
+    aten.bmm: lambda inputs, out: out.numel() * inputs[0].shape[-1],
+    aten.baddbmm: lambda inputs, out: out.numel() * inputs[1].shape[-1],
     # A transposed convolution spreads each input, a plain one gathers for each output; weight[0] is what one takes.
-    aten.convolution: lambda given, out: (given[0] if given[6] else out).numel() * given[1][0].numel(),
+    aten.convolution: lambda inputs, out: (inputs[0] if inputs[6] else out).numel() * inputs[1][0].numel(),
 }
-"""Multiply-adds of each operation that multiplies, from what it is given and what comes out."""
+"""Multiply-adds of each operation that multiplies, from its inputs and what comes out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class HeadAttention(nn.Module):
         """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input."""
         widths = (self.heads * self.qk, self.heads * self.qk, self.heads * self.v)
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_BNC).split(widths, dim=-1)
+            rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in self.qkv(x_BNC).split(widths, dim=-1)
         )
         return self.q_norm(q), self.k_norm(k), v
 

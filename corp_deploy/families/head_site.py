@@ -134,8 +134,8 @@ class HeadSite:
     def recorded(self, entry: Mapping[str, Any]) -> dict[str, nn.Module]:
         now = self.as_json()
         settable = ("qk", "v", "geometry", "qkv_bias", "proj_bias")
-        wanted = {key: entry.get(key, now[key]) if key == "qkv_bias" else entry[key] for key in settable}
-        return {} if wanted == {key: now[key] for key in settable} else {self.name: self.empty(**wanted)}
+        settings = {key: entry.get(key, now[key]) if key == "qkv_bias" else entry[key] for key in settable}
+        return {} if settings == {key: now[key] for key in settable} else {self.name: self.empty(**settings)}
 
     def empty(
         self,

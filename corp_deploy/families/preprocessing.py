@@ -34,7 +34,7 @@ class Preprocessing:
                 raise BadInput(f"{name} is {word!r}, expected one of {', '.join(known)}")
 
     @property
-    def given(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What is set, by timm's names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 

@@ -24,10 +24,10 @@ RESERVED = ("pretrained", "pretrained_cfg", "checkpoint_path", "cache_dir")
 
 def _twin(name: str) -> str:
     for pattern, twin in _TWINS:
-        found = re.fullmatch(pattern, name)
-        if found is not None:
-            registers = "_reg4" if "(_reg)" in pattern and found[3] else ""
-            return twin.format(size=_SIZES[found[1].lower()], patch=found[2], registers=registers)
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            registers = "_reg4" if "(_reg)" in pattern and match[3] else ""
+            return twin.format(size=_SIZES[match[1].lower()], patch=match[2], registers=registers)
     return ""
 
 

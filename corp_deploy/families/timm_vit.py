@@ -280,14 +280,14 @@ class ImageSpec:
 
     def transform(self) -> Callable[[Any], Tensor]:
         """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]."""
-        made: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
-        return made
+        transform: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
+        return transform
 
 
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
     vit = _require_vit(model)
-    config: Any = {**_timm_config(vit), **preprocessing.given}
+    config: Any = {**_timm_config(vit), **preprocessing.settings}
     vit.pretrained_cfg = config
 
 

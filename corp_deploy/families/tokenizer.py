@@ -77,8 +77,8 @@ class TextSpec:
         inner.enable_padding(length=length, pad_id=pad_id, pad_token=pad, direction="right")
 
         def encode(texts: Sequence[str]) -> Mapping[str, Tensor]:
-            given = [text.lower() for text in texts] if self.tokenization.lower_case else list(texts)
-            encodings = inner.encode_batch(given)
+            texts = [text.lower() for text in texts] if self.tokenization.lower_case else list(texts)
+            encodings = inner.encode_batch(texts)
             ids, masks = ([getattr(each, name) for each in encodings] for name in ("ids", "attention_mask"))
             return {
                 port.name: torch.tensor(rows, dtype=torch.int64).reshape(len(rows), length)

@@ -15,7 +15,7 @@ from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
-from . import budget as budgets
+from .budget import Allocation, allocate, dense_cost, uniform_for_share
 from .curves import CostCurve, cost_curves, eliminations
 from .head_choice import choose_heads
 from .latency import LatencyTarget, curves_in_time, measure_tables
@@ -87,17 +87,17 @@ def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet
     return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
 
 
-def _way(name: str, probe: Probe, allocation: budgets.Allocation) -> Way:
+def _way(name: str, probe: Probe, allocation: Allocation) -> Way:
     measured = probe.effect(allocation.widths) ** 0.5
     return Way(name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=measured)
 
 
 def _beside_uniform(
-    probe: Probe, found: budgets.Allocation, curves: list[CostCurve], dense: int, share: float
+    probe: Probe, by_curves: Allocation, curves: list[CostCurve], dense: int, share: float
 ) -> tuple[Way, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
-    by_site = _way("by site", probe, found)
-    uniform = budgets.uniform_for_share(probe.model, probe.method, curves, dense, share)
+    by_site = _way("by site", probe, by_curves)
+    uniform = uniform_for_share(probe.model, probe.method, curves, dense, share)
     if uniform is None:
         return (by_site,)
     sparsity, allocated = uniform
@@ -110,7 +110,7 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Width
     tables = measure_tables(dense, probe.method, where)
     batch = where.batches[0]
     curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, batch)
-    best = budgets.allocate(curves, total, budget.share)
+    best = allocate(curves, total, budget.share)
     said = (
         f"budget: {best.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
         f"{best.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}"
@@ -127,9 +127,9 @@ def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> Width
 
 def _allocated(probe: Probe, budget: Budget) -> WidthPlan:
     assert budget.currency != "latency", budget
-    dense = budgets.dense_cost(probe.model, budget.currency)
+    dense = dense_cost(probe.model, budget.currency)
     curves = cost_curves(probe, budget.currency)
-    best = budgets.allocate(curves, dense, budget.share)
+    best = allocate(curves, dense, budget.share)
     said = f"budget: {best.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
     return WidthPlan(
         method=probe.method,
@@ -153,12 +153,12 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     if asked.auto_heads:
         if asked.budget is not None and asked.budget.currency != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
-        taken = choose_heads(probe, None if asked.budget is None else asked.budget.share)
+        choice = choose_heads(probe, None if asked.budget is None else asked.budget.share)
         return WidthPlan(
-            method=taken.method,
-            widths=taken.allocated.widths,
-            said=(taken.reason,),
-            ways=tuple(_way(name, probe, found) for name, found in taken.ways.items()),
+            method=choice.method,
+            widths=choice.allocated.widths,
+            said=(choice.reason,),
+            ways=tuple(_way(name, probe, allocation) for name, allocation in choice.ways.items()),
             eliminations=probe.eliminations,
         )
     assert asked.budget is not None

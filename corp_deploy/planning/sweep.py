@@ -67,17 +67,17 @@ class Scored:
     labels_N: NDArray[np.int64] | None
     batch_size: int
 
-    def trial(self, wanted: SweepRequest, reduction: Reduction, dense_macs: int) -> SweepPoint:
+    def trial(self, request: SweepRequest, reduction: Reduction, dense_macs: int) -> SweepPoint:
         """Score one reduced model."""
         model = reduction.model
-        method = wanted.method
+        method = request.method
         logits_NC = logits(model, self.images, self.batch_size)
         errors = measures(self.dense_NC, logits_NC)
         cost = macs(model)
         accuracy = None if self.labels_N is None else float((logits_NC.argmax(1) == self.labels_N).mean())
         return SweepPoint(
-            preset=wanted.preset,
-            budget=wanted.budget,
+            preset=request.preset,
+            budget=request.budget,
             mlp_sparsity=method.mlp_sparsity or 0.0,
             attention_sparsity=method.attention_sparsity or 0.0,
             geometry=method.geometry,
@@ -95,7 +95,7 @@ class Scored:
 def logits(model: nn.Module, images: torch.Tensor, batch_size: int) -> NDArray[np.float32]:
     """Logits [N, classes] of all images."""
     with torch.inference_mode():
-        rows: list[NDArray[np.float32]] = [model(part).numpy() for part in images.split(batch_size)]
+        rows: list[NDArray[np.float32]] = [model(batch).numpy() for batch in images.split(batch_size)]
     return np.concatenate(rows)
 
 
@@ -121,7 +121,7 @@ def _front(trials: Sequence[SweepPoint]) -> set[int]:
 def sweep(
     model: nn.Module,
     moments: Moments,
-    wanted: Iterable[SweepRequest],
+    requests: Iterable[SweepRequest],
     scored: Scored,
     *,
     calibration: Images | None = None,
@@ -135,20 +135,20 @@ def sweep(
     curves: dict[str, list[CostCurve]] = {}
     dense_macs = macs(model)
     trials: list[SweepPoint] = []
-    for each in wanted:
-        method = each.method
+    for request in requests:
+        method = request.method
         if method.mlp_selection == "obs" and method.ridge_rel not in known:
             known[method.ridge_rel] = eliminations(model, moments, method)
         shared = known.get(method.ridge_rel, {})
         widths = None
-        if each.budget is not None:
+        if request.budget is not None:
             if method.geometry not in curves:
                 images = scored.images[:PROBE_IMAGES]
                 probe = Probe(model=model, moments=moments, method=method, inputs=images, eliminations=shared)
                 curves[method.geometry] = cost_curves(probe, "macs")
-            widths = allocate(curves[method.geometry], dense_macs, each.budget).widths
+            widths = allocate(curves[method.geometry], dense_macs, request.budget).widths
         reduction = reduce(model, moments, method, widths=widths, eliminations=shared, images=calibration)
-        trials.append(scored.trial(each, reduction, dense_macs))
+        trials.append(scored.trial(request, reduction, dense_macs))
         if done is not None:
             done(len(trials))
     front = _front(trials)

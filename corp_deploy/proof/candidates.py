@@ -25,7 +25,7 @@ from perf.runners.onnx import OnnxRunner
 
 Run = Callable[[Feeds], Outputs]
 Form = Literal["torch", "graph", "engine"]
-HALF_PRECISIONS = ("fp16", "mixed")
+FP16_PRECISIONS = ("fp16", "mixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Candidate:
     name: str
     form: Form
     path: Path
-    half: bool
+    fp16: bool
     batch: int | None = None
     backend: str = ""
     checkpoint: Checkpoint | None = None
@@ -53,15 +53,17 @@ class Candidate:
         """
         with tempfile.TemporaryDirectory() as scratch, self._runner(Path(scratch)) as runner:
             names = [port.name for port in runner.outputs]
-            wanted = [port.name for port in outputs]
-            if len(names) != len(wanted) or (len(names) > 1 and sorted(names) != sorted(wanted)):
+            expected = [port.name for port in outputs]
+            if len(names) != len(expected) or (len(names) > 1 and sorted(names) != sorted(expected)):
                 raise BadInput(
-                    f"{self.label}: gives {', '.join(names)}, expected {', '.join(wanted)} as the dense model does"
+                    f"{self.label}: gives {', '.join(names)}, expected {', '.join(expected)} as the dense model does"
                 )
 
             def run(feeds: Feeds) -> Outputs:
                 answers = runner(feeds_of_ports(feeds, runner.inputs))
-                return {wanted[0]: answers[names[0]]} if len(names) == 1 else {name: answers[name] for name in wanted}
+                return (
+                    {expected[0]: answers[names[0]]} if len(names) == 1 else {name: answers[name] for name in expected}
+                )
 
             yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)
 
@@ -72,7 +74,7 @@ class Candidate:
             return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
         if self.form == "engine":
             return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
-        if not self.half:
+        if not self.fp16:
             return OnnxRunner(self.path)
         # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows; this one rounds as its types say.
         rounded = scratch / "rounded.onnx"
@@ -103,7 +105,7 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
         form="torch",
         path=path,
         shown=shown,
-        half=False,
+        fp16=False,
         checkpoint=model_of_directory(path),
     )
 
@@ -116,7 +118,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         form="engine",
         path=path,
         shown=shown,
-        half=record.precision in HALF_PRECISIONS,
+        fp16=record.precision in FP16_PRECISIONS,
         backend=record.backend,
     )
 
@@ -140,6 +142,6 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         form="graph",
         path=path,
         shown=shown,
-        half=facts.precision in HALF_PRECISIONS,
+        fp16=facts.precision in FP16_PRECISIONS,
         batch=facts.batch,
     )

@@ -92,21 +92,21 @@ def _step(
     batches: Sequence[int],
     rules: Sequence[LinkRules],
 ) -> Step:
-    bounds = [rule.rounding(candidate.half).max_relative_error for rule in rules]
+    bounds = [rule.rounding(candidate.fp16).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
     with candidate.opened([rule.port for rule in rules]) as run:
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
         findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound)
-    kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.half else "exact"
+    kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.fp16 else "exact"
     links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
 
 
-def _headroom(single: Candidate | None, half: Candidate, feeds: Feeds) -> list[StructuralTest]:
+def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[StructuralTest]:
     """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it."""
-    if single is None or single.form != "graph" or half.form != "graph":
+    if single is None or single.form != "graph" or fp16.form != "graph":
         return []
-    return [headroom(half.label, single.path, half.path, rows_of(feeds, slice(HEADROOM_INPUTS)))]
+    return [headroom(fp16.label, single.path, fp16.path, rows_of(feeds, slice(HEADROOM_INPUTS)))]
 
 
 def _located(
@@ -154,10 +154,10 @@ def _walk(
         previous = None if single is None else single.candidate
         step = _step(candidate, before, proof_inputs, batches, rules)
         findings += step.findings
-        if candidate.half:
+        if candidate.fp16:
             findings += _headroom(previous, candidate, proof_inputs.feeds)
         blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
-        single = single if candidate.half else step
+        single = single if candidate.fp16 else step
         steps.append(step)
         if done is not None:
             done(len(steps))

@@ -51,9 +51,9 @@ class LinkRules:
     products: int
     largest_logit: float
 
-    def rounding(self, half: bool) -> Tolerance:
+    def rounding(self, fp16: bool) -> Tolerance:
         """How far two computations of one model may lie apart in this precision."""
-        if half:
+        if fp16:
             return tolerance.half(self.noise, factor=self.limits.half_factor)
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit)
 
@@ -74,19 +74,19 @@ class LinkRules:
             candidate=candidate.label,
             reference_rows=before.answers[own],
             candidate_by_batch={batch: answers[own] for batch, answers in by_batch.items()},
-            tolerance=self.of_user() if kind in ("reduced", "whole") else self.rounding(candidate.half),
+            tolerance=self.of_user() if kind in ("reduced", "whole") else self.rounding(candidate.fp16),
             port=self.port,
             several=self.several,
         )
 
 
-def _half_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int) -> dict[str, Measures]:
+def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int) -> dict[str, Measures]:
     """The dense model's own FP16-against-FP32 error on these inputs, with the same safe LayerNorm and softmax."""
-    half, ports = typed_copy(family_of(dense.model).exportable(dense.model), "fp16"), output_ports(dense.model)
+    fp16, ports = typed_copy(family_of(dense.model).exportable(dense.model), "fp16"), output_ports(dense.model)
 
     def run(part: Feeds) -> Outputs:
         with torch.inference_mode():
-            answer = half(*(torch.from_numpy(array) for array in part.values()))
+            answer = fp16(*(torch.from_numpy(array) for array in part.values()))
         tensors = tensors_of_ports(answer, ports, where=DENSE)
         return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
 
@@ -99,7 +99,7 @@ def link_rules(
 ) -> list[LinkRules]:
     """Those of each output of the dense model."""
     ports = output_ports(dense.model)
-    noise = _half_noise(dense, proof_inputs.feeds, answers, batch)
+    noise = _fp16_noise(dense, proof_inputs.feeds, answers, batch)
     products = counted(dense.model).chain
     return [
         LinkRules(

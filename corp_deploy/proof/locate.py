@@ -11,7 +11,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
-from ground.errors import BadInput as Unlike
+from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
 from ground.ports import Role
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
@@ -47,7 +47,7 @@ def dense_noise(dense: Checkpoint, feeds: Feeds) -> Mapping[str, float]:
 
 
 def fix_command(graph: Path, shown: Path | None = None) -> str:
-    """How to export again with the guilty site in float32, to a file beside the graph that fails, `shown` in words."""
+    """How to export again with the first bad site in float32, to a file beside the failing graph, `shown` in words."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
@@ -63,13 +63,13 @@ def located(
     if failing.form != "graph" or before is None:
         return None
     try:
-        if failing.half and before.form == "graph":
+        if failing.fp16 and before.form == "graph":
             noise = dense_noise(dense, feeds)
             command = fix_command(failing.path, failing.shown)
             return locate_in_half(name, before.graph(), failing.graph(), feeds, noise=noise, fix_command=command)
-        if before.form == "torch" and before.checkpoint is not None and not failing.half:
+        if before.form == "torch" and before.checkpoint is not None and not failing.fp16:
             model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), feeds, products=products)
-    except Unlike:
+    except BadInput:
         return None  # a graph of other blocks: the link has failed already, and no block can be named
     return None

@@ -59,8 +59,8 @@ class _Judged:
         return worst_inputs(feeds, self.reference[name], self.candidate[name], self.port.role)
 
 
-def _run(path: Path, half: bool, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
-    step = Candidate(label=path.name, name=path.name, form="graph", path=path, half=half)
+def _run(path: Path, fp16: bool, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
+    step = Candidate(label=path.name, name=path.name, form="graph", path=path, fp16=fp16)
     with step.opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
@@ -80,18 +80,18 @@ def sites_to_keep(
     export_checkpoint. Raises BadInput when no set of blocks makes it pass.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        single, half = Path(scratch) / "fp32.onnx", Path(scratch) / "fp16.onnx"
-        export_checkpoint(checkpoint, single, precision="fp32", opset=opset, geometry=geometry)
+        fp32, fp16 = Path(scratch) / "fp32.onnx", Path(scratch) / "fp16.onnx"
+        export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
         ports = output_ports(checkpoint.model)
-        reference = _run(single, False, feeds, ports)
-        noise = _dense_half_errors(dense, Path(scratch), feeds, opset)
+        reference = _run(fp32, False, feeds, ports)
+        noise = _dense_fp16_errors(dense, Path(scratch), feeds, opset)
         bounds = {port.name: tolerance.half(noise[port.name], factor=factor) for port in ports}
         errors = [0.0]
 
         def attempt(kept: tuple[str, ...]) -> Located | None:
             precision = Mixed(kept=kept, relative_error=0.0).precision
-            export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
-            candidate = _run(half, True, feeds, ports)
+            export_checkpoint(checkpoint, fp16, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
+            candidate = _run(fp16, True, feeds, ports)
             judged = [
                 _Judged(port=port, reference=reference, candidate=candidate, bounds=bounds[port.name]) for port in ports
             ]
@@ -103,7 +103,7 @@ def sites_to_keep(
             if not failing:
                 return None
             worst = failing[0].worst(feeds)
-            graphs = onnx.load(str(single)), onnx.load(str(half))
+            graphs = onnx.load(str(fp32)), onnx.load(str(fp16))
             return locate_in_half("half", *graphs, worst, noise=dense_noise(dense, worst))
 
         kept, left = keep_until_found_nowhere(attempt)
@@ -112,11 +112,11 @@ def sites_to_keep(
     return Mixed(kept=kept, relative_error=errors[-1])
 
 
-def _dense_half_errors(dense: Checkpoint, scratch: Path, feeds: Feeds, opset: int | None) -> dict[str, Measures]:
+def _dense_fp16_errors(dense: Checkpoint, scratch: Path, feeds: Feeds, opset: int | None) -> dict[str, Measures]:
     """By output."""
-    single, half = scratch / "dense.onnx", scratch / "dense16.onnx"
-    export_checkpoint(dense, single, precision="fp32", opset=opset)
-    export_checkpoint(dense, half, precision="fp16", opset=opset)
+    fp32, fp16 = scratch / "dense.onnx", scratch / "dense16.onnx"
+    export_checkpoint(dense, fp32, precision="fp32", opset=opset)
+    export_checkpoint(dense, fp16, precision="fp16", opset=opset)
     ports = output_ports(dense.model)
-    exact, rounded = _run(single, False, feeds, ports), _run(half, True, feeds, ports)
+    exact, rounded = _run(fp32, False, feeds, ports), _run(fp16, True, feeds, ports)
     return {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}

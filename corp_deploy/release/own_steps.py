@@ -126,7 +126,7 @@ def _candidate(target: Target, root: Path) -> Candidate:
         form="graph",
         path=root / name,
         shown=Path(name),
-        half=target.precision != "fp32",
+        fp16=target.precision != "fp32",
     )
 
 

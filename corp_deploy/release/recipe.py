@@ -136,8 +136,8 @@ def _target(
     name: TargetName, table: TargetTable, precisions: tuple[Precision, ...], batches: tuple[int, ...]
 ) -> Target:
     where = f"targets.{name}"
-    half = "fp16" if "fp16" in precisions else precisions[-1]
-    precision = table.precision or (precisions[0] if name == "onnxruntime-cpu" else half)
+    fp16 = "fp16" if "fp16" in precisions else precisions[-1]
+    precision = table.precision or (precisions[0] if name == "onnxruntime-cpu" else fp16)
     if precision not in precisions:
         raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
     rules = _rules(f"{where}.fail_if", table.fail_if, batches)

@@ -132,9 +132,9 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     weights = directory / WEIGHTS
     if not weights.is_file():
         raise BadInput(f"{weights}: no such file, but {CONFIG} stands beside it; write the model again")
-    if (found := sha256_of_file(weights)) != config.weights_sha256:
+    if (digest := sha256_of_file(weights)) != config.weights_sha256:
         raise BadInput(
-            f"{weights}: sha256 {found[:16]}..., {CONFIG} says {config.weights_sha256[:16]}...; "
+            f"{weights}: sha256 {digest[:16]}..., {CONFIG} says {config.weights_sha256[:16]}...; "
             "the weights were changed or cut off after they were written: write the model again"
         )
     built, prepared = config.built, f"{where}: input.preprocessing"

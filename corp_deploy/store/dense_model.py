@@ -42,10 +42,10 @@ def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
     return Architecture(name=timm_vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
 
 
-def _preprocessing_source(directory: Path | None, built: nn.Module, given: Preprocessing) -> str:
+def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessing: Preprocessing) -> str:
     tag = timm_vit.pretrained_tag(built)
     source = f"{directory.name}/{CONFIG}" if directory else f"timm's tag {tag}" if tag else "timm's default"
-    return f"{', '.join(given.given)} as given, the rest from {source}" if given.given else source
+    return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
 
 def _with_weights(built: nn.Module, asked: Architecture, file: Path, ema: bool | None, prepared: str) -> Checkpoint:
@@ -54,7 +54,7 @@ def _with_weights(built: nn.Module, asked: Architecture, file: Path, ema: bool |
     state, changed = fitted(built, read, asked.kwargs)
     load_weights(built, state, where=file)
     notes = (*read.notes, *changed)
-    source = {"weights": file.name, "taken": read.taken, "notes": list(notes), "preprocessing": prepared}
+    source = {"weights": file.name, "taken": read.entry, "notes": list(notes), "preprocessing": prepared}
     return Checkpoint(
         model=built,
         architecture=_resolved(asked, built),
@@ -68,8 +68,8 @@ def model_of_directory(directory: Path) -> Checkpoint:
     return load_dense(str(directory), weights=None, kwargs={})
 
 
-def _refuse_beside(directory: Path, given: Mapping[str, Any]) -> None:
-    refuse_beside_directory(directory, {f"--{name.replace('_', '-')}": value for name, value in given.items()})
+def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
+    refuse_beside_directory(directory, {f"--{name.replace('_', '-')}": value for name, value in extra.items()})
 
 
 def load_dense(
@@ -87,9 +87,9 @@ def load_dense(
     Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
     anything that it has itself.
     """
-    given = preprocessing or Preprocessing()
+    preprocessing = preprocessing or Preprocessing()
     if model.startswith(PREFIX):
-        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema, **given.given})
+        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema, **preprocessing.settings})
         return load_transformers(Path(model.removeprefix(PREFIX)), kwargs)
     folder = Path(model.removeprefix("local-dir:"))
     directory = folder if folder.is_dir() else None
@@ -97,12 +97,14 @@ def load_dense(
     if directory is not None:
         config = config_of_directory(directory)
         if is_ours(config):
-            _refuse_beside(directory, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **given.given})
+            _refuse_beside(
+                directory, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **preprocessing.settings}
+            )
             return load_checkpoint(directory)
         architecture, file = _from_snapshot(directory, config, weights)
     asked = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
     built = dense_from_architecture(asked)
     if file is None:
         raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
-    timm_vit.set_preprocessing_(built, given.for_channels(timm_vit.input_spec(built).shape[0]))
-    return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, given))
+    timm_vit.set_preprocessing_(built, preprocessing.for_channels(timm_vit.input_spec(built).shape[0]))
+    return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, preprocessing))

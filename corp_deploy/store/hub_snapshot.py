@@ -37,9 +37,9 @@ def is_ours(config: Mapping[str, Any]) -> bool:
     return str(config.get("kind", "")).startswith("corp-deploy/")
 
 
-def refuse_beside_directory(directory: Path, given: Mapping[str, Any]) -> None:
-    """Raise BadInput for anything given beside a directory of ours, which has its own; `given` by option or key."""
-    extra = [name for name, value in given.items() if value is not None and value != {}]
+def refuse_beside_directory(directory: Path, beside: Mapping[str, Any]) -> None:
+    """Raise BadInput for anything given beside a directory of ours, which has its own; `beside` by option or key."""
+    extra = [name for name, value in beside.items() if value is not None and value != {}]
     if extra:
         raise BadInput(
             f"--model {directory} is a directory with its own weights, arguments and preprocessing; "
@@ -107,7 +107,7 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
 
 def weights_of_snapshot(directory: Path) -> Path:
     """The weights of a snapshot. Raises BadInput when none are there."""
-    found = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
-    if found is None:
+    weights = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
+    if weights is None:
         raise BadInput(f"{directory}: no weights beside {CONFIG}, expected one of {', '.join(_WEIGHTS)}")
-    return found
+    return weights

@@ -37,9 +37,9 @@ _FOREIGN = (
 def foreign_format(names: Mapping[str, Any]) -> str:
     """Which other library these names are of and what to do about it, or nothing."""
     for pattern, library, advice in _FOREIGN:
-        found = next((name for name in names if re.search(pattern, name)), None)
-        if found is not None:
-            return f"these are the names of {library} ({found}): {advice}"
+        match = next((name for name in names if re.search(pattern, name)), None)
+        if match is not None:
+            return f"these are the names of {library} ({match}): {advice}"
     return ""
 
 
@@ -100,15 +100,15 @@ def _notes(before: State, after: State) -> list[str]:
 
 def _advice(misfit: _Misfit, state: State, expected: State, kwargs: Mapping[str, Any]) -> str:
     """The arguments that would make these weights fit, where they tell."""
-    wanted: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if "head.weight" in misfit.misshapen:
-        wanted["num_classes"] = state["head.weight"].shape[0]
+        arguments["num_classes"] = state["head.weight"].shape[0]
     elif misfit.missing and all(name.startswith("head") for name in misfit.missing):
-        wanted["num_classes"] = 0
+        arguments["num_classes"] = 0
     patches = "patch_embed.proj.weight"
     if patches in misfit.misshapen and state[patches].ndim == 4:
-        wanted["in_chans"] = state[patches].shape[1]
-    changed = {key: value for key, value in wanted.items() if kwargs.get(key) != value}
+        arguments["in_chans"] = state[patches].shape[1]
+    changed = {key: value for key, value in arguments.items() if kwargs.get(key) != value}
     if not changed:
         return "check --model and --model-kwargs"
     return f"give --model-kwargs '{json.dumps({**kwargs, **changed})}', or check --model"

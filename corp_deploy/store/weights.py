@@ -35,14 +35,14 @@ _WRAPPERS, _OWNERS = ("module.", "_orig_mod."), ("model.", "timm_model.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The tensors of a file by their bare names. `taken` is the file's entry they were under, or nothing.
+    """The tensors of a file by their bare names. `entry` is the file's entry they were under, or nothing.
 
     `notes`: what a user should know about what was taken and left.
     """
 
     path: Path
     state: State
-    taken: str = ""
+    entry: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -141,13 +141,13 @@ def _entry(content: Any, ema: bool | None, path: Path) -> str:
     return chosen[0] if chosen else ""
 
 
-def _note_on_entry(taken: str, content: Any, path: Path) -> tuple[str, ...]:
+def _note_on_entry(entry: str, content: Any, path: Path) -> tuple[str, ...]:
     averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
-    if taken in averages:
+    if entry in averages:
         other = f"; --no-ema takes {raw[0]}" if raw else ""
-        return (f"{path.name}: took {taken}, the moving average of the weights, as timm does{other}",)
+        return (f"{path.name}: took {entry}, the moving average of the weights, as timm does{other}",)
     if averages:
-        return (f"{path.name}: took {taken}, not the moving average {averages[0]}",)
+        return (f"{path.name}: took {entry}, not the moving average {averages[0]}",)
     return ()
 
 
@@ -209,12 +209,12 @@ def read_weights(path: Path, *, ema: bool | None = None) -> Weights:
     Raises BadInput for a missing or damaged file, for pickled code, and for an `ema` that the file can't follow.
     """
     content = _content(path)
-    taken = _entry(content, ema, path)
-    notes = _note_on_entry(taken, content, path)
-    inner = content[taken] if taken else content
+    entry = _entry(content, ema, path)
+    notes = _note_on_entry(entry, content, path)
+    inner = content[entry] if entry else content
     while nested := _entries(inner, _RAW):
         inner = inner[nested[0]]
     state, beside = _unwrapped(_tensors(inner, path), path)
     if beside:
         notes += (f"{path.name}: left out what stands beside the model: {first_names(beside)}",)
-    return Weights(path=path, state=state, taken=taken, notes=notes)
+    return Weights(path=path, state=state, entry=entry, notes=notes)
