@@ -10,6 +10,7 @@ from corp_deploy.proof.reduction_record import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.records import record_from_file
+from ground.text import markdown_line
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
@@ -48,24 +49,26 @@ def _asked(table: ReduceTable) -> str:
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
     yield f"Asked for: {_asked(recipe.reduce)}. No labels, no training."
     if coverage := reduction.coverage:
-        yield f"Done: {coverage.verdict}."
-        yield from (f"* {site} stays as it is: {reason}" for site, reason in coverage.refused.items())
+        yield f"Done: {markdown_line(coverage.verdict)}."
+        for refused, reason in coverage.refused.items():
+            yield f"* {markdown_line(f'{refused} stays as it is: {reason}')}"
     yield ""
     if reduction.decided:
-        yield " ".join(f"{each[:1].upper()}{each[1:]}." for each in reduction.decided)
+        yield markdown_line(" ".join(f"{each[:1].upper()}{each[1:]}." for each in reduction.decided))
         yield ""
     if reduction.ways:
         yield "| widths | of the dense cost | logit error predicted | found on a few calibration images |"
         yield "|---|---|---|---|"
         for way in reduction.ways:
-            yield f"| {way.name} | {way.share:.1%} | {way.predicted_error:.4f} | {way.measured_error:.4f} |"
+            errors = f"{way.predicted_error:.4f} | {way.measured_error:.4f}"
+            yield f"| {markdown_line(way.name)} | {way.share:.1%} | {errors} |"
         yield ""
     yield "| site | part | dense width | width | lost without repair | lost | lost, held out |"
     yield "|---|---|---|---|---|---|---|"
     for site in reduction.sites:
         energy = site.energy or 1.0
         lost = f"{site.error_uncompensated / energy:.2%} | {_share(site.error, energy)} | {_held_out(site)}"
-        yield f"| {site.site} | {site.part} | {site.width_dense} | {site.width} | {lost} |"
+        yield f"| {markdown_line(site.site)} | {site.part} | {site.width_dense} | {site.width} | {lost} |"
 
 
 class _Moments(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +82,7 @@ def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
     yield f"{moments.images} unlabelled images, digest `{config.lineage['images'][:16]}`; moments"
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""
-    yield f"Images are prepared with: {_prepared(config.input.preprocessing)}."
+    yield f"Images are prepared with: {markdown_line(_prepared(config.input.preprocessing))}."
 
 
 def _prepared(preprocessing: dict[str, Any]) -> str:
@@ -87,7 +90,7 @@ def _prepared(preprocessing: dict[str, Any]) -> str:
 
 
 def _agreement(parity: Parity) -> Iterator[str]:
-    yield f"Judged on held-out images: {parity.line}."
+    yield f"Judged on held-out images: {markdown_line(parity.line)}."
     yield ""
     agreed = "top-1 agreement" if parity.compared == "logits" else "agreement"
     yield f"| link | against | relative error | {agreed} | verdict |"
@@ -95,10 +98,11 @@ def _agreement(parity: Parity) -> Iterator[str]:
     for link in parity.links:
         agreement = link.measures.agreement
         figures = f"{link.measures.relative_error:.2e} | {'' if agreement is None else f'{agreement:.2%}'}"
-        yield f"| {link.name} | {link.reference} | {figures} | {link.status} |"
+        yield f"| {markdown_line(link.name)} | {markdown_line(link.reference)} | {figures} | {link.status} |"
     if parity.accuracy:
         yield ""
-        yield "Accuracy: " + ", ".join(f"{row.model} {row.accuracy:.2%}" for row in parity.accuracy) + "."
+        accuracies = ", ".join(f"{row.model} {row.accuracy:.2%}" for row in parity.accuracy)
+        yield f"Accuracy: {markdown_line(accuracies)}."
 
 
 def _speed(path: Path) -> Iterator[str]:
@@ -108,9 +112,10 @@ def _speed(path: Path) -> Iterator[str]:
         f"{each.name}: {_count(each.params)} parameters, {_count(each.macs)} MACs, {_count(each.size_bytes)} bytes"
         for each in bench.subjects
     )
-    yield f"{costs}."
+    yield f"{markdown_line(costs)}."
     yield ""
-    yield f"| batch | {names[0]} p50 (ms) | {names[1]} p50 (ms) | speed-up (95 % interval) |"
+    one, other = map(markdown_line, names)
+    yield f"| batch | {one} p50 (ms) | {other} p50 (ms) | speed-up (95 % interval) |"
     yield "|---|---|---|---|"
     for row in summarise(bench).rows:
         sides = [row.sides[name].p50_ms for name in names]
@@ -119,7 +124,7 @@ def _speed(path: Path) -> Iterator[str]:
         times = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})"
         yield f"| {row.batch} | {cells} | {times} |"
     for warning in bench.warnings:
-        yield f"\nNote: {warning}"
+        yield f"\nNote: {markdown_line(warning)}"
 
 
 def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
@@ -136,9 +141,9 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
     parity = load_parity(root / PARITY)
     gate = load_gate(root / GATE)
     shape = "x".join(map(str, config.input.shape))
-    lines = [f"# {recipe.name}", ""]
+    lines = [f"# {markdown_line(recipe.name)}", ""]
     lines += [
-        f"`{config.built.name}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
+        f"`{markdown_line(config.built.name)}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
         "",
     ]
     lines += ["## What was removed", "", *_removed(reduction_of(config, root / "reduced"), recipe), ""]
