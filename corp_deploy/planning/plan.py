@@ -55,8 +55,8 @@ class ReductionRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to spend a budget: the share of the dense cost that stays, the relative logit error that the curves
+class ProbedAllocation:
+    """An allocation of a budget: the share of the dense cost that stays, the relative logit error that the curves
     predict, and the one found on the images of the probe.
     """
 
@@ -77,7 +77,7 @@ class WidthPlan:
     widths: Widths | None
     said: tuple[str, ...]
     predicted_speedup: float | None = None
-    ways: tuple[Way, ...] = ()
+    ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Elimination] | None = None
 
 
@@ -87,21 +87,23 @@ def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet
     return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
 
 
-def _way(name: str, probe: Probe, allocation: Allocation) -> Way:
+def _probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
     measured = probe.effect(allocation.widths) ** 0.5
-    return Way(name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=measured)
+    return ProbedAllocation(
+        name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=measured
+    )
 
 
 def _beside_uniform(
     probe: Probe, by_curves: Allocation, curves: list[CostCurve], dense: int, share: float
-) -> tuple[Way, ...]:
+) -> tuple[ProbedAllocation, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
-    by_site = _way("by site", probe, by_curves)
+    by_site = _probed("by site", probe, by_curves)
     uniform = uniform_for_share(probe.model, probe.method, curves, dense, share)
     if uniform is None:
         return (by_site,)
     sparsity, allocated = uniform
-    return by_site, _way(f"uniform sparsity {sparsity:.2f}", probe, allocated)
+    return by_site, _probed(f"uniform sparsity {sparsity:.2f}", probe, allocated)
 
 
 def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> WidthPlan:
@@ -158,7 +160,7 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
             method=choice.method,
             widths=choice.allocated.widths,
             said=(choice.reason,),
-            ways=tuple(_way(name, probe, allocation) for name, allocation in choice.ways.items()),
+            ways=tuple(_probed(name, probe, allocation) for name, allocation in choice.ways.items()),
             eliminations=probe.eliminations,
         )
     assert asked.budget is not None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from corp_deploy.planning.plan import Way, WidthPlan
+from corp_deploy.planning.plan import ProbedAllocation, WidthPlan
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.report import SiteReport
 
@@ -57,7 +57,7 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
     return table
 
 
-def ways_table(ways: Sequence[Way]) -> Table:
+def ways_table(ways: Sequence[ProbedAllocation]) -> Table:
     """The ways to spend a budget side by side."""
     table = Table("widths", "of the dense cost", "logit error predicted", "found on the probe's images")
     for way in ways:
