@@ -1,7 +1,7 @@
 """corp-deploy release and corp-deploy check."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import click
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING
 
-from .options import ANY_PATH, DIRECTORY, FILE, output_options
+from .options import ANY_PATH, DIRECTORY, FILE, output_options, value_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,33 +21,79 @@ if TYPE_CHECKING:
     from corp_deploy.release.run import Released, StageListener
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StarterChoice:
+    """What a new recipe is filled in with. Raises UsageError for files without the model that it is for."""
+
+    init_model: str | None
+    images: Path | None
+    held_out: Path | None
+    labels: Path | None
+
+    def __post_init__(self) -> None:
+        if self.init_model is None and (self.images or self.held_out or self.labels):
+            raise click.UsageError("--images, --held-out and --labels fill in a new recipe; they go with --init")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChoice:
+    """How much of a release is done. Raises UsageError where one way excludes another."""
+
+    dry_run: bool
+    plan_only: bool
+    only: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.dry_run, self.plan_only, self.only))) > 1:
+            raise click.UsageError("--dry-run, --plan-only and --only exclude one another")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineChoice:
+    """The older record that rules compare with; whether it is one is looked at when it is used."""
+
+    baseline: Path | None
+    init_baseline: bool
+
+    def value(self) -> "Baseline":
+        from corp_deploy.release.baseline import Baseline
+
+        return Baseline(path=self.baseline, init=self.init_baseline)
+
+
 @click.command()
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
-@click.option("--init", "init_model", default=None, help="Write a starter RECIPE for this directory or timm name.")
-@click.option("--images", type=ANY_PATH, default=None, help="With --init: the calibration images.")
-@click.option("--held-out", type=ANY_PATH, default=None, help="With --init: the held-out images.")
-@click.option("--labels", type=FILE, default=None, help="With --init: class indices of the held-out images.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done and why; write nothing.")
-@click.option("--plan-only", is_flag=True, help="Write the stages this machine can't do as a shell script.")
-@click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable.")
-@click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means.")
-@click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline if it passes.")
+@value_options(
+    "new",
+    StarterChoice,
+    click.option("--init", "init_model", default=None, help="Write a starter RECIPE for this directory or timm name."),
+    click.option("--images", type=ANY_PATH, default=None, help="With --init: the calibration images."),
+    click.option("--held-out", type=ANY_PATH, default=None, help="With --init: the held-out images."),
+    click.option("--labels", type=FILE, default=None, help="With --init: class indices of the held-out images."),
+)
+@value_options(
+    "run",
+    RunChoice,
+    click.option("--dry-run", is_flag=True, help="Show what would be done and why; write nothing."),
+    click.option("--plan-only", is_flag=True, help="Write the stages this machine can't do as a shell script."),
+    click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable."),
+)
+@value_options(
+    "baseline",
+    BaselineChoice,
+    click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means."),
+    click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline if it passes."),
+)
 @output_options
 @click.pass_context
 def release(
     ctx: click.Context,
     recipe: Path,
     output: Path | None,
-    init_model: str | None,
-    images: Path | None,
-    held_out: Path | None,
-    labels: Path | None,
-    dry_run: bool,
-    plan_only: bool,
-    only: tuple[str, ...],
-    baseline: Path | None,
-    init_baseline: bool,
+    new: StarterChoice,
+    run: RunChoice,
+    baseline: BaselineChoice,
     out: Output,
 ) -> None:
     """Make a whole release from RECIPE: reduce, export, prove, measure, judge, report. Finished stages are kept.
@@ -57,38 +103,31 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
-    from corp_deploy.release.baseline import Baseline
     from corp_deploy.release.recipe_file import load_recipe
 
-    if init_model is not None:
-        _init(recipe, init_model, images, held_out, labels, out)
+    if new.init_model is not None:
+        _init(recipe, new.init_model, new, out)
         return
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
-    if images or held_out or labels:
-        raise click.UsageError("--images, --held-out and --labels fill in a new recipe; they go with --init")
-    if sum(map(bool, (dry_run, plan_only, only))) > 1:
-        raise click.UsageError("--dry-run, --plan-only and --only exclude one another")
-    loaded, older = load_recipe(recipe), Baseline(path=baseline, init=init_baseline)
-    if dry_run:
+    loaded, older = load_recipe(recipe), baseline.value()
+    if run.dry_run:
         _dry_run(loaded, output, older, out)
-    elif plan_only:
+    elif run.plan_only:
         _plan_only(loaded, output, older, out)
-    elif only:
-        _only(loaded, output, only, older, out)
+    elif run.only:
+        _only(loaded, output, run.only, older, out)
     else:
         _release(ctx, loaded, output, older, out)
 
 
-def _init(
-    recipe: Path, model: str, images: Path | None, held_out: Path | None, labels: Path | None, out: Output
-) -> None:
+def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
     from corp_deploy.release.starter import starter
     from ground.files import write_text
 
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
-    write_text(recipe, starter(model, recipe, images=images, held_out=held_out, labels=labels))
+    write_text(recipe, starter(model, recipe, images=new.images, held_out=new.held_out, labels=new.labels))
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR")
 
 
