@@ -23,7 +23,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
-from corp_deploy.planning.sweep import Scored, SweepRequest, logits, sweep
+from corp_deploy.planning.sweep import Scored, SweepRequest, outputs, sweep
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
@@ -56,7 +56,7 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     moments = collect(model, calibration_taps(model, vit.sites(model)), batches, device="cpu", lineage=lineage)
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)
-    scored = Scored(images=held_out, dense_NC=logits(model, held_out, 8), labels_N=None, batch_size=8)
+    scored = Scored(inputs=held_out, role="logits", dense_NC=outputs(model, held_out, 8), labels_N=None, batch_size=8)
     wanted = [SweepRequest(preset="best", method=choices_at(sparsity)) for sparsity in SPARSITIES]
     found = []
     for _ in range(rounds):

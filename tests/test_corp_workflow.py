@@ -23,7 +23,7 @@ from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
-from corp_deploy.planning.sweep import logits
+from corp_deploy.planning.sweep import outputs
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.proof.mixed_precision import Mixed
 from corp_deploy.reduction.method import method_from_preset
@@ -122,8 +122,8 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     assert {part.name: part.width for part in vit.sites(even).channels}.items() <= uniform.widths.items()
     assert found.predicted_error <= uniform.predicted_error
     images = torch.from_numpy(tiny.images(24))
-    reference = logits(probe.model, images, 8)
-    errors = [measures(reference, logits(each, images, 8)).relative_error for each in (model, even)]
+    reference = outputs(probe.model, images, 8)
+    errors = [measures(reference, outputs(each, images, 8)).relative_error for each in (model, even)]
     assert errors[0] <= errors[1]
 
 

@@ -11,10 +11,12 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.views.console import Output
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 
+from .input_choice import text_option
 from .numbers import Number
 from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
 
 if TYPE_CHECKING:
+    from corp_deploy.proof.timed_inputs import TimedInputs
     from perf.timing.laps import Plan
 
 
@@ -107,6 +109,27 @@ plan_options = value_options(
 )
 
 
+def _fed(images: Path | None, text: Path | None) -> "TimedInputs":
+    from corp_deploy.proof.timed_inputs import TimedInputs
+
+    if images is not None and text is not None:
+        raise click.UsageError("--images and --text exclude each other; give what the models take")
+    return TimedInputs(images=images, text=text)
+
+
+fed_options = value_options(
+    "fed",
+    _fed,
+    click.option(
+        "--images",
+        type=FILE,
+        default=None,
+        help="Feed these, over again where they are few: .npy, .npz or .safetensors as for verify; default: noise.",
+    ),
+    text_option(help="Feed these texts, a line each, by a model directory's tokenizer; default: any tokens."),
+)
+
+
 @click.command()
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
@@ -114,12 +137,7 @@ plan_options = value_options(
 @click.option("--batch", type=BATCHES, default="1,8,32", show_default=True, help="Batch sizes to measure.")
 @run_options
 @plan_options
-@click.option(
-    "--images",
-    type=FILE,
-    default=None,
-    help="Feed these, over again where they are few: .npy, .npz or .safetensors as for verify; default: noise.",
-)
+@fed_options
 @output_options
 def bench(
     dense: Path,
@@ -128,7 +146,7 @@ def bench(
     batch: tuple[int, ...],
     running: RunOptions,
     plan: "Plan",
-    images: Path | None,
+    fed: "TimedInputs",
     out: Output,
 ) -> None:
     """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
@@ -149,7 +167,7 @@ def bench(
             batches=batch,
             plan=plan,
             running=running,
-            images=images,
+            fed=fed,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: done(int(100 * share)),
         )

@@ -10,7 +10,14 @@ from corp_deploy.invocation.table import CALIBRATE
 from corp_deploy.views.console import Output
 from ground.quantities import IMAGES, SHARE_REMOVED
 
-from .image_choice import ImageChoice, decoding_options, drawing_options, image_options, images_option
+from .input_choice import (
+    InputChoice,
+    decoding_options,
+    drawing_options,
+    images_option,
+    input_options,
+    text_option,
+)
 from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number, Numbers
 from .options import FILE, batch_size_option, explicit_options, output_options, value_options
@@ -120,7 +127,7 @@ pass_options = value_options(
 
 @click.command()
 @model_options
-@image_options(images_option(), *drawing_options, *decoding_options)
+@input_options(images_option(), text_option(), *drawing_options, *decoding_options)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
 @statistics_options
 @click.option(
@@ -134,7 +141,7 @@ pass_options = value_options(
 @output_options
 def calibrate(
     model: ModelChoice,
-    images: ImageChoice,
+    inputs: InputChoice,
     output: Path,
     statistics: StatisticsChoice,
     hold_out: int | None,
@@ -176,21 +183,22 @@ def calibrate(
         restriction=statistics.restriction(),
         batch_size=passes.batch_size,
         device=passes.device,
-        seed=images.seed,
+        seed=inputs.seed,
         hold_out=hold_out,
     )
     with ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = model.load(out)
+        source = inputs.open(checkpoint)
         run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
             save_every=passes.checkpoint_every,
             needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
-            progress=lambda title, count: out.progress(f"calibrating {title}", count, unit="images"),
+            progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
         )
-        summaries = write_moments(checkpoint, images.open(checkpoint), request, run, output)
+        summaries = write_moments(checkpoint, source, request, run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
         run.clear()

@@ -11,7 +11,7 @@ from corp_deploy.views.console import Output
 from ground.quantities import OPSET
 from ground.quantity import BATCH
 
-from .image_choice import ImageChoice, drawing_options, image_choice, images_option
+from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
 from .model_choice import ModelChoice, model_options
 from .numbers import Number
 from .options import FILE, Words, explicit_options, output_options, value_options
@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionChoice:
     """In which precisions graphs are written, and what mixed keeps in FP32: sites by pattern, or those found to break
-    on images, where the dense model's FP16 error is the yardstick.
+    on inputs, where the dense model's FP16 error is the yardstick.
     """
 
     precisions: tuple[str, ...]
     keep_fp32: tuple[str, ...]
     auto: bool
-    images: ImageChoice
+    inputs: InputChoice
     dense: Path | None
 
     def __post_init__(self) -> None:
         if "mixed" in self.precisions and bool(self.keep_fp32) == self.auto:
             raise click.UsageError("mixed needs either --keep-fp32 PATTERN or --auto")
-        if self.auto != (self.images.path is not None):
-            raise click.UsageError("--auto looks for the blocks on real images; give --auto and --images together")
+        if self.auto != (self.inputs.path is not None):
+            raise click.UsageError(
+                "--auto looks for the blocks on real images; give --auto and --images (or --text) together"
+            )
 
     def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> tuple[str, ...]:
         """The sites that mixed keeps in FP32."""
@@ -47,7 +49,7 @@ class PrecisionChoice:
 
         if not self.auto:
             return self.keep_fp32
-        feeds = inputs_from_set(self.images.open(checkpoint)).feeds
+        feeds = inputs_from_set(self.inputs.open(checkpoint)).feeds
         yardstick = checkpoint if self.dense is None else model_of_directory(self.dense)
         return sites_to_keep(checkpoint, yardstick, feeds, opset=graphs.opset, geometry=graphs.heads).kept
 
@@ -76,10 +78,8 @@ def _precision_choice(
     precision: tuple[str, ...],
     keep_fp32: tuple[str, ...],
     auto: bool,
-    images: Path | None,
-    samples: int | None,
-    seed: int,
     dense: str | None,
+    **inputs: Any,
 ) -> PrecisionChoice:
     mixed = "mixed-auto" if auto else "mixed"
     EXPORT.refuse([("", mixed if name == "mixed" else name) for name in precision], explicit_options())
@@ -87,7 +87,7 @@ def _precision_choice(
         precisions=precision,
         keep_fp32=keep_fp32,
         auto=auto,
-        images=image_choice(images=images, samples=samples, seed=seed),
+        inputs=input_choice(**inputs),
         dense=None if dense is None else Path(dense),
     )
 
@@ -106,7 +106,8 @@ precision_options = value_options(
         "--keep-fp32", multiple=True, help="Modules that mixed keeps in FP32, with all below them, such as blocks.7."
     ),
     click.option("--auto", is_flag=True, help="Let mixed find the blocks that break in FP16, on --images."),
-    images_option(required=False, help="Images for --auto."),
+    images_option(help="Images for --auto."),
+    text_option(help="Texts for --auto, a line each, of a text encoder."),
     *drawing_options,
     click.option(
         "--dense", default=None, help="For --auto: the dense model's directory; its FP16 error is the yardstick."

@@ -77,7 +77,10 @@ dense_options = value_options(
 )
 """Adds what a timm name needs beside it, and hands the command a `ModelChoice` as `model` in place of its name."""
 
-MODEL_HELP = "A timm name (with --weights), a directory written by corp-deploy, or a snapshot of a timm repository."
+MODEL_HELP = (
+    "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, or hf:DIR, a "
+    "text encoder of transformers."
+)
 
 
 def model_options(command: Command) -> Command:

@@ -7,13 +7,21 @@ import click
 from corp_deploy.invocation.reduction import ReductionChoice
 from corp_deploy.views.console import Output
 
-from .image_choice import ImageChoice, decoding_options, drawing_options, image_options, images_option
+from .input_choice import (
+    InputChoice,
+    decoding_options,
+    drawing_options,
+    images_option,
+    input_options,
+    text_option,
+)
 from .model_choice import ModelChoice, model_options
 from .options import DIRECTORY, FILE, output_options
 from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
 
 IMAGES_HELP = "Calibration images: for a budget, auto, the closed loop and presets grail-fold and fold."
+TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 
 
 @click.command("reduce")
@@ -28,7 +36,13 @@ IMAGES_HELP = "Calibration images: for a budget, auto, the closed loop and prese
     show_default=True,
     help="Where the solving is done.",
 )
-@image_options(images_option(required=False, help=IMAGES_HELP), *drawing_options, *decoding_options)
+@input_options(
+    images_option(help=IMAGES_HELP),
+    text_option(help=TEXT_HELP),
+    *drawing_options,
+    *decoding_options,
+    required=False,
+)
 @output_options
 def reduce_command(
     model: ModelChoice,
@@ -36,7 +50,7 @@ def reduce_command(
     output: Path,
     reduction: ReductionChoice,
     device: str,
-    images: ImageChoice,
+    inputs: InputChoice,
     out: Output,
 ) -> None:
     """Remove MLP channels and query/key dimensions and repair the loss in closed form.
@@ -60,7 +74,7 @@ def reduce_command(
             moments,
             request_from_choice(reduction),
             directory=output,
-            images=None if images.path is None else images.open(dense),
+            images=None if inputs.path is None else inputs.open(dense),
             held_out=None if reduction.held_out is None else load_moments(reduction.held_out),
             done=done,
         )

@@ -14,7 +14,7 @@ from corp_deploy.reduction.method import PRESETS
 from corp_deploy.views.console import Output
 from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 
-from .image_choice import ImageChoice, drawing_options, image_options, images_option
+from .input_choice import InputChoice, drawing_options, images_option, input_options, text_option
 from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number, Numbers
 from .options import (
@@ -81,7 +81,7 @@ class SweepChoice:
         uniform = [self._request(preset, share) for preset in self.preset for share in self.sparsity]
         return uniform + [self._request("best", None, budget) for budget in self.macs]
 
-    def words_of(self, point: "SweepPoint", images: ImageChoice, options: dict[str, Any]) -> str:
+    def words_of(self, point: "SweepPoint", inputs: InputChoice, options: dict[str, Any]) -> str:
         """What to add to reduce for the model of this point; `options` are those that were typed."""
         touches = point.budget is not None or self.touches_attention(point.preset)
         words = [f"--preset {point.preset}"]
@@ -95,15 +95,15 @@ class SweepChoice:
             words.append(f"--heads {self.heads}")
         if "align" in options:
             words.append(f"--align {','.join(f'{site}={width}' for site, width in self.align.items())}")
-        return " ".join([*words, *self._words_of_images(point, images)])
+        return " ".join([*words, *self._words_of_inputs(point, inputs)])
 
-    def _words_of_images(self, point: "SweepPoint", images: ImageChoice) -> Sequence[str]:
-        """A budget tries sites on the images that the sweep was scored on; merged channels are fitted to their own."""
+    def _words_of_inputs(self, point: "SweepPoint", inputs: InputChoice) -> Sequence[str]:
+        """A budget tries sites on the inputs that the sweep was scored on; merged channels are fitted to their own."""
         if point.budget is None:
             merges = PRESETS[point.preset].merges and self.calibration_images is not None
             return [f"--images {shlex.quote(str(self.calibration_images))}"] * merges
-        drawn = [] if images.samples is None else [f"--samples {images.samples}", f"--seed {images.seed}"]
-        return [f"--images {shlex.quote(str(images.path))}", *drawn]
+        drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
+        return [inputs.words, *drawn]
 
 
 def _sweep_choice(**options: Any) -> SweepChoice:
@@ -148,8 +148,9 @@ sweep_options = value_options(
 @click.command("sweep")
 @model_options
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
-@image_options(
+@input_options(
     images_option(),
+    text_option(),
     click.option("--labels", type=FILE, default=None, help="Class indices of the images, for accuracy."),
     *drawing_options,
 )
@@ -163,7 +164,7 @@ sweep_options = value_options(
 def sweep_command(
     model: ModelChoice,
     moments: Path,
-    images: ImageChoice,
+    inputs: InputChoice,
     output: Path,
     sweep: SweepChoice,
     min_agreement: float | None,
@@ -176,7 +177,7 @@ def sweep_command(
     --min-agreement 0.99 -o sweep
     """
     from calib.store import load
-    from corp_deploy.planning.sweep import record_of_sweep, scored_images, smallest_that_agrees
+    from corp_deploy.planning.sweep import record_of_sweep, scored_inputs, smallest_that_agrees
     from corp_deploy.planning.sweep import sweep as sweep_of
     from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
@@ -185,14 +186,14 @@ def sweep_command(
     with usage_errors():
         requests = sweep.requests()
     checkpoint = model.load(out)
-    source = images.open(checkpoint)
-    labels, calibration = images.class_indices(source, checkpoint), sweep.calibration_images
+    source = inputs.open(checkpoint)
+    labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration_images
     with out.progress("sweeping", len(requests), unit="models") as done:
         points = sweep_of(
             checkpoint.model,
             load(moments),
             requests,
-            scored_images(checkpoint.model, source, labels, batch_size),
+            scored_inputs(checkpoint.model, source, labels, batch_size),
             calibration=None if calibration is None else images_for_model(checkpoint.model, calibration),
             done=done,
         )
@@ -205,7 +206,7 @@ def sweep_command(
     write_text(output / "sweep.svg", sweep_plot(points))
     lines = []
     if answer is not None:
-        words = sweep.words_of(answer, images, explicit_options())
+        words = sweep.words_of(answer, inputs, explicit_options())
         lines.append(
             f"smallest model with {min_agreement:.2%} agreement: {words} ({answer.macs_share:.1%} of the MACs)"
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +12,7 @@ from corp_deploy.views.console import Output
 from ground.quantities import ERROR, FACTOR, SHARE
 from ground.quantity import BATCH
 
-from .image_choice import IMAGES_HELP, ImageChoice, drawing_options, image_choice, images_option
+from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
 from .model_choice import ModelChoice, dense_options
 from .numbers import Number
 from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
@@ -26,40 +26,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofInputChoice:
-    """Real images or, where they are really meant, so many random inputs; the seed is of either's draw."""
+    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw."""
 
-    images: ImageChoice
+    real: InputChoice
     random: int | None
 
     def __post_init__(self) -> None:
-        if (self.images.path is None) == (self.random is None):
-            raise click.UsageError("give --images, or --random when random inputs are really meant")
+        if (self.real.path is None) == (self.random is None):
+            raise click.UsageError("give --images or --text, or --random when random inputs are really meant")
 
     @property
     def way(self) -> str:
-        return "random" if self.images.path is None else "images"
+        return "random" if self.real.path is None else "images"
 
     def open(self, dense: "Checkpoint") -> "ProofInputs":
         from corp_deploy.proof.inputs import inputs_from_set, random_inputs
 
         if self.random is not None:
-            return random_inputs(dense, self.random, self.images.seed)
-        source = self.images.open(dense)
-        return inputs_from_set(source, self.images.class_indices(source, dense))
+            return random_inputs(dense, self.random, self.real.seed)
+        source = self.real.open(dense)
+        return inputs_from_set(source, self.real.class_indices(source, dense))
 
 
-def _input_choice(
-    images: Path | None, random: int | None, labels: Path | None, samples: int | None, seed: int
-) -> ProofInputChoice:
-    choice = ProofInputChoice(images=image_choice(images, labels, samples, seed), random=random)
+def _proof_input_choice(random: int | None, **options: Any) -> ProofInputChoice:
+    choice = ProofInputChoice(real=input_choice(**options), random=random)
     VERIFY.refuse([("", choice.way)], explicit_options())
     return choice
 
 
-input_options = value_options(
+proof_input_options = value_options(
     "inputs",
-    _input_choice,
-    images_option(required=False, help=IMAGES_HELP),
+    _proof_input_choice,
+    images_option(),
+    text_option(),
     click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so."),
     click.option(
         "--labels",
@@ -110,7 +109,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 @click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, required=True, type=ANY_PATH)
 @dense_options
-@input_options
+@proof_input_options
 @click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration.")
 @click.option(
     "--output", "-o", type=FILE, required=True, help="parity.json to write; per-image figures go to .npz beside it."
@@ -132,7 +131,7 @@ def verify(
     limits: "ParityLimits",
     out: Output,
 ) -> None:
-    """Prove on real images, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
+    """Prove on real inputs, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
 
     A link without a limit is measured, not passed: set --min-agreement or --max-error. Exit 3 when no link had one.
 

@@ -136,7 +136,7 @@ AUDIT = Axis(
 # By precision; several may be at work at once.
 EXPORT = Axis(
     command="export",
-    picks=frozenset({"keep_fp32", "auto", "images", "samples", "seed", "dense"}),
+    picks=frozenset({"keep_fp32", "auto", "images", "text", "samples", "seed", "dense"}),
     ways={
         "fp32": Way(words="precision fp32", ask="--precision fp32", honours={}),
         "fp16": Way(words="precision fp16", ask="--precision fp16", honours={}),
@@ -148,7 +148,7 @@ EXPORT = Axis(
         "mixed-auto": Way(
             words="precision mixed that finds its sites",
             ask="--precision mixed --auto --images P",
-            honours={"auto": ANY, "images": ANY, "samples": ANY, "seed": ANY, "dense": ANY},
+            honours={"auto": ANY, "images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "dense": ANY},
         ),
     },
 )
@@ -169,7 +169,7 @@ VERIFY = Axis(
     ways={
         "images": Way(
             words="real images",
-            ask="--images P",
+            ask="--images P or --text FILE",
             honours={"labels": ANY, "moments": ANY, "samples": ANY, "seed": ANY},
         ),
         "random": Way(words="random inputs", ask="--random N", honours={"seed": ANY}),
@@ -241,8 +241,21 @@ IMAGES = Axis(
         "images": Way(
             words="what looks at images",
             ask="a budget, --heads auto, --closed-loop, or a preset that merges channels (grail-fold, fold)",
-            honours={"images": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
+            honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
+    },
+)
+
+# By what the model takes.
+INPUTS = Axis(
+    command="calibrate",
+    ways={
+        "images": Way(
+            words="images",
+            ask="--images P",
+            honours={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
+        ),
+        "text": Way(words="a text encoder", ask="--text FILE", honours={"text": ANY}),
     },
 )
 
@@ -261,4 +274,4 @@ LOOP = Axis(
     },
 )
 
-AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, PRESET, ATTENTION, WIDTHS, IMAGES, LOOP)
+AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, PRESET, ATTENTION, WIDTHS, IMAGES, INPUTS, LOOP)

@@ -147,7 +147,7 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     if asked.needs_images and images is None:
         raise BadInput(
             "a budget, --heads auto, --closed-loop and presets that merge channels (grail-fold, fold) look at the "
-            "calibration images; give them with --images"
+            "calibration images; give them with --images, or --text for a text encoder"
         )
     if images is None or not (asked.budget or asked.auto_heads):
         return WidthPlan(method=asked.method, widths=None, said=())

@@ -9,13 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.images import Images
+from calib.input_set import InputSet
+from calib.inputs import Inputs, joined, pieces, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from ground.errors import BadInput
+from ground.ports import Role
 from perf.parity.measures import measures
 
 from .budget import allocate
@@ -28,7 +31,8 @@ PROBE_IMAGES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense logits.
+    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense
+    outputs. No agreement: too few inputs for embeddings to have neighbours.
 
     `sites_reduced` became smaller; `sites_refused` were asked to and can't.
     """
@@ -42,7 +46,7 @@ class SweepPoint:
     macs_share: float
     parameters: int
     relative_error: float
-    agreement: float
+    agreement: float | None
     accuracy: float | None
     sites_reduced: int
     sites_refused: int
@@ -60,9 +64,10 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Images with the dense model's logits on them, and labels where there are any."""
+    """Inputs with the dense model's outputs for them, what those are for, and labels where there are any."""
 
-    images: torch.Tensor
+    inputs: Inputs
+    role: Role
     dense_NC: NDArray[np.float32]
     labels_N: NDArray[np.int64] | None
     batch_size: int
@@ -71,10 +76,10 @@ class Scored:
         """Score one reduced model."""
         model = reduction.model
         method = request.method
-        logits_NC = logits(model, self.images, self.batch_size)
-        errors = measures(self.dense_NC, logits_NC)
+        outputs_NC = outputs(model, self.inputs, self.batch_size)
+        errors = measures(self.dense_NC, outputs_NC, role=self.role)
         cost = macs(model)
-        accuracy = None if self.labels_N is None else float((logits_NC.argmax(1) == self.labels_N).mean())
+        accuracy = None if self.labels_N is None else float((outputs_NC.argmax(1) == self.labels_N).mean())
         return SweepPoint(
             preset=request.preset,
             budget=request.budget,
@@ -85,25 +90,26 @@ class Scored:
             macs_share=cost / dense_macs,
             parameters=parameters(model),
             relative_error=errors.relative_error,
-            agreement=errors.top1_agreement,
+            agreement=errors.agreement,
             accuracy=accuracy,
             sites_reduced=len(reduction.coverage.reduced),
             sites_refused=len(reduction.coverage.refused),
         )
 
 
-def logits(model: nn.Module, images: torch.Tensor, batch_size: int) -> NDArray[np.float32]:
-    """Logits [N, classes] of all images."""
+def outputs(model: nn.Module, inputs: Inputs, batch_size: int) -> NDArray[np.float32]:
+    """Logits or embeddings [N,C] of all inputs."""
     with torch.inference_mode():
-        rows: list[NDArray[np.float32]] = [model(batch).numpy() for batch in images.split(batch_size)]
+        rows: list[NDArray[np.float32]] = [run_model(model, part).numpy() for part in pieces(inputs, batch_size)]
     return np.concatenate(rows)
 
 
-def scored_images(model: nn.Module, images: Images, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
-    """All of the images with the dense model's logits on them."""
-    pixels = torch.cat(list(images.batches(batch_size)))
-    dense_NC = logits(model, pixels, batch_size)
-    return Scored(images=pixels, dense_NC=dense_NC, labels_N=labels_N, batch_size=batch_size)
+def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
+    """All of the inputs with the dense model's outputs for them."""
+    inputs = joined(list(source.batches(batch_size)))
+    (port,) = output_ports(model)
+    dense_NC = outputs(model, inputs, batch_size)
+    return Scored(inputs=inputs, role=port.role, dense_NC=dense_NC, labels_N=labels_N, batch_size=batch_size)
 
 
 def _front(trials: Sequence[SweepPoint]) -> set[int]:
@@ -124,7 +130,7 @@ def sweep(
     requests: Iterable[SweepRequest],
     scored: Scored,
     *,
-    calibration: Images | None = None,
+    calibration: InputSet | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[SweepPoint]:
     """Reduce and score every choice with the costly work shared: one elimination per MLP serves every width, one set
@@ -143,8 +149,8 @@ def sweep(
         widths = None
         if request.budget is not None:
             if method.geometry not in curves:
-                images = scored.images[:PROBE_IMAGES]
-                probe = Probe(model=model, moments=moments, method=method, inputs=images, eliminations=shared)
+                few = next(pieces(scored.inputs, PROBE_IMAGES))
+                probe = Probe(model=model, moments=moments, method=method, inputs=few, eliminations=shared)
                 curves[method.geometry] = cost_curves(probe, "macs")
             widths = allocate(curves[method.geometry], dense_macs, request.budget).widths
         reduction = reduce(model, moments, method, widths=widths, eliminations=shared, images=calibration)
@@ -161,11 +167,16 @@ def _marked(trial: SweepPoint, on_front: bool) -> SweepPoint:
 
 def smallest_that_agrees(trials: Sequence[SweepPoint], least: float) -> SweepPoint:
     """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
-    agreeing = [trial for trial in trials if trial.agreement >= least]
-    if not agreeing:
-        best = max(trials, key=lambda trial: trial.agreement)
+    shares = {place: trial.agreement for place, trial in enumerate(trials) if trial.agreement is not None}
+    if not shares:
         raise BadInput(
-            f"no trial agrees on {least:.2%} of the images, the best reaches {best.agreement:.2%} "
+            "--min-agreement: too few inputs for embeddings to have neighbours, so none can agree; give more"
+        )
+    agreeing = [trials[place] for place, share in shares.items() if share >= least]
+    if not agreeing:
+        best = trials[max(shares, key=shares.__getitem__)]
+        raise BadInput(
+            f"no trial agrees on {least:.2%} of the images, the best reaches {max(shares.values()):.2%} "
             f"({best.preset}, {best.macs_share:.2f} of the MACs); sweep lower sparsities or lower --min-agreement"
         )
     return min(agreeing, key=lambda trial: (trial.macs, trial.relative_error))

@@ -1,13 +1,14 @@
 """Do these inputs look like those of calibration? Pixel range, and mean and covariance at every site."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from calib.collect import collect
 from calib.moments import Moments
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.moments import require_same_model
@@ -38,9 +39,11 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
         return None
     sites = [site for site in calibration_taps(dense.model, sites_of(dense.model)) if site.name in moments.sites]
     each = count // PARTS
+    token_weights = partial(family_of(dense.model).token_weights, dense.model)
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     for start in range(0, PARTS * each, each):
-        part = collect(dense.model, sites, _batches(feeds, start, start + each), device="cpu")
+        batches = _batches(feeds, start, start + each)
+        part = collect(dense.model, sites, batches, device="cpu", token_weights=token_weights)
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]

@@ -6,11 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from calib.images import ARRAYS, open_images
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.running import Device, RunOptions
@@ -20,7 +15,6 @@ from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput
-from ground.feeds import Feeds, noise_of_ports
 from ground.files import sha256_of_file
 from ground.ports import Port
 from perf.bench.bench import Subject, bench
@@ -34,6 +28,8 @@ from perf.runners.onnx import OnnxRunner
 from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
+
+from .timed_inputs import TimedInputs, feeds_to_time, listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +182,7 @@ def _contender(name: str, path: Path, running: RunOptions, scratch: Path) -> Con
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
     if _sizes(dense.inputs) != _sizes(reduced.inputs):
-        raise BadInput(f"dense takes {_listed(dense.inputs)}, reduced {_listed(reduced.inputs)}: not the same task")
+        raise BadInput(f"dense takes {listed(dense.inputs)}, reduced {listed(reduced.inputs)}: not the same task")
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:
             raise BadInput(
@@ -195,31 +191,9 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
             )
 
 
-def _no_picture(picture: object) -> torch.Tensor:
-    raise AssertionError(picture)  # arrays are taken as they are
-
-
 def _sizes(ports: Sequence[Port]) -> list[tuple[str, tuple[int, ...]]]:
     """What ports take, whatever they are called."""
     return [(port.dtype, port.shape) for port in ports]
-
-
-def _listed(ports: Sequence[Port]) -> str:
-    return ", ".join(f"{port.name} {port.shape}" for port in ports)
-
-
-def _fed(path: Path | None, ports: Sequence[Port], count: int) -> Feeds:
-    """So many images of a file, over again where it has fewer; noise without one."""
-    if path is None:
-        return noise_of_ports(ports, count, seed=0)
-    if len(ports) != 1 or len(ports[0].shape) != 3:
-        raise BadInput(f"{path}: images for a model that takes {_listed(ports)}; leave --images away")
-    channels, height, width = ports[0].shape
-    if path.suffix not in ARRAYS:
-        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
-    source = open_images(path, image_shape=(channels, height, width), transform=_no_picture)
-    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
-    return {ports[0].name: np.resize(images, (count, *ports[0].shape))}
 
 
 def measure(
@@ -229,13 +203,13 @@ def measure(
     batches: Sequence[int],
     plan: Plan,
     running: RunOptions | None = None,
-    images: Path | None = None,
+    fed: TimedInputs | None = None,
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
 ) -> Bench:
     """Time a dense and a reduced model in one process. Raises BadInput for models that don't go together.
 
-    `images` holds what is fed, preprocessed; None feeds normal noise, which costs the same time.
+    `fed` tells of real inputs; None feeds noise, which costs the same time.
     """
     running = running or RunOptions()
     device = _device_of_both(dense, reduced, running)
@@ -244,12 +218,12 @@ def measure(
             _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
         )
         _refuse_unequal(one, other, batches)
-        fed = _fed(images, one.inputs, max(batches))
+        feeds = feeds_to_time(fed or TimedInputs(), one.inputs, (dense, reduced), max(batches))
         timed_tests: list[StructuralTest] = []
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
                 (_sampled(one.subject, timed_tests), _sampled(other.subject, timed_tests)),
-                fed,
+                feeds,
                 batches,
                 plan,
                 streams=running.streams or 1,

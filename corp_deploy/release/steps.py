@@ -17,6 +17,7 @@ from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
+from corp_deploy.proof.timed_inputs import TimedInputs
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.calibrate import Statistics
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
@@ -120,7 +121,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
         batches=run["batch"],
         plan=plan,
         running=RunOptions.from_options(run.options),
-        images=dirs.root / run["images"],
+        fed=TimedInputs(images=dirs.root / run["images"]),
         command=run.words,
     )
     with replacing(dirs.into / run["output"]) as temporary:

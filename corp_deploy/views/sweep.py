@@ -28,7 +28,7 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
             f"{trial.macs_share:.1%}",
             f"{trial.parameters:,}",
             f"{trial.relative_error:.4f}",
-            f"{trial.agreement:.2%}",
+            "-" if trial.agreement is None else f"{trial.agreement:.2%}",
             "-" if trial.accuracy is None else f"{trial.accuracy:.2%}",
             "*" if trial.on_front else "",
         )

@@ -1,0 +1,118 @@
+"""Images and texts as they are named on the command line."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from corp_deploy.invocation.table import INPUTS
+from ground.quantities import BAD_IMAGES, IMAGES, SEED, WORKERS
+
+from .numbers import Number
+from .options import ANY_PATH, FILE, Command, Option, explicit_options, value_options
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from calib.input_set import InputSet
+    from corp_deploy.store.checkpoint import Checkpoint
+
+TEXT_HELP = "For a text encoder: UTF-8 text, a line a document."
+IMAGES_HELP = "A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputChoice:
+    """Which images with their labels where there are any, or which texts; how many, drawn by the seed, and how images
+    are decoded.
+
+    Raises UsageError for both at once.
+    """
+
+    images: Path | None = None
+    text: Path | None = None
+    labels: Path | None = None
+    samples: int | None = None
+    seed: int = 0
+    workers: int = 0
+    max_bad: int = 0
+
+    def __post_init__(self) -> None:
+        if self.images is not None and self.text is not None:
+            raise click.UsageError("--images and --text exclude each other; give what the model takes")
+
+    @property
+    def path(self) -> Path | None:
+        return self.images if self.text is None else self.text
+
+    @property
+    def words(self) -> str:
+        """The option by which they were given, as a command line has it."""
+        return f"{'--images' if self.text is None else '--text'} {shlex.quote(str(self.path))}"
+
+    def open(self, checkpoint: "Checkpoint") -> "InputSet":
+        """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""
+        from corp_deploy.store.inputs import images_for_model, texts_for_model
+
+        drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
+        if self.text is not None:
+            return texts_for_model(checkpoint.model, self.text, **drawn)
+        assert self.images is not None, self
+        decoded = {"workers": self.workers, "max_bad": self.max_bad}
+        return images_for_model(checkpoint.model, self.images, **drawn, **decoded)
+
+    def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
+        """Those of the opened images [N], where labels are given."""
+        from calib.images import Images
+        from corp_deploy.store.inputs import labels_from_path
+
+        if self.labels is None:
+            return None
+        assert isinstance(inputs, Images), inputs  # texts with labels were refused
+        return labels_from_path(self.labels, inputs, checkpoint.model)
+
+
+def input_choice(**options: Any) -> InputChoice:
+    """From the options of these names; those that are typed and that texts would ignore are refused."""
+    choice = InputChoice(**options)
+    if choice.text is not None:
+        INPUTS.refuse([("", "text")], explicit_options())
+    return choice
+
+
+def _required_choice(**options: Any) -> InputChoice:
+    choice = input_choice(**options)
+    if choice.path is None:
+        raise click.UsageError("Missing option '--images', or '--text' for a model that takes text.")
+    return choice
+
+
+drawing_options: tuple[Option, ...] = (
+    click.option(
+        "--samples", type=Number(IMAGES), default=None, help="Use this many images, drawn by --seed; default: all."
+    ),
+    click.option("--seed", type=Number(SEED), default=0, show_default=True, help="Seed of the draw of --samples."),
+)
+decoding_options: tuple[Option, ...] = (
+    click.option("--workers", type=Number(WORKERS), default=0, show_default=True, help="Processes that decode images."),
+    click.option("--max-bad", type=Number(BAD_IMAGES), default=0, show_default=True, help="Unreadable images to skip."),
+)
+
+
+def images_option(*, help: str = IMAGES_HELP) -> Option:
+    """--images itself."""
+    return click.option("--images", type=ANY_PATH, default=None, help=help)
+
+
+def text_option(*, help: str = TEXT_HELP) -> Option:
+    """--text itself."""
+    return click.option("--text", type=FILE, default=None, help=help)
+
+
+def input_options(*options: Option, required: bool = True) -> Callable[[Command], Command]:
+    """Add these options and hand the command an `InputChoice` as `inputs`."""
+    return value_options("inputs", _required_choice if required else input_choice, *options)

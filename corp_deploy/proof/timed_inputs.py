@@ -1,0 +1,68 @@
+"""What is fed to models while they are timed: images or texts of a file, or noise, which costs the same time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from calib.images import ARRAYS, open_images
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.inputs import texts_for_model
+from ground.errors import BadInput
+from ground.feeds import Feeds, noise_of_ports
+from ground.ports import Port
+
+
+def _no_picture(picture: object) -> torch.Tensor:
+    raise AssertionError(picture)  # arrays are taken as they are
+
+
+def listed(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.name} {port.shape}" for port in ports)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedInputs:
+    """What is fed while models are timed: preprocessed images of a file, the texts of one, or neither (noise)."""
+
+    images: Path | None = None
+    text: Path | None = None
+
+
+def _tokenized(text: Path, models: Sequence[Path], count: int) -> Feeds:
+    """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
+    directory = next((path for path in models if path.is_dir()), None)
+    if directory is None:
+        raise BadInput(
+            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text away: any tokens "
+            "cost the same time"
+        )
+    source = texts_for_model(model_of_directory(directory).model, text)
+    batch = next(source.batches(min(count, source.count)))
+    return {name: np.resize(tensor.numpy(), (count, *tensor.shape[1:])) for name, tensor in batch.items()}
+
+
+def _images_or_noise(path: Path | None, ports: Sequence[Port], count: int) -> Feeds:
+    """So many images of a file, over again where it has fewer; noise without one, and of tokens the same one."""
+    if path is None:
+        return noise_of_ports(ports, count, seed=0)
+    if len(ports) != 1 or len(ports[0].shape) != 3:
+        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images away")
+    channels, height, width = ports[0].shape
+    if path.suffix not in ARRAYS:
+        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
+    source = open_images(path, image_shape=(channels, height, width), transform=_no_picture)
+    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
+    return {ports[0].name: np.resize(images, (count, *ports[0].shape))}
+
+
+def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path], count: int) -> Feeds:
+    """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
+    if fed.text is None:
+        return _images_or_noise(fed.images, ports, count)
+    if not all(port.dtype == "int64" for port in ports):
+        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text away")
+    return _tokenized(fed.text, models, count)

@@ -1,0 +1,160 @@
+"""A text encoder through the commands: calibrate, reduce, export, verify, bench, package."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner, Result
+
+from calib.moments import ChannelMoments
+from calib.store import load as load_moments
+from corp_deploy import load
+from corp_deploy.cli import main
+from corp_deploy.families.family import text_spec
+from tests import encoders
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder of two blocks, texts to calibrate on and others to judge by, and the moments."""
+    directory = tmp_path_factory.mktemp("text")
+    encoders.write_encoder(directory / "hf", num_attention_heads=2)
+    documents = encoders.texts(40)
+    (directory / "calibration.txt").write_text("\n".join(documents[:28]))
+    (directory / "held-out.txt").write_text("\n".join(documents[28:]) + "\n\n")
+    result = invoked("calibrate", *model(directory), "--text", directory / "calibration.txt", "-o", moments(directory))
+    assert "28 documents" in result.output or "moments.safetensors" in result.output
+    return directory
+
+
+def invoked(*arguments: Any, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+def model(home: Path) -> tuple[str, str]:
+    return "--model", f"hf:{home / 'hf'}"
+
+
+def moments(home: Path) -> Path:
+    return home / "moments.safetensors"
+
+
+def reduced(home: Path, name: str, *options: Any) -> Path:
+    """The encoder reduced by these options."""
+    arguments = ("reduce", *model(home), "--moments", moments(home), "--align", "mlp=16,head=8")
+    invoked(*arguments, *options, "-o", home / name)
+    return home / name
+
+
+def test_an_encoder_goes_from_texts_to_a_packaged_graph(home: Path) -> None:
+    directory = reduced(home, "reduced", "--mlp", 0.5, "--attn", 0.5)
+    (home / "hf").rename(home / "away")  # nothing below needs the source
+    try:
+        _exported_verified_and_timed(home, directory)
+    finally:
+        (home / "away").rename(home / "hf")
+
+
+def _exported_verified_and_timed(home: Path, directory: Path) -> None:
+    sites = json.loads((directory / "config.json").read_text())["sites"]
+    assert sites["blocks.0.mlp"]["hidden"] == 32
+    assert (sites["blocks.1.attn"]["qk"], sites["blocks.1.attn"]["v"]) == (8, 16)
+    graph, half = directory / "model.onnx", directory / "model.fp16.onnx"
+    invoked("export", "--model", directory, "-o", graph, "--precision", "fp32,fp16")
+    tokens = text_spec(load(directory)).encoder()(["", *encoders.texts(5)])
+    feeds = {name: tensor.numpy() for name, tensor in tokens.items()}
+    expected = load(directory)(*tokens.values()).numpy()
+    for path, allowed in ((graph, 1e-4), (half, 2e-2)):
+        (answers,) = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(["embedding"], feeds)
+        np.testing.assert_allclose(answers, expected, rtol=0.0, atol=allowed)
+    parity = home / "parity.json"
+    text = ("--text", home / "held-out.txt")
+    invoked("verify", directory, directory, graph, half, *text, "-o", parity, "--batch", "1,5", "--max-error", 0.5)
+    links = {link["name"]: link for link in json.loads(parity.read_text())["links"]}
+    assert {link["status"] for link in links.values()} == {"PASS"}
+    assert {link["role"] for link in links.values()} == {"embedding"}
+    short = ("--batch", 2, "--time-limit", 0.2, "--min-rounds", 6, "--block-ms", 2, "-o", home / "bench.json")
+    invoked("bench", directory, graph, *text, *short)
+    invoked("bench", graph, graph, *short)
+    assert "has no tokenizer" in invoked("bench", graph, graph, *text, *short, code=2).stderr
+    invoked("package", home, "-o", home / "repository", "--name", "encoder")
+    assert "0 findings" in invoked("lint-repo", home / "repository").output
+    (configuration, *_) = sorted((home / "repository").rglob("config.pbtxt"))
+    assert "attention_mask" in configuration.read_text()
+
+
+def test_budgets_and_closed_loops_look_at_texts(home: Path) -> None:
+    text = ("--text", home / "calibration.txt")
+    record = json.loads((reduced(home, "budget", "--macs", 0.7, *text) / "config.json").read_text())
+    (by_site, *_) = record["lineage"]["reduction"]["ways"]
+    assert by_site["share"] <= 0.7
+    for loop in ("asymmetric", "symmetric"):
+        directory = reduced(home, loop, "--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop, *text)
+        assert json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["hidden"] == 32
+    folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
+    assert json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["hidden"] == 32
+
+
+def test_a_sweep_scores_embeddings(home: Path) -> None:
+    arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
+    options = ("--sparsity", 0.5, "--macs", 0.8, "--align", "mlp=16,head=8", "-o", home / "sweep")
+    invoked(*arguments, *options)
+    points = json.loads((home / "sweep" / "sweep.json").read_text())["trials"]
+    best, none = (point["relative_error"] for point in points if point["budget"] is None)
+    assert 0.0 < best < none
+
+
+def test_inspect_tells_how_texts_are_prepared(home: Path) -> None:
+    record = json.loads(invoked("inspect", *model(home), "--json").stdout)
+    assert record["preprocessing"]["length"] == 24
+    assert "texts of 24 tokens, cut or padded" in invoked("inspect", *model(home)).output
+
+
+def test_padding_changes_no_statistics(home: Path) -> None:
+    """The same texts cut to 24 or padded to 32 tokens, none of which is longer than 24."""
+    (home / "short.txt").write_text("\n".join(text for text in encoders.texts(40) if len(text.split()) < 6))
+    for length in (24, 32):
+        kwargs = ("--model-kwargs", json.dumps({"length": length}))
+        output = home / f"{length}.safetensors"
+        invoked("calibrate", *model(home), *kwargs, "--text", home / "short.txt", "-o", output)
+    one, other = (load_moments(home / f"{length}.safetensors").sites["blocks.1.mlp"] for length in (24, 32))
+    assert isinstance(one, ChannelMoments)
+    assert isinstance(other, ChannelMoments)
+    assert one.tokens == other.tokens
+    np.testing.assert_allclose(one.gram_FF.numpy(), other.gram_FF.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("calibrate", "--images", "calibration.txt"), "the model takes text, not images; give --text"),
+        (("calibrate",), "Missing option '--images', or '--text' for a model that takes text."),
+        (("calibrate", "--text", "calibration.txt", "--images", "calibration.txt"), "exclude each other"),
+        (("calibrate", "--text", "calibration.txt", "--workers", "2"), "--workers"),
+        (("calibrate", "--text", "none.txt"), "none.txt: no such file"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_message(
+    arguments: tuple[str, ...], message: str, home: Path
+) -> None:
+    command, *rest = (home / word if word.endswith(".txt") else word for word in arguments)
+    result = invoked(command, *model(home), *rest, "-o", home / "refused.safetensors", code=2)
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_texts_for_an_image_model_are_refused(home: Path) -> None:
+    from corp_deploy.store.checkpoint import save
+    from tests import tiny
+
+    save(tiny.checkpoint(), home / "vit")
+    arguments = ("--model", home / "vit", "--text", home / "calibration.txt", "-o", home / "refused.safetensors")
+    assert "the model takes images, not text; give --images" in invoked("calibrate", *arguments, code=2).stderr
