@@ -76,19 +76,19 @@ def shapes_of_sites(
     model: nn.Module, sites: Sequence[Site], *, example: Inputs, device: torch.device | str
 ) -> dict[str, Shape]:
     """Runs example inputs through `model`, which is on `device` (`meta` costs nothing), to learn what sites are fed."""
-    seen: dict[tuple[str, Role], torch.Size] = {}
+    sizes: dict[tuple[str, Role], torch.Size] = {}
 
     def hear(name: str, role: Role, activation: Tensor) -> None:
-        seen[name, role] = activation.shape
+        sizes[name, role] = activation.shape
 
     with torch.no_grad(), evaluating(model), listening(sites, hear):
         run_model(model, moved(example, device))
-    return {site.name: _shape_of(site, seen) for site in sites}
+    return {site.name: _shape_of(site, sizes) for site in sites}
 
 
-def _shape_of(site: Site, seen: Mapping[tuple[str, Role], torch.Size]) -> Shape:
+def _shape_of(site: Site, sizes: Mapping[tuple[str, Role], torch.Size]) -> Shape:
     try:
-        return _SHAPES[site.kind](lambda role: seen[site.name, role])
+        return _SHAPES[site.kind](lambda role: sizes[site.name, role])
     except KeyError as error:
         raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
 

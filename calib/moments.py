@@ -185,9 +185,9 @@ OneKind = TypeVar("OneKind", bound=SiteMoments)
 
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     """The same sums on another device; no copy where they are there already."""
-    held: dict[str, Any] = {each.name: getattr(moments, each.name) for each in fields(moments)}
+    values: dict[str, Any] = {each.name: getattr(moments, each.name) for each in fields(moments)}
     moved: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, Tensor) else value for name, value in held.items()
+        name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
     }
     return replace(moments, **moved)
 

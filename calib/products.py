@@ -35,14 +35,14 @@ def _products_of_tokens(x_BNF: Tensor) -> tuple[Tensor, ...]:
     return x_nF.chunk(math.ceil(len(x_nF) / TERMS))
 
 
-def _add_gram_by_blas(total_FF: Tensor, x_BNF: Tensor) -> None:
+def _add_gram_by_blas_(total_FF: Tensor, x_BNF: Tensor) -> None:
     for x_nF in _products_of_tokens(x_BNF):
         for start in range(0, len(total_FF), CPU_ROWS):
             stop = start + CPU_ROWS
             total_FF[start:stop, start:].add_(x_nF[:, start:stop].T @ x_nF[:, start:])
 
 
-def _add_gram_by_onednn(total_FF: Tensor, x_BNF: Tensor) -> None:
+def _add_gram_by_onednn_(total_FF: Tensor, x_BNF: Tensor) -> None:
     """Its kernels want both operands transposed; torch sends float32 there only by this operator."""
     for x_nF in _products_of_tokens(x_BNF):
         x_Fn = x_nF.T.contiguous()
@@ -53,7 +53,7 @@ def _add_gram_by_onednn(total_FF: Tensor, x_BNF: Tensor) -> None:
 
 
 _ON_CPU: Mapping[Kernel, Callable[[Tensor, Tensor], None]] = MappingProxyType(
-    {"blas": _add_gram_by_blas, "onednn": _add_gram_by_onednn}
+    {"blas": _add_gram_by_blas_, "onednn": _add_gram_by_onednn_}
 )
 
 
@@ -85,7 +85,7 @@ def kernel_for(width: int) -> Kernel:
     return kernel_of_this_cpu() if timed else "blas"
 
 
-def _add_gram_on_gpu(total_FF: Tensor, x_BNF: Tensor) -> None:
+def _add_gram_on_gpu_(total_FF: Tensor, x_BNF: Tensor) -> None:
     """Several images per launch, as many as need no more memory than x itself."""
     width = x_BNF.shape[-1]
     group = max(1, x_BNF.numel() // (3 * GPU_ROWS * width))
@@ -97,8 +97,8 @@ def _add_gram_on_gpu(total_FF: Tensor, x_BNF: Tensor) -> None:
                 total_FF[start:stop, start:].add_(product_GRF.sum(0, dtype=torch.float64))
 
 
-def add_gram(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
-    """Adds the sum of x x^T to the blocks of total_FF on and above its diagonal; `mirror` fills the rest.
+def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
+    """Adds the sum of x x^T to the blocks of total_FF on and above its diagonal; `mirror_` fills the rest.
 
     Block row i starts at its diagonal block, which saves almost half the multiplications of the whole product.
     `kernel` is the CPU's, the faster one unless given; a GPU has one of its own.
@@ -106,23 +106,23 @@ def add_gram(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> N
     if x_BNF.device.type == "cpu":
         _ON_CPU[kernel or kernel_for(len(total_FF))](total_FF, x_BNF)
     else:
-        _add_gram_on_gpu(total_FF, x_BNF)
+        _add_gram_on_gpu_(total_FF, x_BNF)
 
 
-def mirror(total_FF: Tensor) -> None:
-    """Copies what lies above the diagonal blocks of `add_gram` below them, in place."""
+def mirror_(total_FF: Tensor) -> None:
+    """Copies what lies above the diagonal blocks of `add_gram_` below them, in place."""
     rows = CPU_ROWS if total_FF.device.type == "cpu" else GPU_ROWS
     for start in range(0, len(total_FF), rows):
         stop = start + rows
         total_FF[stop:, start:stop] = total_FF[start:stop, stop:].T
 
 
-def add_sum(total_F: Tensor, x_BNF: Tensor) -> None:
+def add_sum_(total_F: Tensor, x_BNF: Tensor) -> None:
     """Adds the sum over images and tokens."""
     total_F.add_(x_BNF.float().sum(1).double().sum(0))
 
 
-def add_active(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | None = None) -> None:
+def add_active_(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | None = None) -> None:
     """Adds the number of entries with |x| > eps, or the weights of their tokens; below 2^24 float32 counts exactly."""
     above_NF = torch.empty(x_BNF.shape[1:], dtype=torch.float32, device=x_BNF.device)
     for index, x_NF in enumerate(x_BNF):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
-from .products import Kernel, add_active, add_gram, add_sum, grams_of_heads, mirror, upper_triangle
+from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, mirror_, upper_triangle
 from .sites import Role
 from .weights import Weights, rooted, token_count, weighted
 
@@ -54,9 +54,9 @@ class ChannelSums:
         if not self.totals:
             self.totals = {name: _zeros(width, device=device) for name in ("sum_F", "active_F")}
             self.totals["gram_FF"] = _zeros(width, width, device=device)
-        add_sum(self.totals["sum_F"], weighted(x_BNF, weights))
-        add_active(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
-        add_gram(self.totals["gram_FF"], rooted(x_BNF, weights), self.kernel)
+        add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
+        add_active_(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
+        add_gram_(self.totals["gram_FF"], rooted(x_BNF, weights), self.kernel)
         self.tokens += token_count(x_BNF, weights)
 
     def finite(self) -> Tensor:
@@ -78,7 +78,7 @@ class ChannelSums:
         self.tokens = tokens
 
     def moments(self) -> ChannelMoments:
-        mirror(self.totals["gram_FF"])
+        mirror_(self.totals["gram_FF"])
         return ChannelMoments(tokens=self.tokens, eps=self.eps, **_host(self.totals))
 
 
@@ -97,7 +97,7 @@ class HeadSums:
         self._qq_BHDD: Tensor | None = None
         self._kk_BHDD: Tensor | None = None
         self._removed_HD = torch.empty(0)
-        self._held: list[tuple[Tensor, Tensor]] = []
+        self._triangles: list[tuple[Tensor, Tensor]] = []
 
     def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
         if role == "q":
@@ -128,8 +128,8 @@ class HeadSums:
         if "z_sum_C" not in self.totals:
             self.totals["z_sum_C"] = _zeros(channels, device=device)
             self.totals["zz_CC"] = _zeros(channels, channels, device=device)
-        add_sum(self.totals["z_sum_C"], weighted(z_BNC, weights))
-        add_gram(self.totals["zz_CC"], rooted(z_BNC, weights), self.kernel)
+        add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
+        add_gram_(self.totals["zz_CC"], rooted(z_BNC, weights), self.kernel)
         self.images += z_BNC.shape[0]
         self.tokens += token_count(z_BNC, weights)
 
@@ -161,7 +161,7 @@ class HeadSums:
         if self.kept_HK is not None:
             qq_BHDD, kk_BHDD = self._restrict(self.kept_HK, qq_BHDD, kk_BHDD)
         if self.system:
-            self._held.append((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)))
+            self._triangles.append((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)))
 
     def _restrict(self, kept_HK: Tensor, qq_BHDD: Tensor, kk_BHDD: Tensor) -> tuple[Tensor, Tensor]:
         """Adds what only the whole Grams tell about the removed dims, returns the Grams of the kept ones.
@@ -180,9 +180,9 @@ class HeadSums:
 
     def flush(self) -> None:
         """Adds upper(K'K) upper(Q'Q)^T of the inputs held, their upper triangles, per head, in float64."""
-        if self._held:
-            k_BHT, q_BHT = (torch.cat(parts) for parts in zip(*self._held, strict=True))
-            self._held = []
+        if self._triangles:
+            k_BHT, q_BHT = (torch.cat(parts) for parts in zip(*self._triangles, strict=True))
+            self._triangles = []
             total_HTT = self.totals["system_HTT"]
             torch.baddbmm(total_HTT, k_BHT.permute(1, 2, 0), q_BHT.transpose(0, 1), out=total_HTT)
 
@@ -207,7 +207,7 @@ class HeadSums:
         self.images, self.tokens = images, tokens
 
     def moments(self) -> HeadMoments:
-        mirror(self.totals["zz_CC"])
+        mirror_(self.totals["zz_CC"])
         kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
         return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **_host(self.totals))
 

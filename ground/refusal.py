@@ -66,7 +66,7 @@ def _got(value: Any) -> str:
 
 def _in_words(expected: str) -> str:
     return re.sub(
-        r"`([^`]*)`", lambda found: " or ".join(_NOUNS.get(each, each) for each in found[1].split(" | ")), expected
+        r"`([^`]*)`", lambda match: " or ".join(_NOUNS.get(each, each) for each in match[1].split(" | ")), expected
     )
 
 
@@ -76,22 +76,22 @@ def _like(word: str, known: list[str]) -> str:
 
 
 def _reason(what: str, types: list[inspect.Type], value: Any) -> str:
-    if found := re.fullmatch(r"Object missing required field `(.*)`", what):
-        return f"the key {found[1]!r} is missing"
-    if found := re.fullmatch(r"(?s)Object contains unknown field `(.*)`", what):
+    if match := re.fullmatch(r"Object missing required field `(.*)`", what):
+        return f"the key {match[1]!r} is missing"
+    if match := re.fullmatch(r"(?s)Object contains unknown field `(.*)`", what):
         known = [
             field.encode_name
             for each in types
             if isinstance(each, inspect.StructType | inspect.DataclassType)
             for field in each.fields
         ]
-        return f"unknown key {found[1][:_SHOWN]!r}; {_like(found[1], known)}"
-    if found := re.fullmatch(r"(?s)Invalid enum value (.*)", what):
+        return f"unknown key {match[1][:_SHOWN]!r}; {_like(match[1], known)}"
+    if match := re.fullmatch(r"(?s)Invalid enum value (.*)", what):
         known = [str(word) for each in types if isinstance(each, inspect.LiteralType) for word in each.values]
-        return f"got {found[1][:_SHOWN]}, expected {' or '.join(known)}"
-    if found := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", what):
-        got = _in_words(found[2] or "") if value is msgspec.UNSET else _got(value)
-        return f"got {got}, expected {_in_words(found[1])}" if got else f"expected {_in_words(found[1])}"
+        return f"got {match[1][:_SHOWN]}, expected {' or '.join(known)}"
+    if match := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", what):
+        got = _in_words(match[2] or "") if value is msgspec.UNSET else _got(value)
+        return f"got {got}, expected {_in_words(match[1])}" if got else f"expected {_in_words(match[1])}"
     return what.lower() if what.endswith(" out of range") else what
 
 

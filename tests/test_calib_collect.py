@@ -228,8 +228,8 @@ def test_either_kernel_makes_the_gram(kernel: products.Kernel, shape: tuple[int,
     x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3.0  # all terms of one sign: the worst
     total_FF = torch.zeros(shape[-1], shape[-1], dtype=torch.float64)
     for _ in range(2):
-        products.add_gram(total_FF, x_BNF, kernel)
-    products.mirror(total_FF)
+        products.add_gram_(total_FF, x_BNF, kernel)
+    products.mirror_(total_FF)
     scale = float(total_FF.diagonal().mean())
     assert float((total_FF - 2.0 * float64_gram(x_BNF)).abs().max()) < 2e-6 * scale
 

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from calib.products import add_gram, mirror
+from calib.products import add_gram_, mirror_
 
 from .regression import Regression
 
@@ -34,13 +34,13 @@ class Gram:
 
     def add(self, x_BNK: Tensor) -> None:
         """Count every token of these images once."""
-        add_gram(self.upper_KK, x_BNK.flatten(0, 1).unsqueeze(0))
+        add_gram_(self.upper_KK, x_BNK.flatten(0, 1).unsqueeze(0))
         self.sum_K.add_(x_BNK.sum(dim=1).double().sum(dim=0))
         self.tokens += x_BNK.shape[:2].numel()
 
     @property
     def gram_KK(self) -> Tensor:
-        mirror(self.upper_KK)
+        mirror_(self.upper_KK)
         return self.upper_KK
 
     def with_those_of(self, other: "Gram") -> "Gram":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from calib.collect import ACTIVE_EPS
 from calib.hooks import listening
 from calib.moments import ChannelMoments, HeadMoments, on_device
-from calib.products import add_active
+from calib.products import add_active_
 from calib.sites import Role
 from calib.sums import HeadSums
 from calib.weights import Weights, weights_of
@@ -163,7 +163,7 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
             lacking.of(pair).add(pair.rows(h_BNF, branch.read), _lacking(pair, branch.read))
             if branch.read is not None:
                 unread.add(pair.rows(h_BNF, _others(branch.read, h_BNF.shape[1])))
-            add_active(active_F, pair.rows(h_BNF), ACTIVE_EPS)
+            add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS)
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
     _refuse_nonfinite(site.name, x.sum_K)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
