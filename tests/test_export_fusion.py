@@ -2,7 +2,7 @@
 
 import pytest
 
-from export.engine.audit import Audit, Audited
+from export.engine.audit import Audit, AuditedEngine
 from export.engine.fusion import Fusion, Kernel, kernels_from_inspector, kernels_from_log, site_of
 from ground.errors import BadInput
 
@@ -35,7 +35,7 @@ LOG = "\n".join(
 
 def test_kernels_are_read_from_the_log() -> None:
     kernels = kernels_from_log(LOG)
-    assert [(kernel.name, kernel.kind, kernel.half) for kernel in kernels] == [
+    assert [(kernel.name, kernel.kind, kernel.fp16) for kernel in kernels] == [
         ("__mye1_0_myl0_0", "shape_call", None),
         ("a_gemm_b", "gemm", True),
         ("_gemm_mha_v2_myl0_7", "kgen", True),
@@ -44,13 +44,13 @@ def test_kernels_are_read_from_the_log() -> None:
     assert kernels[2].nodes == ("b.0/MatMul_1", "b.0/Softmax")
     assert [kernel.is_fused_attention for kernel in kernels] == [False, False, True, False]
     fusion = Fusion(kernels=kernels, attention_sites=("b.0", "b.1"))
-    assert (fusion.fused_sites, fusion.half_kernel_share) == (("b.0",), 2 / 3)
+    assert (fusion.fused_sites, fusion.fp16_kernel_share) == (("b.0",), 2 / 3)
     assert fusion.kinds == {"gemm": 1, "kgen": 2, "shape_call": 1}
     assert kernels_from_log("nothing here") == ()
 
 
 def kernel(site: str, name: str = "_gemm_mha_v2_1", kind: str = "kgen", tactic: str = "") -> Kernel:
-    return Kernel(name=name, kind=kind, tactic=tactic, half=True, nodes=(f"{site}/Softmax",))
+    return Kernel(name=name, kind=kind, tactic=tactic, fp16=True, nodes=(f"{site}/Softmax",))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_every_profile_has_to_be_fused() -> None:
     assert Fusion(kernels=kernels, attention_sites=("b.0", "b.1"), profiles=2).fused_sites == ("b.0",)
 
 
-def audited(fused: list[str], sites: list[str]) -> Audited:
+def audited(fused: list[str], sites: list[str]) -> AuditedEngine:
     fusion = Fusion(kernels=tuple(kernel(site) for site in fused), attention_sites=tuple(sites))
-    return Audited(fusion=fusion, plan_bytes=1, build_seconds=0.0)
+    return AuditedEngine(fusion=fusion, plan_bytes=1, build_seconds=0.0)
 
 
 @pytest.mark.parametrize(

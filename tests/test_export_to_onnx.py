@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from export.graph import to_onnx
 from export.graph.precision import kept_modules, typed_copy
 from export.graph.to_onnx import onnx_bytes, onnx_from_model, save
-from export.graph.weights import element_types, half_weight_share
+from export.graph.weights import element_types, fp16_weight_share
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
@@ -83,13 +83,13 @@ def test_fp32_agrees_with_float64_at_every_batch(model: Vit, opset: int) -> None
     assert [entry.version for entry in proto.opset_import] == [opset]
     for batch in (1, 3):
         assert relative_error(run(proto, images(batch)), exact(model, images(batch))) < 1e-5
-    assert half_weight_share(proto) == 0.0
+    assert fp16_weight_share(proto) == 0.0
 
 
 def test_fp16_is_close_and_really_half(model: Vit, fp16: onnx.ModelProto) -> None:
     for runner in (run, run_in_real_half):
         assert 1e-6 < relative_error(runner(fp16, images(4)), exact(model, images(4))) < 5e-3
-    assert half_weight_share(fp16) == 1.0
+    assert fp16_weight_share(fp16) == 1.0
     assert [fp16.graph.input[0].type.tensor_type.elem_type, fp16.graph.output[0].type.tensor_type.elem_type] == [1, 1]
 
 
@@ -111,7 +111,7 @@ def test_mixed_keeps_a_block_that_overflows_float16() -> None:
     proto = export(model, "mixed", keep_fp32=["blocks.1.mlp"])
     assert relative_error(run_in_real_half(proto, images(4)), wanted) < 5e-3
     assert input_types(proto, "Gelu") == {TensorProto.FLOAT, TensorProto.FLOAT16}
-    assert 0.5 < half_weight_share(proto) < 1.0
+    assert 0.5 < fp16_weight_share(proto) < 1.0
 
 
 def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:

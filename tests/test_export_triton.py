@@ -16,7 +16,7 @@ from export.triton.expected import Agreement, Expected, Latency
 from export.triton.lint import lint_repository
 from export.triton.package import Package
 from export.triton.pbtxt import Message, Name, parse
-from export.triton.repository import Written, write_repository
+from export.triton.repository import AddedVersion, write_repository
 from export.triton.server_releases import onnx_warnings, plan_warnings, server_release, server_tags
 from export.triton.versions import config_path, serve_version, versions_of
 from ground.errors import BadInput
@@ -84,7 +84,7 @@ def test_the_plan_model_says_what_its_record_and_the_measurements_say(tmp_path: 
 
 def test_each_variant_is_one_model_with_its_own_backend_and_place(tmp_path: Path) -> None:
     written = write_repository(full(tmp_path), tmp_path / "repo")
-    assert written == Written(models=("vit", "vit_onnx", "vit_cpu"), warnings=())
+    assert written == AddedVersion(models=("vit", "vit_onnx", "vit_cpu"), warnings=())
     backends = {name: config_of(tmp_path / "repo" / name).text("backend") for name in written.models}
     assert backends == {"vit": "tensorrt", "vit_onnx": "onnxruntime", "vit_cpu": "python"}
     assert config_of(tmp_path / "repo/vit_cpu").messages("instance_group")[0].text("kind") == "KIND_CPU"

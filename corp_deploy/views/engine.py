@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from export.engine.audit import Audit, Audited
+from export.engine.audit import Audit, AuditedEngine
 from export.engine.record import EngineRecord
 
 
@@ -45,7 +45,7 @@ def lost_lines(audits: Sequence[Audit]) -> list[str]:
     return [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in audits if each.lost]
 
 
-def _cells(audited: Audited) -> tuple[str, str, str]:
+def _cells(audited: AuditedEngine) -> tuple[str, str, str]:
     fusion = audited.fusion
     fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}"
     return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}"

@@ -22,7 +22,7 @@ _BATCH = BatchProfile(smallest=1, tuned=8, largest=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audited:
+class AuditedEngine:
     """One engine of an audit: its kernels, and the plan's size in bytes and build time in seconds."""
 
     fusion: Fusion
@@ -37,7 +37,7 @@ class Audited:
             "attention_sites": list(self.fusion.attention_sites),
             "fused_attention_sites": list(self.fusion.fused_sites),
             "fused_attention": self.fusion.fused_attention,
-            "half_kernel_share": self.fusion.half_kernel_share,
+            "half_kernel_share": self.fusion.fp16_kernel_share,
             "plan_bytes": self.plan_bytes,
             "build_seconds": self.build_seconds,
         }
@@ -50,15 +50,15 @@ class Audit:
     backend: str
     library_version: str
     target: str
-    dense: Audited
-    reduced: Audited
+    dense: AuditedEngine
+    reduced: AuditedEngine
 
     @property
     def lost(self) -> tuple[str, ...]:
         """Sites that are fused in the dense engine and still there, but not fused, in the reduced one."""
-        kept = set(self.reduced.fusion.fused_sites)
+        fused = set(self.reduced.fusion.fused_sites)
         present = set(self.reduced.fusion.attention_sites)
-        return tuple(site for site in self.dense.fusion.fused_sites if site in present and site not in kept)
+        return tuple(site for site in self.dense.fusion.fused_sites if site in present and site not in fused)
 
     @property
     def passed(self) -> bool:
@@ -88,7 +88,7 @@ def audit_fusion(
         choices = BuildOptions(
             backend=backend, sms=(target,) if backend == "tensorrt-rtx" else (), profiles=(batch,), command=command
         )
-        pair = [_audited(path, choices, library, progress) for path in (dense, reduced)]
+        pair = [_audited_engine(path, choices, library, progress) for path in (dense, reduced)]
         version = pair[0][1]
         audits.append(
             Audit(backend=backend, library_version=version, target=target, dense=pair[0][0], reduced=pair[1][0])
@@ -114,9 +114,9 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _audited(
+def _audited_engine(
     path: Path, choices: BuildOptions, library: Library | None, progress: Progress | None
-) -> tuple[Audited, str]:
+) -> tuple[AuditedEngine, str]:
     static = not graph_inputs(load_onnx(path))[0].type.tensor_type.shape.dim[0].dim_param
     if static:
         choices = BuildOptions(backend=choices.backend, sms=choices.sms, command=choices.command)
@@ -124,7 +124,7 @@ def _audited(
     if engine.fusion is None:
         what = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"
         raise Missing(missing_message(choices.backend, what, choices.command))
-    audited = Audited(
+    audited = AuditedEngine(
         fusion=engine.fusion, plan_bytes=engine.record.plan_bytes, build_seconds=engine.record.build_seconds
     )
     return audited, engine.record.library_version

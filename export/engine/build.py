@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from export.graph.check import require_onnx
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
-from export.graph.weights import half_weight_share, matmuls_2_4
+from export.graph.weights import fp16_weight_share, matmuls_2_4
 from ground.errors import BadInput
 from ground.files import replacing, write_text
 
@@ -66,17 +66,19 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
     write_text(record_path(plan_path), engine.record.to_json())
 
 
-def _settled_profiles(proto: ModelProto, asked: tuple[BatchProfile, ...], onnx_path: Path) -> tuple[BatchProfile, ...]:
+def _settled_profiles(
+    proto: ModelProto, profiles: tuple[BatchProfile, ...], onnx_path: Path
+) -> tuple[BatchProfile, ...]:
     """What a dynamic graph was asked for; nothing for a static one, whose batch may be named but not changed."""
     batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]  # the check saw that all share it
     if batch.dim_param:
-        if not asked:
+        if not profiles:
             raise BadInput(f"{onnx_path}: the batch is dynamic; name at least one profile, such as --batch 1:8:64")
-        return asked
+        return profiles
     fixed = BatchProfile(smallest=batch.dim_value, tuned=batch.dim_value, largest=batch.dim_value)
-    if any(profile != fixed for profile in asked):
+    if any(profile != fixed for profile in profiles):
         raise BadInput(
-            f"{onnx_path}: the batch is fixed at {batch.dim_value}, asked for {', '.join(map(str, asked))}; "
+            f"{onnx_path}: the batch is fixed at {batch.dim_value}, asked for {', '.join(map(str, profiles))}; "
             "leave --batch out or export with a dynamic batch"
         )
     return ()
@@ -103,7 +105,7 @@ def _record(
 ) -> EngineRecord:
     choices, content = session.choices, session.onnx_path.read_bytes()
     inputs, outputs = ports_of_graph(session.proto)
-    share = half_weight_share(session.proto)
+    share = fp16_weight_share(session.proto)
     gpu, own_target = (None, None) if session.library.is_rtx else _gpu()
     targets = (choices.sms or ("portable",)) if session.library.is_rtx else (own_target or "unknown",)
     options: dict[str, str | int | float | bool] = {"timing_cache": session.cache_state, "sparse": choices.sparse}
@@ -124,7 +126,7 @@ def _record(
         plan_bytes=len(plan),
         precision=precision_of(share),
         half_weight_share=share,
-        half_kernel_share=None if fusion is None else fusion.half_kernel_share,
+        half_kernel_share=None if fusion is None else fusion.fp16_kernel_share,
         targets=targets,
         gpu=gpu,
         profiles=tuple(map(str, profiles)),

@@ -19,17 +19,17 @@ _LOG_LINE = re.compile(
 )
 _ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
 _LOG_TYPE = re.compile(r"Datatype: (\w+)")
-_HALF = re.compile(r"\b(Half|FP16)\b")
+_FP16 = re.compile(r"\b(Half|FP16)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One launch of an engine; `half` says whether it reads or writes float16, None when it touches no tensor."""
+    """One launch of an engine; `fp16` says whether it reads or writes float16, None when it touches no tensor."""
 
     name: str
     kind: str
     tactic: str
-    half: bool | None
+    fp16: bool | None
     nodes: tuple[str, ...]
 
     @property
@@ -55,9 +55,9 @@ class Fusion:
         return dict(sorted(Counter(kernel.kind for kernel in self.kernels).items()))
 
     @property
-    def half_kernel_share(self) -> float:
+    def fp16_kernel_share(self) -> float:
         """Share of the kernels with tensors that read or write float16."""
-        typed = [kernel.half for kernel in self.kernels if kernel.half is not None]
+        typed = [kernel.fp16 for kernel in self.kernels if kernel.fp16 is not None]
         return sum(typed) / len(typed) if typed else 0.0
 
     @property
@@ -102,7 +102,7 @@ def kernels_from_log(text: str) -> tuple[Kernel, ...]:
             name=match["name"],
             kind=match["kind"],
             tactic=match["tactic"],
-            half=_any_half(_LOG_TYPE.findall(match["inputs"] + match["outputs"])),
+            fp16=_any_fp16(_LOG_TYPE.findall(match["inputs"] + match["outputs"])),
             nodes=tuple(_ONNX_NODE.findall(match["metadata"] or "")),
         )
         for match in _LOG_LINE.finditer(text)
@@ -123,7 +123,7 @@ def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
             name=layer["Name"],
             kind=layer["LayerType"],
             tactic=layer.get("TacticName", ""),
-            half=_any_half([_tensor_type(tensor) for key in ("Inputs", "Outputs") for tensor in layer.get(key, ())]),
+            fp16=_any_fp16([_tensor_type(tensor) for key in ("Inputs", "Outputs") for tensor in layer.get(key, ())]),
             nodes=tuple(_ONNX_NODE.findall(layer.get("Metadata", ""))),
         )
         for layer in layers
@@ -135,5 +135,5 @@ def _tensor_type(tensor: dict[str, str]) -> str:
     return tensor.get("Datatype") or tensor.get("Format/Datatype", "")
 
 
-def _any_half(types: list[str]) -> bool | None:
-    return any(_HALF.search(name) for name in types) if types else None
+def _any_fp16(types: list[str]) -> bool | None:
+    return any(_FP16.search(name) for name in types) if types else None

@@ -45,8 +45,8 @@ def open_library(name: str, *, command: str = "") -> Library:
     version = str(module.__version__)
     oldest = _OLDEST[name]
     if version_numbers(version) < oldest:
-        wanted = ".".join(map(str, oldest))
-        raise Missing(missing_message(name, f"version {wanted} or newer is needed, {version} is installed", command))
+        needed = ".".join(map(str, oldest))
+        raise Missing(missing_message(name, f"version {needed} or newer is needed, {version} is installed", command))
     return Library(name=name, version=version, module=module)
 
 

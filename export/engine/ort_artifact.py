@@ -10,7 +10,7 @@ import onnx
 from export.graph.check import require_onnx
 from export.graph.ports import ports_of_graph, roles_of_graph
 from export.graph.to_onnx import onnx_bytes
-from export.graph.weights import half_weight_share
+from export.graph.weights import fp16_weight_share
 from ground.errors import BadInput, Missing
 
 from .build import Engine
@@ -40,7 +40,7 @@ def build_ort_artifact(
     if device not in _PROVIDERS:
         raise BadInput(f"ONNX Runtime device {device!r} is unknown; choose one of {', '.join(_PROVIDERS)}")
     proto = require_onnx(onnx_path, precision=precision, backend="onnxruntime")
-    share = half_weight_share(proto)
+    share = fp16_weight_share(proto)
     if device == "cpu" and share:
         raise BadInput(
             f"{onnx_path}: ONNX Runtime's CPU kernels compute in float32 and this graph is {precision_of(share)}; "
@@ -81,9 +81,9 @@ def _engine(
     onnx_path: Path, proto: onnx.ModelProto, optimised: onnx.ModelProto, *, device: str, command: str, seconds: float
 ) -> Engine:
     content, plan = onnx_path.read_bytes(), onnx_bytes(optimised)
-    share = half_weight_share(optimised)
+    share = fp16_weight_share(optimised)
     kernels = tuple(
-        Kernel(name=node.name, kind=node.op_type, tactic="", half=None, nodes=(node.name,))
+        Kernel(name=node.name, kind=node.op_type, tactic="", fp16=None, nodes=(node.name,))
         for node in optimised.graph.node
     )
     fusion = Fusion(kernels=kernels, attention_sites=attention_sites(proto))

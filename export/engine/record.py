@@ -80,9 +80,9 @@ def record_of_plan(plan_path: Path, *, where: str | None = None) -> EngineRecord
     return record_from_file(path, EngineRecord, kind=KIND, version=VERSION, where=where, remedy="build it again")
 
 
-def precision_of(half_weight_share: float) -> str:
+def precision_of(fp16_share: float) -> str:
     """What a graph is by its weights."""
-    return {0.0: "fp32", 1.0: "fp16"}.get(half_weight_share, "mixed")
+    return {0.0: "fp32", 1.0: "fp16"}.get(fp16_share, "mixed")
 
 
 def sha256_of(content: bytes) -> str:

@@ -126,8 +126,8 @@ def _typing_reasons(proto: ModelProto, precision: str | None) -> Iterator[str]:
     if precision not in (None, "fp32", "fp16", "mixed"):
         yield f"precision {precision!r} is unknown"
     weights = matmul_weights(proto)
-    fp16 = [weight for weight in weights if weight.half]
-    fp32 = [weight for weight in weights if not weight.half]
+    fp16 = [weight for weight in weights if weight.fp16]
+    fp32 = [weight for weight in weights if not weight.fp16]
     if precision in ("fp16", "mixed") and not fp16:
         yield f"called {precision} but none of its {len(weights)} weight matrices is float16; call it fp32"
     elif precision == "fp16" and fp32:

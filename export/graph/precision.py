@@ -30,12 +30,12 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = ()) 
         return typed.float()
     kept = kept_modules(typed, keep_fp32)
     islands = kept | {name for name, module in typed.named_modules() if isinstance(module, nn.LayerNorm)}
-    _halve_outside(typed, islands)
+    _halve_outside_(typed, islands)
     for name, module in typed.named_modules():
         if name in islands and not _has_ancestor(name, islands):
             module.float()
-            _cast_at_border(module, inner=torch.float32, outer=torch.float16)
-    _cast_at_border(typed, inner=torch.float16, outer=torch.float32)
+            _cast_at_border_(module, inner=torch.float32, outer=torch.float16)
+    _cast_at_border_(typed, inner=torch.float16, outer=torch.float32)
     return typed
 
 
@@ -77,25 +77,25 @@ def _floating_state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in state.items() if tensor.is_floating_point()]
 
 
-def _halve_outside(model: nn.Module, islands: set[str]) -> None:
+def _halve_outside_(model: nn.Module, islands: set[str]) -> None:
     for name, module in model.named_modules():
         if name in islands or _has_ancestor(name, islands):
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor.is_floating_point():
-                tensor.data = _half_of(tensor.data, f"{name}.{key}".lstrip("."))
+                tensor.data = _fp16_of(tensor.data, f"{name}.{key}".lstrip("."))
 
 
-def _half_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    half = tensor.half()
-    if not bool(torch.isfinite(half).all()):
+def _fp16_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    fp16 = tensor.half()
+    if not bool(torch.isfinite(fp16).all()):
         largest = float(tensor.abs().max())
         module = name.rpartition(".")[0] or name
         raise BadInput(
             f"{name}: the largest weight is {largest:.3g}, float16 ends at 65504; "
             f"use precision mixed with keep_fp32 {module!r}, or fp32"
         )
-    return half
+    return fp16
 
 
 def _has_ancestor(name: str, names: set[str]) -> bool:
@@ -103,7 +103,7 @@ def _has_ancestor(name: str, names: set[str]) -> bool:
     return any(".".join(parts[:depth]) in names for depth in range(1, len(parts)))
 
 
-def _cast_at_border(module: nn.Module, *, inner: torch.dtype, outer: torch.dtype) -> None:
+def _cast_at_border_(module: nn.Module, *, inner: torch.dtype, outer: torch.dtype) -> None:
     """Casts floating tensors to `inner` on the way in, to `outer` on the way out; module paths stay as they were."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

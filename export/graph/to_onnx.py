@@ -13,7 +13,7 @@ from torch import nn
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from . import tidy as graph
+from . import tidy
 from .check import MAX_BYTES, SPELLED_OUT, check_onnx
 from .examples import DTYPES, example_inputs
 from .ports import port_notes
@@ -59,8 +59,8 @@ def onnx_from_model(
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
         with torch.no_grad():
             proto = _trace(typed, samples, len(outputs), opset=version, dynamic=batch is None)
-        graph.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
-        graph.name_ports(proto.graph, dict(zip(_traced_names(len(inputs), len(outputs)), names, strict=True)))
+        tidy.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
+        tidy.name_ports(proto.graph, dict(zip(_traced_names(len(inputs), len(outputs)), names, strict=True)))
         _refuse_other_shape(proto, version, batch)
         own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}
         _describe(proto, {**metadata, **port_notes(inputs, outputs)}, own)

@@ -16,7 +16,7 @@ class MatmulWeight:
 
     name: str
     node: str
-    half: bool
+    fp16: bool
     elements: int
 
     def __post_init__(self) -> None:
@@ -29,18 +29,18 @@ def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
         MatmulWeight(
             name=tensor.name,
             node=node.name or node.output[0],
-            half=tensor.data_type == TensorProto.FLOAT16,
+            fp16=tensor.data_type == TensorProto.FLOAT16,
             elements=int(np.prod(tensor.dims)),
         )
         for node, _, tensor in _read_matrices(proto)
     ]
 
 
-def half_weight_share(proto: ModelProto) -> float:
+def fp16_weight_share(proto: ModelProto) -> float:
     """Share of the matrix weights' elements that are stored as float16, in [0, 1]."""
     weights = matmul_weights(proto)
     total = sum(weight.elements for weight in weights)
-    return sum(weight.elements for weight in weights if weight.half) / total if total else 0.0
+    return sum(weight.elements for weight in weights if weight.fp16) / total if total else 0.0
 
 
 def matmuls_2_4(proto: ModelProto) -> dict[str, bool]:

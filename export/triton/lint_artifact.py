@@ -63,12 +63,12 @@ def _dims(message: Message, tensor: Tensor, field: str, batched: bool, source: s
     if message.one("reshape") is not None:
         return  # the dims are then those of the request, not of the artefact
     got = tuple(entry.value for entry in message.all("dims") if isinstance(entry.value, int))
-    wanted = tensor.dims(batched=batched)
-    fits = len(got) == len(wanted) and all(-1 in pair or pair[0] == pair[1] for pair in zip(got, wanted, strict=True))
+    dims = tensor.dims(batched=batched)
+    fits = len(got) == len(dims) and all(-1 in pair or pair[0] == pair[1] for pair in zip(got, dims, strict=True))
     if fits:
         return
-    fault = f"{field} {tensor.name} has dims {list(wanted)} in {source}, got {list(got)}"
-    remedy = f"write dims: {list(wanted)}"
+    fault = f"{field} {tensor.name} has dims {list(dims)} in {source}, got {list(got)}"
+    remedy = f"write dims: {list(dims)}"
     if got == tensor.dims(batched=not batched):
         remedy += ", without the batch" if batched else ", with the batch: max_batch_size is 0"
     yield _error(message.line_of("dims"), fault, remedy)
@@ -105,8 +105,8 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[C
             fault = f"warm-up {sample.text('name')!r} has batch {size}, outside 1 to {max(limit, 1)}"
             yield _error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
         yield from _warmup_inputs(sample, known, batched)
-    wanted = set(signature.profile_batches) if batched else {1}
-    cold = sorted(size for size in wanted - warmed if size <= max(limit, 1))
+    profile_sizes = set(signature.profile_batches) if batched else {1}
+    cold = sorted(size for size in profile_sizes - warmed if size <= max(limit, 1))
     if cold:
         fault = f"no warm-up for batch {', '.join(map(str, cold))}, whose first request will be slow"
         yield _warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
@@ -121,10 +121,10 @@ def _warmup_inputs(sample: Message, known: dict[str, Tensor], batched: bool) -> 
     for name in filled.keys() & known.keys():
         value = filled[name].message("value") or Message((), filled[name].line)
         got = tuple(entry.value for entry in value.all("dims") if isinstance(entry.value, int))
-        wanted = known[name].dims(batched=batched)
-        if len(got) != len(wanted) or any(w not in (-1, g) or g < 1 for g, w in zip(got, wanted, strict=True)):
-            fault = f"{where} gives {name} dims {list(got)}, it takes {list(wanted)}"
-            yield _error(value.line_of("dims"), fault, f"write dims: {list(wanted)}")
+        dims = known[name].dims(batched=batched)
+        if len(got) != len(dims) or any(w not in (-1, g) or g < 1 for g, w in zip(got, dims, strict=True)):
+            fault = f"{where} gives {name} dims {list(got)}, it takes {list(dims)}"
+            yield _error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
         if value.text("data_type") != known[name].data_type:
             fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {known[name].data_type}"
             yield _error(value.line_of("data_type"), fault, f"write data_type: {known[name].data_type}")

@@ -140,8 +140,8 @@ class _Reader:
             token = self._next()
             if token.kind != "name":
                 hint = f", opened on line {opened}" if closing else ""
-                wanted = f" or {closing!r}{hint}" if closing else ""
-                raise ParseError(f"expected a field name{wanted}, got {token.text!r}", token.line)
+                alternative = f" or {closing!r}{hint}" if closing else ""
+                raise ParseError(f"expected a field name{alternative}, got {token.text!r}", token.line)
             yield from self._values(token)
             if not self._accept(","):
                 self._accept(";")

@@ -18,21 +18,21 @@ from .versions import config_path, install_text, install_undoably, model_names, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class AddedVersion:
     """The models that got a new version, and what may go wrong when a server loads them."""
 
     models: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
-def write_repository(package: Package, repository: Path) -> Written:
+def write_repository(package: Package, repository: Path) -> AddedVersion:
     """Adds one version of every variant to the repository, which is made if it is not there.
 
     Older versions stay. All models appear whole or none does. Raises BadInput when artefacts contradict each other,
     their records or what is asked, and when the version is already there.
     """
     release = None if package.server is None else server_release(package.server)
-    _refuse_taken(package, repository)
+    _refuse_existing(package, repository)
     records = tuple(map(checked_record, package.plans))
     models = models_of(package, records, release)
     for model in models:
@@ -53,10 +53,10 @@ def write_repository(package: Package, repository: Path) -> Written:
         install_undoably(expected_text(entries), repository / EXPECTED_NAME, undo)
         undo.pop_all()
     warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]
-    return Written(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
+    return AddedVersion(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
 
 
-def _refuse_taken(package: Package, repository: Path) -> None:
+def _refuse_existing(package: Package, repository: Path) -> None:
     if repository.exists() and not repository.is_dir():
         raise BadInput(f"{repository}: a file is in the way; name a directory")
     for name in model_names(repository, package.name):

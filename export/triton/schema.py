@@ -107,21 +107,21 @@ def misused_fields(message: Message, fields: dict[str, object] = FIELDS, path: s
             hint = f"; nearest known is {near[0]!r}" if near else ""
             yield field.line, f"{where} is no field of a model configuration{hint}"
             continue
-        wanted = fields[field.name]
-        if isinstance(wanted, dict):
+        kind = fields[field.name]
+        if isinstance(kind, dict):
             if isinstance(field.value, Message):
-                yield from misused_fields(field.value, wanted, f"{where}.")
+                yield from misused_fields(field.value, kind, f"{where}.")
             else:
                 yield field.line, f"{where} holds fields in braces, got {field.value!r}"
-        elif isinstance(wanted, str) and not _holds(field, wanted):
-            yield field.line, f"{where} is {_KINDS[wanted]}, got {field.value!r}"
+        elif isinstance(kind, str) and not _holds(field, kind):
+            yield field.line, f"{where} is {_KINDS[kind]}, got {field.value!r}"
 
 
-def _holds(field: Field, wanted: str) -> bool:
+def _holds(field: Field, kind: str) -> bool:
     value = field.value
     return {
         "text": isinstance(value, str) and not isinstance(value, Name),
         "int": type(value) is int,
         "bool": isinstance(value, bool) or (type(value) is int and value in (0, 1)),
         "name": isinstance(value, Name),
-    }[wanted]
+    }[kind]

@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class ServedVersion:
     """The models whose config now names another version, and those that lack it and stayed as they were."""
 
     version: int
@@ -45,7 +45,7 @@ def config_path(model: Path, version: int) -> Path:
     return model / "configs" / f"{version}.pbtxt"
 
 
-def serve_version(repository: Path, name: str, version: int) -> Changed:
+def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
     names = _known(repository, name)
     able = [each for each in names if config_path(repository / each, version).is_file()]
@@ -54,10 +54,12 @@ def serve_version(repository: Path, name: str, version: int) -> Changed:
         raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")
     with ExitStack() as undo:
         for each in able:
-            kept = regular(config_path(repository / each, version)).read_text()
-            install_undoably(kept, repository / each / "config.pbtxt", undo)
+            text = regular(config_path(repository / each, version)).read_text()
+            install_undoably(text, repository / each / "config.pbtxt", undo)
         undo.pop_all()
-    return Changed(version=version, models=tuple(able), unchanged=tuple(each for each in names if each not in able))
+    return ServedVersion(
+        version=version, models=tuple(able), unchanged=tuple(each for each in names if each not in able)
+    )
 
 
 def install_text(text: str, path: Path) -> None:
