@@ -26,7 +26,7 @@ import numpy as np
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, BenchTrial, Block, Described, Row
+from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import LOST_REL, is_disturbed, quiet_spans, samples
 from perf.timing.environment import environment
@@ -100,7 +100,7 @@ def record_of(blocks: tuple[Block, ...], stop: str) -> Bench:
         noise_blocks=(),
     )
     describe = {"backend": "numpy", "device": "cpu"}
-    subjects = (Described(name="reference", describe=describe), Described(name="candidate", describe=describe))
+    subjects = (SubjectRecord(name="reference", describe=describe), SubjectRecord(name="candidate", describe=describe))
     return Bench(created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row,), warnings=())
 
 

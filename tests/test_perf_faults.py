@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
-from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_fp16
 from perf.parity.fp16_rounding import rounded_graph
 from perf.parity.headroom import headroom
-from perf.parity.locate import Located, keep_until_found_nowhere
+from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import measures
 from perf.parity.parity import Link, link
 
@@ -265,7 +265,7 @@ def exact_link(reference: Array, candidate: Array) -> Link:
                 candidate_by_batch={1: candidate}, tolerance=bound)  # fmt: skip
 
 
-def located_exactly(model: TinyViT, graph: ModelProto) -> Located:
+def located_exactly(model: TinyViT, graph: ModelProto) -> FaultLocation:
     return locate_in_exact("onnx", model, graph, fed(photographs()), products=6 * DEPTH + 2)
 
 
@@ -274,14 +274,14 @@ def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
     noise = measures(torch_logits(dense, images), onnx_logits(onnx_from_vit(dense, half=True), images))
     return link(name="fp16", kind="half", reference="onnx fp32", candidate="onnx fp16",
                 reference_rows=onnx_logits(onnx_from_vit(model), images),
-                candidate_by_batch={1: onnx_logits(graph, images)}, tolerance=tolerance.half(noise))  # fmt: skip
+                candidate_by_batch={1: onnx_logits(graph, images)}, tolerance=tolerance.fp16(noise))  # fmt: skip
 
 
-def located_in_half(model: TinyViT, graph: ModelProto) -> Located:
+def located_in_half(model: TinyViT, graph: ModelProto) -> FaultLocation:
     feeds, dense = fed(photographs()), dense_vit()
     noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), feeds)
     fix_command = "export --precision mixed --keep-fp32 {site}"
-    return locate_in_half("fp16", onnx_from_vit(model), graph, feeds, noise=noise, fix_command=fix_command)
+    return locate_in_fp16("fp16", onnx_from_vit(model), graph, feeds, noise=noise, fix_command=fix_command)
 
 
 def bright_direction(model: TinyViT, block: int) -> Tensor:
@@ -367,11 +367,11 @@ def test_a_norm_in_float16_over_a_huge_activation(vit: TinyViT) -> None:
 def test_mixed_precision_keeps_just_the_guilty_blocks(vit: TinyViT) -> None:
     sick = watch_the_bright_patch(bright_residual(vit, 500), block=1, size=9e4)
 
-    def attempt(kept: tuple[str, ...]) -> Located | None:
+    def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
         graph = onnx_from_vit(sick, half=True, keep=kept)
         return None if half_link(sick, graph, photographs()).status == "PASS" else located_in_half(sick, graph)
 
-    kept, left = keep_until_found_nowhere(attempt)
+    kept, left = keep_until_it_passes(attempt)
     assert left is None
     norms = {f"blocks.{i}.norm{j}" for i in range(DEPTH) for j in (1, 2)} | {"norm"}
     assert "blocks.1.attn" in kept

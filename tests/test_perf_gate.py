@@ -21,7 +21,7 @@ from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, BenchTrial, Block, Described, Row
+from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
@@ -60,8 +60,10 @@ def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
 
 def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, reduced_bytes: int = 600) -> Bench:
     describe = {"backend": "onnxruntime", "precision": "fp32", "model": "m.onnx"}
-    dense = Described(name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12)
-    reduced = Described(name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8)
+    dense = SubjectRecord(
+        name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12
+    )
+    reduced = SubjectRecord(name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8)
     return Bench(
         created="2026-01-01T00:00:00+00:00",
         command=(),

@@ -12,7 +12,7 @@ import pytest
 from perf.gate.evidence import Evidence
 from perf.gate.gate import JudgedRule, judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, BenchTrial, Described, Row
+from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord
 from perf.timing.laps import Clock, Laps, Plan
 from perf.timing.rounds import measure_pair
 
@@ -72,7 +72,7 @@ def judged(candidate_ms: float, seed: int) -> tuple[JudgedRule, bool]:
         blocks=blocks,
         noise_blocks=(),
     )
-    subjects = (Described(name="dense", describe={}), Described(name="reduced", describe={}))
+    subjects = (SubjectRecord(name="dense", describe={}), SubjectRecord(name="reduced", describe={}))
     bench = Bench(created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row,), warnings=())
     return judge([RULE], Evidence(bench=bench)).rules[0], naive[0] / naive[1] < 0.97
 

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from ground.errors import BadInput
 from perf.parity import block_outputs
 from perf.parity.fp16_rounding import rounded_graph
-from perf.parity.locate import Located, block_errors, keep_until_found_nowhere, locate, noise_of
+from perf.parity.locate import FaultLocation, block_errors, keep_until_it_passes, locate, noise_of
 
 Floats = NDArray[np.float64]
 ONES = np.ones((4, 3))
@@ -60,27 +60,27 @@ def test_sides_that_do_not_fit_are_refused() -> None:
         block_errors({"a": ONES}, {"a": ONES[:3]})
 
 
-def located(site: str | None) -> Located:
-    return Located(link="l", site=site, measure="relative_error", value=1.0, noise=0.1, largest_activation=0.0,
+def located(site: str | None) -> FaultLocation:
+    return FaultLocation(link="l", site=site, measure="relative_error", value=1.0, noise=0.1, largest_activation=0.0,
                    half_limit=65504.0, reason="", command="")  # fmt: skip
 
 
 def test_sites_are_kept_one_by_one_until_it_passes() -> None:
     sick = ["blocks.1.attn", "blocks.4.attn"]
 
-    def attempt(kept: tuple[str, ...]) -> Located | None:
+    def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
         left = [site for site in sick if site not in kept]
         return located(left[0]) if left else None
 
-    assert keep_until_found_nowhere(attempt) == (tuple(sick), None)
+    assert keep_until_it_passes(attempt) == (tuple(sick), None)
 
 
 def test_keeping_ends_when_it_does_not_help() -> None:
-    kept, left = keep_until_found_nowhere(lambda _: located("blocks.1.attn"))
+    kept, left = keep_until_it_passes(lambda _: located("blocks.1.attn"))
     assert kept == ("blocks.1.attn",)
     assert left is not None
-    assert keep_until_found_nowhere(lambda _: located(None))[0] == ()
-    kept, left = keep_until_found_nowhere(lambda kept: located(f"blocks.{len(kept)}.mlp"), most=3)
+    assert keep_until_it_passes(lambda _: located(None))[0] == ()
+    kept, left = keep_until_it_passes(lambda kept: located(f"blocks.{len(kept)}.mlp"), most=3)
     assert len(kept) == 3
     assert left is not None
 
@@ -153,7 +153,7 @@ def test_largest_activations_by_site() -> None:
     top = float(np.float16(IMAGES.max()) * np.float16(3))
     assert by_value["y"] == top
     assert block_outputs.by_site(model, by_value)["blocks.0"] == 2 * top
-    assert block_outputs.half_values(model) == {"x", "y", "y2", "z", "u"}
+    assert block_outputs.fp16_values(model) == {"x", "y", "y2", "z", "u"}
 
 
 def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:

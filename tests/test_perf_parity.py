@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from perf.parity.labels import accuracy
-from perf.parity.locate import Located
+from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
 from perf.parity.shift import Stats, shift
@@ -109,7 +109,7 @@ def full() -> Parity:
         linked(REF, spoilt, name="fp16"),
         structure=tuple(outputs("b", {"logits": spoilt})),
         located=(
-            Located(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
+            FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
                     largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),
         ),
         shift=shift({"blocks.0.mlp": stats}, {"blocks.0.mlp": [stats, stats]}),

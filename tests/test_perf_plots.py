@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf.report import plots
-from perf.report.plots import HUES, Bounded, Change, Gain, Point, Samples, Series, Spot
+from perf.report.plots import HUES, BoundedValue, Change, Gain, Point, Samples, Series, Spot
 from perf.report.scales import Scale, linear, logarithmic, short
 from perf.report.svg import WIDTH, Drawing, element
 
@@ -62,8 +62,9 @@ DRAWN: list[Callable[[], Drawing]] = [
                                 title="t", across="x"),
     lambda: plots.dumbbells([Change(label="blocks.0.mlp", before=0.3, after=0.0)], title="t", across="x",
                             before="cut", after="compensated"),
-    lambda: plots.bounded([Bounded(label="fp16", value=math.inf, bound=0.01, status="FAIL"),
-                           Bounded(label="whole", value=0.0, bound=None, status="UNJUDGED")], title="t", across="x"),
+    lambda: plots.bounded([BoundedValue(label="fp16", value=math.inf, bound=0.01, status="FAIL"),
+                           BoundedValue(label="whole", value=0.0, bound=None, status="UNJUDGED")],
+                          title="t", across="x"),
     lambda: plots.scatter({HOSTILE: [Spot(across=0.4, value=0.0, filled=True, tip=HOSTILE)],
                            "corp": [Spot(across=0.9, value=0.3, filled=False, tip="b")]}, title=HOSTILE, unit="error",
                           across="share", least=1e-6),

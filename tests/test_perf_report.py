@@ -14,11 +14,11 @@ import pytest
 
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
-from perf.parity.locate import Located
+from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, BenchTrial, Block, Described, Row
+from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.report.numbers import count, number, percent, size
 from perf.report.render import csv, html, junit, markdown
 
@@ -56,8 +56,8 @@ def bench() -> dict[str, Any]:
         environment={"cpu": "a <fast> one"},
         settings={},
         subjects=(
-            Described(name="dense", describe=describe, macs=200),
-            Described(name="reduced", describe=describe, macs=100),
+            SubjectRecord(name="dense", describe=describe, macs=200),
+            SubjectRecord(name="reduced", describe=describe, macs=100),
         ),
         rows=(*(row(batch, ms) for batch, ms in LATENCY_MS.items()), failed_row(64)),
         warnings=("the clock <wandered>",),
@@ -82,7 +82,7 @@ def broken_parity() -> Parity:
         *outputs("onnx fp32", {"logits": logits * np.nan}),
         *batch_sizes("onnx fp16", {1: {"logits": logits}, 2: {"logits": logits}}, bound=0.0),
     )
-    located = Located(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,
+    located = FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,
                       largest_activation=7e4, half_limit=65504.0, reason="too large", command="keep it")  # fmt: skip
     return replace(parity(), structure=structure, located=(located,))
 

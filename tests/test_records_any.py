@@ -29,7 +29,7 @@ from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import load_gate, save_gate
 from perf.parity.parity import ImageSet, Parity, link, load_parity
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, BenchTrial, Block, Described, GpuState, Row, load_bench, save_bench
+from perf.record.runs import Bench, BenchTrial, Block, GpuState, Row, SubjectRecord, load_bench, save_bench
 from perf.report.render import html
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ def bench() -> Bench:
         command=("bench",),
         environment={"cpu": "a cpu", "cpu_count": 2},
         settings={"streams": 1},
-        subjects=(Described(name="dense", describe={"half": False}), Described(name="reduced", describe={})),
+        subjects=(SubjectRecord(name="dense", describe={"half": False}), SubjectRecord(name="reduced", describe={})),
         rows=(row,),
         warnings=("warm",),
     )

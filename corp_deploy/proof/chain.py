@@ -16,7 +16,7 @@ from ground.ports import OutputPort
 from perf.parity import labels as labelled
 from perf.parity import structure
 from perf.parity.headroom import headroom
-from perf.parity.locate import Located
+from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
@@ -111,7 +111,7 @@ def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[S
 
 def _located(
     step: Step, before: Reference, previous: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
-) -> Iterator[Located]:
+) -> Iterator[FaultLocation]:
     """Where the first failing output of a step breaks, where that can be told."""
     failing = next((each for each in step.links if each.status == "FAIL"), None)
     if failing is None:
@@ -129,7 +129,7 @@ class _Walked:
 
     steps: tuple[Step, ...]
     findings: tuple[StructuralTest, ...]
-    blocks: tuple[Located, ...]
+    blocks: tuple[FaultLocation, ...]
 
 
 def _walk(
@@ -144,7 +144,7 @@ def _walk(
     """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
     steps: list[Step] = []
     findings: list[StructuralTest] = []
-    blocks: list[Located] = []
+    blocks: list[FaultLocation] = []
     single: Step | None = None
     for candidate in candidates:
         if candidate.form == "torch" or single is None:

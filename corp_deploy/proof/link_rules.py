@@ -54,7 +54,7 @@ class LinkRules:
     def rounding(self, fp16: bool) -> Tolerance:
         """How far two computations of one model may lie apart in this precision."""
         if fp16:
-            return tolerance.half(self.noise, factor=self.limits.half_factor)
+            return tolerance.fp16(self.noise, factor=self.limits.half_factor)
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit)
 
     def of_user(self) -> Tolerance:

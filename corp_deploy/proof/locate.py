@@ -14,8 +14,8 @@ from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
 from ground.ports import Role
-from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
-from perf.parity.locate import Located
+from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_fp16
+from perf.parity.locate import FaultLocation
 from perf.parity.measures import relative_errors
 
 from .candidates import Candidate
@@ -58,7 +58,7 @@ def fix_command(graph: Path, shown: Path | None = None) -> str:
 
 def located(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
-) -> Located | None:
+) -> FaultLocation | None:
     """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
     if failing.form != "graph" or before is None:
         return None
@@ -66,7 +66,7 @@ def located(
         if failing.fp16 and before.form == "graph":
             noise = dense_noise(dense, feeds)
             command = fix_command(failing.path, failing.shown)
-            return locate_in_half(name, before.graph(), failing.graph(), feeds, noise=noise, fix_command=command)
+            return locate_in_fp16(name, before.graph(), failing.graph(), feeds, noise=noise, fix_command=command)
         if before.form == "torch" and before.checkpoint is not None and not failing.fp16:
             model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), feeds, products=products)

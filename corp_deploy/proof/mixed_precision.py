@@ -15,8 +15,8 @@ from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from perf.parity import tolerance
-from perf.parity.diagnosis import locate_in_half
-from perf.parity.locate import Located, keep_until_found_nowhere
+from perf.parity.diagnosis import locate_in_fp16
+from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import Measures, measures
 from perf.parity.parity import judge
 from perf.parity.tolerance import Tolerance
@@ -85,10 +85,10 @@ def sites_to_keep(
         ports = output_ports(checkpoint.model)
         reference = _run(fp32, False, feeds, ports)
         noise = _dense_fp16_errors(dense, Path(scratch), feeds, opset)
-        bounds = {port.name: tolerance.half(noise[port.name], factor=factor) for port in ports}
+        bounds = {port.name: tolerance.fp16(noise[port.name], factor=factor) for port in ports}
         errors = [0.0]
 
-        def attempt(kept: tuple[str, ...]) -> Located | None:
+        def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
             precision = Mixed(kept=kept, relative_error=0.0).precision
             export_checkpoint(checkpoint, fp16, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
             candidate = _run(fp16, True, feeds, ports)
@@ -104,9 +104,9 @@ def sites_to_keep(
                 return None
             worst = failing[0].worst(feeds)
             graphs = onnx.load(str(fp32)), onnx.load(str(fp16))
-            return locate_in_half("half", *graphs, worst, noise=dense_noise(dense, worst))
+            return locate_in_fp16("half", *graphs, worst, noise=dense_noise(dense, worst))
 
-        kept, left = keep_until_found_nowhere(attempt)
+        kept, left = keep_until_it_passes(attempt)
         if left is not None:
             raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
     return Mixed(kept=kept, relative_error=errors[-1])

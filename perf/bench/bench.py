@@ -10,7 +10,7 @@ from time import perf_counter_ns
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_of, feeds_of_ports
-from perf.record.runs import Bench, BenchTrial, Block, Described, Flat, Row, Scalar
+from perf.record.runs import Bench, BenchTrial, Block, Flat, Row, Scalar, SubjectRecord
 from perf.runners.memory import Ledger
 from perf.runners.protocol import ParallelStreams, Runner
 from perf.stats.stability import warnings_of
@@ -35,8 +35,8 @@ class Subject:
     sha256: str | None = None
     fused_attention: int | None = None
 
-    def described(self, describe: Flat) -> Described:
-        return Described(
+    def described(self, describe: Flat) -> SubjectRecord:
+        return SubjectRecord(
             name=self.name,
             describe=dict(describe),
             macs=self.macs,

@@ -21,7 +21,7 @@ BOUND = 1e-4
 
 
 @dataclass(slots=True)
-class _Kept:
+class _LastCall:
     """What was bound and what the last timed call gave, None before the first."""
 
     feeds: Feeds
@@ -39,7 +39,7 @@ class SampledRunner:
     name: str
     runner: Runner
     heard: Callable[[StructuralTest], None]
-    _kept: list[_Kept] = field(default_factory=list, init=False, repr=False)
+    _last_calls: list[_LastCall] = field(default_factory=list, init=False, repr=False)
 
     def __enter__(self) -> Self:
         self.runner.__enter__()
@@ -50,8 +50,8 @@ class SampledRunner:
     ) -> None:
         try:
             if error is None:
-                for kept in self._kept:
-                    self._compare(kept)
+                for last_call in self._last_calls:
+                    self._compare(last_call)
         finally:
             self.runner.__exit__(kind, error, trace)
 
@@ -70,11 +70,11 @@ class SampledRunner:
         bound = self.runner.bind(feeds)
         if not isinstance(bound, HostBound):
             return bound
-        kept, call = _Kept(feeds, bound), bound.call
-        self._kept.append(kept)
+        last_call, call = _LastCall(feeds, bound), bound.call
+        self._last_calls.append(last_call)
 
         def keeping() -> None:
-            kept.answer = call()
+            last_call.answer = call()
 
         return replace(bound, call=keeping)
 
@@ -84,7 +84,7 @@ class SampledRunner:
     def describe(self) -> Flat:
         return self.runner.describe()
 
-    def _compare(self, kept: _Kept) -> None:
-        if kept.answer is not None:
-            name = f"{self.name} at batch {batch_size(kept.feeds)}"
-            self.heard(timed_run(name, kept.outputs(), self.runner(kept.feeds), bound=BOUND))
+    def _compare(self, last_call: _LastCall) -> None:
+        if last_call.answer is not None:
+            name = f"{self.name} at batch {batch_size(last_call.feeds)}"
+            self.heard(timed_run(name, last_call.outputs(), self.runner(last_call.feeds), bound=BOUND))

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from ground.errors import BadInput
 from perf.parity.parity import Link, Parity
-from perf.record.runs import Bench, Described
+from perf.record.runs import Bench, SubjectRecord
 from perf.stats.quiet import samples
 from perf.stats.stats import Interval, needed_samples, percentile_interval
 from perf.stats.summary import Summary, SummaryRow, summarise
@@ -57,14 +57,14 @@ def exact(value: float) -> Interval:
     return Interval(value=value, low=value, high=value)
 
 
-def _subject(bench: Bench, rule: Rule, name: str | None, where: str) -> Described:
+def _subject(bench: Bench, rule: Rule, name: str | None, where: str) -> SubjectRecord:
     if name is None:
         return bench.candidate
-    found = next((subject for subject in bench.subjects if subject.name == name), None)
-    if found is None:
-        names = " and ".join(subject.name for subject in bench.subjects)
+    subject = next((each for each in bench.subjects if each.name == name), None)
+    if subject is None:
+        names = " and ".join(each.name for each in bench.subjects)
         raise BadInput(f"rule {rule.text!r}: {where} has no subject {name!r}, it has {names}")
-    return found
+    return subject
 
 
 def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
@@ -91,13 +91,13 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     if side.status != "ok":
         what = "ran out of memory" if side.status == "oom" else "failed"
         return Reading(interval=None, broken=f"{subject} {what} at batch {row.batch}: {side.message}")
-    found = _timed_interval(bench, rule, row, subject)
+    reading = _timed_interval(bench, rule, row, subject)
     doubt = (
         "other programs had the CPU during almost all calls; measure again when the machine is quiet"
         if row.disturbed
         else None
     )
-    return replace(found, count=row.rounds, unit="rounds", doubt=found.doubt or doubt)
+    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or doubt)
 
 
 def summarise_batch(bench: Bench, rule: Rule) -> Summary:
@@ -123,7 +123,7 @@ def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str) -> 
     if side.samples < needed_samples(percent):
         needed = needed_samples(percent)
         return Reading(interval=None, doubt=f"{rule.metric} needs {needed} samples, there are {side.samples}")
-    blocks = next(found.blocks for found in bench.rows if found.batch == row.batch)
+    blocks = next(each.blocks for each in bench.rows if each.batch == row.batch)
     return Reading(interval=percentile_interval(samples(blocks, subject, rule.measure), percent))
 
 

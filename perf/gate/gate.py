@@ -59,8 +59,8 @@ class Gate:
 
     @property
     def verdict(self) -> Verdict:
-        found = {judged.verdict for judged in self.rules}
-        return next(verdict for verdict in GRAVITY if verdict in found)
+        verdicts = {judged.verdict for judged in self.rules}
+        return next(verdict for verdict in GRAVITY if verdict in verdicts)
 
     @property
     def exit_code(self) -> int:
@@ -128,13 +128,15 @@ def _bound(rule: Rule, now: Evidence, baseline: Evidence | None) -> Reading:
         return Reading(interval=exact(rule.offset))
     if rule.name == BASELINE:
         assert baseline is not None, rule
-        found = baseline.reading(rule, rule.subject, "the baseline")
+        reading = baseline.reading(rule, rule.subject, "the baseline")
     else:
-        found = now.reading(rule, rule.name, "this record")
-    if found.interval is None:
-        return found
-    low, high = sorted(rule.scale * end + rule.offset for end in (found.interval.low, found.interval.high))
-    return replace(found, interval=Interval(value=rule.scale * found.interval.value + rule.offset, low=low, high=high))
+        reading = now.reading(rule, rule.name, "this record")
+    if reading.interval is None:
+        return reading
+    low, high = sorted(rule.scale * end + rule.offset for end in (reading.interval.low, reading.interval.high))
+    return replace(
+        reading, interval=Interval(value=rule.scale * reading.interval.value + rule.offset, low=low, high=high)
+    )
 
 
 def _differing(rule: Rule, now: Evidence, baseline: Evidence | None) -> tuple[str, ...]:

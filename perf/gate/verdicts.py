@@ -110,7 +110,7 @@ def _sides(summary: Summary) -> Iterator[tuple[Side, int]]:
 def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
     if isinstance(figure, float):
         return {"name": name, "unit": unit, "value": figure}
-    told = {"name": name, "unit": unit, "value": figure.value}
+    entry = {"name": name, "unit": unit, "value": figure.value}
     if finite(figure.high) is not None:
-        told["range"] = f"{figure.low:.4g} to {figure.high:.4g}"
-    return told
+        entry["range"] = f"{figure.low:.4g} to {figure.high:.4g}"
+    return entry

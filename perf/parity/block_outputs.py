@@ -127,7 +127,7 @@ def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
     return largest
 
 
-def half_values(model: ModelProto) -> set[str]:
+def fp16_values(model: ModelProto) -> set[str]:
     """Names of the values that the graph holds in float16."""
     types = element_types(model)
     return {name for node in model.graph.node for name in node.output if types.get(name) == TensorProto.FLOAT16}

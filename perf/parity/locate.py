@@ -14,7 +14,7 @@ from ground.records import Figure
 
 from .tolerance import FLOAT16_UNIT
 
-HALF_LIMIT = 65504.0
+FLOAT16_LIMIT = 65504.0
 Arrays = Mapping[str, NDArray[np.floating]]
 
 
@@ -39,7 +39,7 @@ class BlockError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class FaultLocation:
     """Where a failing link breaks. `site` is None when no block stands out; `command` mends it where a command can."""
 
     link: str
@@ -68,9 +68,9 @@ def block_errors(
     return [_block_error(key, reference[key], candidate[key], _floor(noise, key)) for key in shared]
 
 
-def noise_of(reference: Arrays, half: Arrays) -> dict[str, float]:
+def noise_of(reference: Arrays, fp16: Arrays) -> dict[str, float]:
     """Each block's own FP16 noise: the relative error of the dense model's FP16 form against its FP32 form."""
-    return {block.key: block.error for block in block_errors(reference, half)}
+    return {block.key: block.error for block in block_errors(reference, fp16)}
 
 
 def locate(
@@ -80,7 +80,7 @@ def locate(
     activations: Mapping[str, float],
     fix_command: str = "",
     factor: float = 4.0,
-) -> Located:
+) -> FaultLocation:
     """The first block (in the order given) that is off by more than `factor` times its noise, or gives NaN or Inf.
 
     `activations` holds the largest absolute value inside each site, computed in float32. `fix_command` is what helps,
@@ -89,34 +89,34 @@ def locate(
     first_bad = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
     if first_bad is None:
         worst = max(blocks, key=lambda block: block.times)
-        return Located(
+        return FaultLocation(
             link=link,
             site=None,
             measure="relative_error",
             value=worst.error,
             noise=worst.noise,
             largest_activation=max(activations.values(), default=0.0),
-            half_limit=HALF_LIMIT,
+            half_limit=FLOAT16_LIMIT,
             reason=f"no block is off by {factor:g} times its noise; {worst.site} is nearest, {worst.times:.2g} times",
             command="",
         )
     largest = activations.get(first_bad.site, 0.0)
-    return Located(
+    return FaultLocation(
         link=link,
         site=first_bad.site,
         measure="nonfinite" if first_bad.nonfinite else "relative_error",
         value=first_bad.error,
         noise=first_bad.noise,
         largest_activation=largest,
-        half_limit=HALF_LIMIT,
+        half_limit=FLOAT16_LIMIT,
         reason=_reason(first_bad, largest),
         command=fix_command.replace("{site}", first_bad.site),
     )
 
 
-def keep_until_found_nowhere(
-    attempt: Callable[[tuple[str, ...]], Located | None], *, most: int = 16
-) -> tuple[tuple[str, ...], Located | None]:
+def keep_until_it_passes(
+    attempt: Callable[[tuple[str, ...]], FaultLocation | None], *, most: int = 16
+) -> tuple[tuple[str, ...], FaultLocation | None]:
     """Sites to keep in float32: `attempt(kept)` builds and checks, and says where it still breaks (None: it passes).
 
     Returns the kept sites and what is still wrong, None when the last attempt passed. Ends when an attempt names no new
@@ -154,8 +154,8 @@ def _floor(noise: Mapping[str, float] | float, key: str) -> float:
 
 
 def _reason(block: BlockError, largest: float) -> str:
-    over = "over" if largest > HALF_LIMIT else "within"
-    activation = f"; its largest activation is {largest:,.6g}, {over} float16's {HALF_LIMIT:,.0f}" if largest else ""
+    over = "over" if largest > FLOAT16_LIMIT else "within"
+    activation = f"; its largest activation is {largest:,.6g}, {over} float16's {FLOAT16_LIMIT:,.0f}" if largest else ""
     if block.nonfinite:
         return f"{block.site} is the first to give NaN or Inf{activation}"
     return (

@@ -17,7 +17,7 @@ from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
 
 from .labels import Accuracy, PairedAccuracy
-from .locate import Located
+from .locate import FaultLocation
 from .measures import MEASURES, Measures, measures, require_agreement
 from .shift import Shift
 from .structure import StructuralTest
@@ -82,7 +82,7 @@ class Parity:
     images: ImageSet
     links: tuple[Link, ...]
     structure: tuple[StructuralTest, ...] = ()
-    located: tuple[Located, ...] = ()
+    located: tuple[FaultLocation, ...] = ()
     shift: Shift | None = None
     accuracy: tuple[Accuracy, ...] = ()
     comparisons: tuple[PairedAccuracy, ...] = ()

@@ -38,7 +38,7 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
     off = _deviation(answers, medians)
-    reason = f"one {_one(one)} in all {batch} slots: the answers differ by {off.said}, {bound:.2g} allowed"
+    reason = f"one {_one(one)} in all {batch} slots: the answers differ by {off.text}, {bound:.2g} allowed"
     if bad := off.over(bound):
         reason += f"; slots {_some(bad)} differ from the median slot"
     return _finding(candidate, "batch-slot", off.largest, bound, reason)
@@ -52,7 +52,7 @@ def permutation(
     order_N = np.random.default_rng(seed).permutation(count)
     straight = run(feeds) if straight is None else straight
     off = _deviation(run(rows_of(feeds, order_N)), rows_of(straight, order_N))
-    reason = f"a shuffled batch of {count}: the answers differ by {off.said}, {bound:.2g} allowed"
+    reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
     if bad := sorted(int(order_N[place]) for place in off.over(bound)):
         reason += f"; {noun_of(feeds)} {_some(bad)}"
     return _finding(candidate, "permutation", off.largest, bound, reason)
@@ -71,7 +71,7 @@ def batch_sizes(
         count = batch_size(by_batch[batch])
         off = _deviation(by_batch[batch], rows_of(by_batch[first], slice(count)))
         bad = len(off.over(bound))
-        reason = f"batch {batch} against {first}: the answers differ by {off.said}, {bound:.2g} allowed"
+        reason = f"batch {batch} against {first}: the answers differ by {off.text}, {bound:.2g} allowed"
         reason += f"; {bad} of {count} {noun}" if bad else ""
         tests.append(_finding(candidate, "batch-size", off.largest, bound, reason))
     return tests
@@ -88,7 +88,7 @@ def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float
     """Outputs sampled inside a timed run equal those that were verified on the same inputs."""
     off = _deviation(timed, verified)
     reason = (
-        f"{batch_size(timed)} answers taken inside the timed run differ by {off.said} from the verified, "
+        f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
         f"{bound:.2g} allowed"
     )
     return _finding(candidate, "timed-run", off.largest, bound, reason)
@@ -137,7 +137,7 @@ class _Deviation:
         return float(self.off_N.max())
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return f"{self.largest:.2g}" + (f" ({self.worst})" if self.worst else "")
 
     def over(self, bound: float) -> list[int]:

@@ -13,7 +13,7 @@ FLOAT32_UNIT = 2.0**-24
 FLOAT16_UNIT = 2.0**-11
 EXACT_FACTOR = 10
 # A larger error than this is no rounding any more, whatever the dense model itself does in FP16.
-HALF_CEILING = 0.05
+FLOAT16_CEILING = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def exact(*, products: int, largest_logit: float) -> Tolerance:
     )
 
 
-def half(noise: Measures, *, factor: float = 4.0) -> Tolerance:
+def fp16(noise: Measures, *, factor: float = 4.0) -> Tolerance:
     """For FP16 links: `factor` times the dense model's own FP16-against-FP32 error on the same images.
 
     Never under the unit roundoff of float16 nor over 0.05. The bound is not widened by a dense model that breaks in
@@ -72,13 +72,13 @@ def half(noise: Measures, *, factor: float = 4.0) -> Tolerance:
             f"FP16 factor: got {factor}, expected 1 or more (the multiple of the dense model's own FP16 error)"
         )
     calibrated = factor * noise.relative_error
-    bound = min(max(calibrated, FLOAT16_UNIT), HALF_CEILING)
+    bound = min(max(calibrated, FLOAT16_UNIT), FLOAT16_CEILING)
     rule = f"{factor:g} x the dense model's own FP16 error {noise.relative_error:.2g}"
     if calibrated < FLOAT16_UNIT:
         rule += ", at least 2^-11"
-    if calibrated > HALF_CEILING:
-        rule = f"at most {HALF_CEILING}: the dense model's own FP16 error {noise.relative_error:.2g} is no yardstick"
-    usable = 0 < calibrated <= HALF_CEILING
+    if calibrated > FLOAT16_CEILING:
+        rule = f"at most {FLOAT16_CEILING}: the dense model's own FP16 error {noise.relative_error:.2g} is no yardstick"
+    usable = 0 < calibrated <= FLOAT16_CEILING
     return Tolerance(
         rule=rule,
         max_relative_error=bound,

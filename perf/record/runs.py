@@ -113,7 +113,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class SubjectRecord:
     """A subject as recorded: its name, what it really ran on and what it costs."""
 
     name: str
@@ -133,7 +133,7 @@ class Bench:
     command: tuple[str, ...]
     environment: Flat
     settings: Flat
-    subjects: tuple[Described, Described]
+    subjects: tuple[SubjectRecord, SubjectRecord]
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
 
@@ -150,11 +150,11 @@ class Bench:
             raise BadInput(f"a record holds each batch size once, got {batches}")
 
     @property
-    def reference(self) -> Described:
+    def reference(self) -> SubjectRecord:
         return self.subjects[0]
 
     @property
-    def candidate(self) -> Described:
+    def candidate(self) -> SubjectRecord:
         return self.subjects[1]
 
     def row(self, batch: int) -> Row | None:

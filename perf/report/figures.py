@@ -12,7 +12,7 @@ from perf.stats.summary import Side, Summary, SummaryRow
 
 from . import plots
 from .content import Content, SiteLine
-from .plots import Bounded, Change, Gain, Point, Samples, Series
+from .plots import BoundedValue, Change, Gain, Point, Samples, Series
 from .svg import Drawing
 
 
@@ -104,7 +104,7 @@ def _samples(summary: Summary) -> Figure | None:
 
 def _chain(parity: Parity) -> Figure:
     rows = [
-        Bounded(
+        BoundedValue(
             label=link.name,
             value=link.measures.relative_error,
             bound=link.tolerance.max_relative_error,

@@ -21,7 +21,7 @@ SAME: Mapping[Role, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
+class VerdictLine:
     """A record's verdict as it stands in a report: `words` name it with what was judged, `why` is what it rests on."""
 
     words: str
@@ -29,17 +29,17 @@ class Stated:
     why: str
 
 
-def verdicts(content: Content) -> list[Stated]:
+def verdicts(content: Content) -> list[VerdictLine]:
     """Each record that has a verdict; none is computed here."""
-    stated = []
+    lines = []
     if content.gate_verdict is not None:
         unmet = [line.message for line in content.gate if line.verdict != "PASS"]
         why = "; ".join(unmet) or f"all {len(content.gate)} rules pass"
-        stated.append(Stated(words=f"Gate {content.gate_verdict}", verdict=content.gate_verdict, why=why))
+        lines.append(VerdictLine(words=f"Gate {content.gate_verdict}", verdict=content.gate_verdict, why=why))
     if content.parity is not None:
         words = f"Parity {content.parity.verdict} ({content.parity.judged})"
-        stated.append(Stated(words=words, verdict=content.parity.verdict, why=content.parity.reason))
-    return stated
+        lines.append(VerdictLine(words=words, verdict=content.parity.verdict, why=content.parity.reason))
+    return lines
 
 
 def lead(content: Content) -> str:

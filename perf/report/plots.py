@@ -222,7 +222,7 @@ def dumbbells(rows: Sequence[Change], *, title: str, across: str, before: str, a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounded:
+class BoundedValue:
     """One row's value, its bound (None: none was set) and the status that the record gives it."""
 
     label: str
@@ -231,7 +231,7 @@ class Bounded:
     status: str
 
 
-def bounded(rows: Sequence[Bounded], *, title: str, across: str) -> Drawing:
+def bounded(rows: Sequence[BoundedValue], *, title: str, across: str) -> Drawing:
     """One row a link on a logarithmic axis: the room up to the bound, and a dot in the colour of the status."""
     left, right, head = 8, WIDTH - 8, 6
     bottom = head + len(rows) * 46
@@ -241,7 +241,7 @@ def bounded(rows: Sequence[Bounded], *, title: str, across: str) -> Drawing:
     return Drawing(title=title, height=bottom + 42, marks=tuple(marks))
 
 
-def _bounded(row: Bounded, x: Scale, y: float) -> Markup:
+def _bounded(row: BoundedValue, x: Scale, y: float) -> Markup:
     tone = {"PASS": "pass", "FAIL": "fail"}.get(row.status, "dense")
     value = f"{row.value:.2g}" if math.isfinite(row.value) else "not finite"
     allowed = "no limit" if row.bound is None else f"of {row.bound:.2g}"

@@ -140,7 +140,8 @@ class EngineSession:
         if engine is None:
             raise BadInput(
                 f"{path}: {trt.__name__} {trt.__version__} cannot load this plan: (a) it was built by another version, "
-                f"(b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; {_said(log)}"
+                f"(b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; "
+                f"{_last_error(log)}"
             )
         inputs, outputs = _ports(trt, engine, path)
         return cls(
@@ -159,10 +160,12 @@ class EngineSession:
         self._refuse_beyond_profile(shapes)
         context = self._new_context()
         if context is None:
-            raise MemoryError(f"{self.path}: no memory for an execution context; {_said(self.log)}")
+            raise MemoryError(f"{self.path}: no memory for an execution context; {_last_error(self.log)}")
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
-                raise BadInput(f"{self.path}: the engine refused the shape {list(shape)} of {name}; {_said(self.log)}")
+                raise BadInput(
+                    f"{self.path}: the engine refused the shape {list(shape)} of {name}; {_last_error(self.log)}"
+                )
         return context
 
     def _refuse_beyond_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -181,7 +184,7 @@ class EngineSession:
         """Fix where the context reads its inputs and writes its outputs."""
         for name, pointer in pointers.items():
             if not context.set_tensor_address(name, pointer):
-                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {_said(self.log)}")
+                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {_last_error(self.log)}")
 
     def _new_context(self) -> Any:
         if not self.eager_kernels:
@@ -228,7 +231,7 @@ def _collector(trt: Any, log: list[str]) -> Any:
     return Collector()
 
 
-def _said(log: list[str]) -> str:
+def _last_error(log: list[str]) -> str:
     return f"TensorRT said: {log[-1]}" if log else "TensorRT gave no reason"
 
 

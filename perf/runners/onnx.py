@@ -223,10 +223,10 @@ def _role(node: Any) -> Role:
 
 def require_provider(available: list[str], provider: Provider) -> None:
     """Raise Missing unless this build of ONNX Runtime has the provider."""
-    wanted = PROVIDERS[provider]
-    if wanted not in available:
+    name = PROVIDERS[provider]
+    if name not in available:
         raise Missing(
-            f"ONNX Runtime here has no {wanted}, only {', '.join(available)}: (a) install onnxruntime-gpu instead of "
+            f"ONNX Runtime here has no {name}, only {', '.join(available)}: (a) install onnxruntime-gpu instead of "
             f"onnxruntime, (b) check the CUDA libraries, (c) measure with provider cpu"
         )
 

@@ -60,7 +60,7 @@ class Runner(Protocol):
         ...
 
 
-def _as_given(answer: Any) -> Outputs:
+def _unchanged(answer: Any) -> Outputs:
     outputs: Outputs = answer
     return outputs
 
@@ -75,7 +75,7 @@ class HostBound:
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time
-    outputs: Callable[[Any], Outputs] = _as_given
+    outputs: Callable[[Any], Outputs] = _unchanged
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         """Two readings of the clock around each call and nothing else between them."""
