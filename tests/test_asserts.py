@@ -17,8 +17,23 @@ from corp_deploy.store.checkpoint import save
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for room in ("calib", "corp_deploy", "export", "perf") for path in (ROOT / room).rglob("*.py"))
-PURE = {"all", "any", "bool", "covers", "get_args", "int", "is_dataclass", "isfinite", "isinstance", "len", "min"}
+FILES = sorted(
+    path for room in ("calib", "corp_deploy", "export", "ground", "perf") for path in (ROOT / room).rglob("*.py")
+)
+PURE = {
+    "all",
+    "any",
+    "bool",
+    "covers",
+    "get_args",
+    "int",
+    "is_dataclass",
+    "isfinite",
+    "isinstance",
+    "keys",
+    "len",
+    "min",
+}
 PURE |= {"numel", "set", "sum"}
 
 

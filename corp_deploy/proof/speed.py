@@ -69,7 +69,7 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunO
 def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
     facts = facts_of_onnx(path)
     for port in facts.inputs:
-        if -1 in port.shape:
+        if min(port.shape, default=1) < 0:
             sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
             raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
     open_graph = partial(

@@ -55,7 +55,7 @@ class Stage:
     command: str = ""
 
     def __post_init__(self) -> None:
-        assert self.outputs, self.name
+        assert len(self.outputs) > 0, self.name
         assert len(set(self.outputs)) == len(self.outputs), self.outputs
         assert not set(self.outputs) & set(self.reads), self.name
 
