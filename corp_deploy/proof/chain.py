@@ -13,9 +13,9 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, noun_of, rows_of
 from ground.ports import OutputPort
-from perf.parity import labels as labelled
 from perf.parity import structure
 from perf.parity.headroom import headroom
+from perf.parity.labels import Accuracy, PairedAccuracy, accuracy, mcnemar
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity
@@ -224,8 +224,8 @@ def _figures(by_label: Mapping[str, Outputs], ports: Sequence[OutputPort]) -> di
 
 
 class _Labelled(TypedDict):
-    accuracy: tuple[labelled.Accuracy, ...]
-    comparisons: tuple[labelled.PairedAccuracy, ...]
+    accuracy: tuple[Accuracy, ...]
+    comparisons: tuple[PairedAccuracy, ...]
 
 
 def _labelled(
@@ -240,8 +240,8 @@ def _labelled(
         raise BadInput(f"labels: this model tells no classes apart ({roles}); leave the labels away")
     rows = {label: answers[own] for label, answers in by_label.items()}
     return {
-        "accuracy": tuple(labelled.accuracy(label, each, labels) for label, each in rows.items()),
+        "accuracy": tuple(accuracy(label, each, labels) for label, each in rows.items()),
         "comparisons": tuple(
-            labelled.mcnemar(DENSE, rows[DENSE], label, each, labels) for label, each in rows.items() if label != DENSE
+            mcnemar(DENSE, rows[DENSE], label, each, labels) for label, each in rows.items() if label != DENSE
         ),
     }

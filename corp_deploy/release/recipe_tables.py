@@ -17,7 +17,7 @@ from corp_deploy.invocation.table import ATTENTION, LOOP, PRESET
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from ground.errors import BadInput
 
-from . import recipe_values as values
+from . import recipe_values
 
 
 def refuse_ignored(where: str, axis: Axis, way: str, options: Mapping[str, Any]) -> None:
@@ -33,21 +33,21 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: values.Text
+    name: recipe_values.Text
 
 
 class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`model` is a directory as an absolute path, or a timm name, which goes with `weights`."""
 
-    model: values.Text
-    weights: values.Location | None = None
-    kwargs: values.Arguments = msgspec.field(default_factory=dict)
-    ema: values.Flag | None = None
-    mean: values.Means | None = None
-    std: values.Deviations | None = None
-    crop_pct: values.ShareKept | None = None
-    interpolation: values.Interpolation | None = None
-    crop_mode: values.CropMode | None = None
+    model: recipe_values.Text
+    weights: recipe_values.Location | None = None
+    kwargs: recipe_values.Arguments = msgspec.field(default_factory=dict)
+    ema: recipe_values.Flag | None = None
+    mean: recipe_values.Means | None = None
+    std: recipe_values.Deviations | None = None
+    crop_pct: recipe_values.ShareKept | None = None
+    interpolation: recipe_values.Interpolation | None = None
+    crop_mode: recipe_values.CropMode | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -73,41 +73,41 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    images: values.Location
-    samples: values.Images | None = None
-    seed: values.Seed = 0
-    batch_size: values.Batch = 32
-    device: values.Device = "cpu"
-    workers: values.Workers = 0
-    max_bad: values.BadImages = 0
-    hold_out: values.Images | None = None
-    attention_system: values.AttentionSystem | None = None
+    images: recipe_values.Location
+    samples: recipe_values.Images | None = None
+    seed: recipe_values.Seed = 0
+    batch_size: recipe_values.Batch = 32
+    device: recipe_values.Device = "cpu"
+    workers: recipe_values.Workers = 0
+    max_bad: recipe_values.BadImages = 0
+    hold_out: recipe_values.Images | None = None
+    attention_system: recipe_values.AttentionSystem | None = None
 
 
 class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    images: values.Location
-    labels: values.Location | None = None
-    samples: values.Images | None = None
-    seed: values.Seed = 0
+    images: recipe_values.Location
+    labels: recipe_values.Location | None = None
+    samples: recipe_values.Images | None = None
+    seed: recipe_values.Seed = 0
 
 
 class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shares to remove (`mlp`, `attn`) or to keep of the whole model (`macs`, `params`), and how."""
 
-    preset: values.Preset = "best"
-    mlp: values.ShareRemoved | None = None
-    attn: values.ShareRemoved | None = None
-    macs: values.ShareKept | None = None
-    params: values.ShareKept | None = None
-    select_mlp: values.SelectMlp | None = None
-    select_head: values.SelectHead | None = None
-    heads: values.Heads = "padded"
-    align_mlp: values.Multiple = 64
-    align_head: values.Multiple = 16
-    ridge: values.Ridge = DEFAULT_RIDGE_REL
-    closed_loop: values.ClosedLoop = False
-    allow_partial: values.Flag = False
-    reads: values.Reads | None = None
+    preset: recipe_values.Preset = "best"
+    mlp: recipe_values.ShareRemoved | None = None
+    attn: recipe_values.ShareRemoved | None = None
+    macs: recipe_values.ShareKept | None = None
+    params: recipe_values.ShareKept | None = None
+    select_mlp: recipe_values.SelectMlp | None = None
+    select_head: recipe_values.SelectHead | None = None
+    heads: recipe_values.Heads = "padded"
+    align_mlp: recipe_values.Multiple = 64
+    align_head: recipe_values.Multiple = 16
+    ridge: recipe_values.Ridge = DEFAULT_RIDGE_REL
+    closed_loop: recipe_values.ClosedLoop = False
+    allow_partial: recipe_values.Flag = False
+    reads: recipe_values.Reads | None = None
 
     def __post_init__(self) -> None:
         self._refuse_contradictions()
@@ -182,8 +182,8 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    precisions: values.Precisions = ("fp32", "fp16")
-    keep_fp32: values.Texts = ()
+    precisions: recipe_values.Precisions = ("fp32", "fp16")
+    keep_fp32: recipe_values.Texts = ()
 
     def __post_init__(self) -> None:
         if self.keep_fp32 and "mixed" not in self.precisions:
@@ -193,38 +193,38 @@ class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    batches: values.Batches = (1, 7, 32)
-    min_agreement: values.Share | None = None
-    max_error: values.RelativeError | None = None
-    half_factor: values.Factor = 4.0
+    batches: recipe_values.Batches = (1, 7, 32)
+    min_agreement: recipe_values.Share | None = None
+    max_error: recipe_values.RelativeError | None = None
+    half_factor: recipe_values.Factor = 4.0
 
 
 class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    batches: values.Batches = (1, 8, 32)
-    time_limit_s: values.Seconds = 20.0
-    half_width: values.ShareKept = 0.01
-    block_ms: values.Milliseconds = 25.0
-    min_rounds: values.Rounds = 16
-    threads: values.Threads | None = None
+    batches: recipe_values.Batches = (1, 8, 32)
+    time_limit_s: recipe_values.Seconds = 20.0
+    half_width: recipe_values.ShareKept = 0.01
+    block_ms: recipe_values.Milliseconds = 25.0
+    min_rounds: recipe_values.Rounds = 16
+    threads: recipe_values.Threads | None = None
 
 
 class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    fail_if: values.Texts = ()
+    fail_if: recipe_values.Texts = ()
 
 
 class SamplesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    count: values.Images = 16
+    count: recipe_values.Images = 16
 
 
 class PackageTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: values.ServedName | None = None
-    labels: values.Location | None = None
+    name: recipe_values.ServedName | None = None
+    labels: recipe_values.Location | None = None
 
 
 class TargetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of [targets], which may leave out what follows from the other tables."""
 
-    precision: values.Precision | None = None
-    batch: values.Text | None = None
-    sms: values.Texts = ()
-    fail_if: values.Texts = ()
+    precision: recipe_values.Precision | None = None
+    batch: recipe_values.Text | None = None
+    sms: recipe_values.Texts = ()
+    fail_if: recipe_values.Texts = ()
