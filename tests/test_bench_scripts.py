@@ -15,8 +15,9 @@ from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
 from benchmarks.reference_text import opened
 from corp_deploy.commands import passes as told
-from corp_deploy.families.bert import EncoderArchitecture, EncoderArguments, architecture_of
+from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from corp_deploy.families.bert import EncoderArchitecture, TextEncoder
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES, architecture_from_transformers, state_from_transformers
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
+from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
 from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
@@ -237,7 +237,7 @@ def test_modules_that_are_not_built_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="in a folder there"):
         pooled_by(tmp_path)
     (tmp_path / "modules.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"modules\.json: not as"):
+    with pytest.raises(BadInput, match=r"modules\.json: got an object, expected a list"):
         pooled_by(tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')
     with pytest.raises(BadInput, match="max_seq_length"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from corp_deploy.families.bert import EncoderArchitecture, TextEncoder
 from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model, save

@@ -205,4 +205,5 @@ def calibrate(
     if summaries:
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
-        out.result(record, *map(line_of_moments, summaries), preprocessing_line(checkpoint))
+        lines = [line_of_moments(summary, source.noun) for summary in summaries]
+        out.result(record, *lines, preprocessing_line(checkpoint))

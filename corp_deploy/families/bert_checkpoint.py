@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .bert import ACTIVATIONS, EncoderArchitecture, Eps, Heads, Layers, Rows, TokenTypes, Width
+from .text_encoder import ACTIVATIONS, EncoderArchitecture, Eps, Heads, Layers, Rows, TokenTypes, Width
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):

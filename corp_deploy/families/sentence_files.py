@@ -13,7 +13,7 @@ from msgspec import Meta
 from ground.errors import BadInput
 from ground.records import record_from_file
 
-from .bert import Pooling
+from .text_encoder import Pooling
 
 _MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first"}
 _MODE = "pooling_mode_"

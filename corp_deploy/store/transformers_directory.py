@@ -12,9 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from corp_deploy.families import bert
-from corp_deploy.families.bert import EncoderArchitecture, EncoderArguments, Pooling
+from corp_deploy.families.bert import EncoderArguments
 from corp_deploy.families.bert_checkpoint import architecture_from_transformers, state_from_transformers
 from corp_deploy.families.sentence_files import PooledBy, pooled_by, text_length
+from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from ground.errors import BadInput
 from ground.files import sha256_of_text
