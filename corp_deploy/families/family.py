@@ -17,6 +17,7 @@ from ground.ports import OutputPort, Port
 
 from . import bert, timm_vit
 from .architecture import Architecture
+from .modules import device
 from .sites import Sites
 from .steps import Step
 from .widths import HeadGeometry
@@ -190,10 +191,13 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
 
 
 def example_of(model: nn.Module) -> Inputs:
-    """One input of nothing but zeros, as the model takes it; masks of ones, so that something is there."""
+    """One input of zeros, as the model takes it and where it is; masks of ones, so that something is there."""
+    where = device(model)
     ports = family_of(model).input_spec(model).ports
     tensors = {
-        port.name: torch.full((1, *port.shape), int(port.name.endswith("mask")), dtype=getattr(torch, port.dtype))
+        port.name: torch.full(
+            (1, *port.shape), int(port.name.endswith("mask")), dtype=getattr(torch, port.dtype), device=where
+        )
         for port in ports
     }
     return tensors if len(tensors) > 1 else tensors[ports[0].name]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from calib.inputs import moved, run_model
+from calib.inputs import run_model
 from corp_deploy.families.family import example_of, family_of
-from corp_deploy.families.modules import device
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -37,8 +36,7 @@ def tokens_read(model: nn.Module) -> Tensor:
         streams.append(_random_stream(out_1NC))
         return streams[0]
 
-    where = device(model)
-    example = moved(example_of(model), where)
+    example = example_of(model)
     handle = family.last_block(model).register_forward_hook(put)
     try:
         with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
