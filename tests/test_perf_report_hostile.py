@@ -168,16 +168,20 @@ def results(folder: Path, write: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "reduced").mkdir()
     for name, value in write.items():
-        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+        # Half a surrogate pair is no JSON text, and refused as such before any page is made.
+        (folder / name).write_bytes(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return folder
 
 
 def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
     """The files that a report is made from, every text in them beginning with `word`."""
     site = {"site": f"{word}blocks.0", "part": "mlp", "width": 4, "width_asked": 4.0, "width_dense": 8,
-            "energy": 1.0, "error": 0.1, "error_uncompensated": 0.2}  # fmt: skip
+            "energy": 1.0, "error": 0.1, "error_uncompensated": 0.2, "r2": 0.5, "condition": 1.0,
+            "ridge": 0.0}  # fmt: skip
     reduction = {"sites": [site], "coverage": {"verdict": f"{word}1 of 2 sites"}}
     config = {"kind": "corp-deploy/model", "version": 1}
+    config |= {"timm": {"name": f"{word}vit", "kwargs": {}}, "sites": {}, "weights_sha256": 64 * "0"}
+    config |= {"input": {"preprocessing": {f"{word}crop_mode": f"{word}center"}}}
     config |= {"lineage": {"reduction": reduction, f"{word}weights": f"{word}w.safetensors"}}
     made = {"sha256": f"{word}ab", "made_by": f"corp-deploy {word}bench"}
     manifest = {"kind": "corp-deploy/manifest", "version": 1, "versions": {f"{word}torch": f"{word}2"}}
@@ -194,7 +198,7 @@ def test_files_of_a_directory_are_as_harmless(tmp_path: Path) -> None:
     hostile = html(record_of_directory(folder, title=HOSTILE))
     assert elements(hostile).seen == elements(plain).seen
     for word in ("blocks.0", "1 of 2 sites", "torch", "w.safetensors", "bench.json", "none"):
-        assert printable(HOSTILE) + word in "".join(elements(hostile).text), word
+        assert printable(HOSTILE.replace("\ud800", "?")) + word in "".join(elements(hostile).text), word
 
 
 def test_printable_writes_controls_out_and_leaves_the_rest() -> None:
