@@ -6,6 +6,8 @@ from typing import Any
 
 from .preprocessing import Preprocessing
 
+MOST_PARAMETERS = 20_000_000_000  # of a model that is built; checked before it has memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:

@@ -14,11 +14,11 @@ from calib.inputs import Inputs, named
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
-from .architecture import Architecture
+from .architecture import MOST_PARAMETERS, Architecture
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
-from .modules import replaced
+from .modules import parameters, replaced
 from .sites import Sites
 from .steps import Branch, Passage, Step
 from .text_encoder import EncoderArchitecture, Mlp, TextEncoder
@@ -28,7 +28,6 @@ from .widths import HeadGeometry
 
 NAME = "bert"
 FIXED_PARTS: tuple[str, ...] = ()
-MOST_PARAMETERS = 20_000_000_000
 EMBEDDING = OutputPort(name="embedding", role="embedding")
 
 
@@ -70,9 +69,9 @@ def build(architecture: Architecture) -> nn.Module:
     """The encoder with its initial weights, in eval mode; its tokenizer is set by `take_beside_`."""
     arguments = arguments_of(architecture)
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in TextEncoder(arguments.encoder).parameters())
-    if parameters > MOST_PARAMETERS:
-        raise BadInput(f"an encoder of {parameters:,} parameters; {MOST_PARAMETERS:,} at most are built")
+        count = parameters(TextEncoder(arguments.encoder))
+    if count > MOST_PARAMETERS:
+        raise BadInput(f"an encoder of {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
     return TextEncoder(arguments.encoder, arguments.text).eval()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from ground.errors import BadInput
 from ground.quantity import Count, Quantity, Real
 
-MOST_PARAMETERS = 20_000_000_000
 _SIZE, _WIDTH = Count(low=1, high=16_384), Count(low=1, high=65_536)
 BOUNDS: Mapping[str, Quantity] = MappingProxyType(
     {

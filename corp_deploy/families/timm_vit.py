@@ -23,7 +23,7 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from ground.quantity import shown
 
-from .architecture import Architecture
+from .architecture import MOST_PARAMETERS, Architecture
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite, Mixing
@@ -32,7 +32,7 @@ from .preprocessing import Preprocessing
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
-from .timm_arguments import MOST_PARAMETERS, refuse_unbounded
+from .timm_arguments import refuse_unbounded
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .widths import HeadGeometry
 
@@ -322,7 +322,7 @@ def _built(architecture: Architecture) -> nn.Module:
 
 def build(architecture: Architecture) -> nn.Module:
     """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments, and for
-    a model of timm's that is of no family here.
+    more parameters than are built.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)

@@ -10,7 +10,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import HeadGeometry, aligned_width, aligned_widths
+from corp_deploy.families.widths import aligned_width, aligned_widths
 
 from .branch_sums import channel_sums, dense_advanced, inputs_sums
 from .channel_modules import built, channel_report, layers_of
@@ -38,9 +38,6 @@ class ChannelKind:
 
     def widths(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
         return aligned_widths(site.width, method.align_hidden)
-
-    def geometry(self, width: int, method: Method) -> HeadGeometry:
-        return method.geometry
 
     def refusal(self, site: ChannelSite, method: Method) -> str:
         return ""

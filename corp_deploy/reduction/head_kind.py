@@ -11,7 +11,6 @@ from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import (
-    HeadGeometry,
     HeadWidths,
     aligned_width,
     aligned_widths,
@@ -47,9 +46,6 @@ class HeadKind:
     def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
         sizes = aligned_widths(site.size, method.align_head)
         return tuple(head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk) for size in sizes)
-
-    def geometry(self, width: HeadWidths, method: Method) -> HeadGeometry:
-        return geometry_of_heads(width, method.geometry)
 
     def refusal(self, site: HeadSite, method: Method) -> str:
         return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""

@@ -9,7 +9,7 @@ from calib.moments import SiteMoments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import HeadGeometry, Width
+from corp_deploy.families.widths import Width
 
 from .branch_sums import Halves
 from .method import Method
@@ -71,10 +71,6 @@ class Kind(Protocol):
 
     def widths(self, site: Any, method: Method) -> tuple[Width, ...]:
         """Every width that the site may have, narrowest first."""
-        ...
-
-    def geometry(self, width: Any, method: Method) -> HeadGeometry:
-        """How heads of this width are laid out."""
         ...
 
     def refusal(self, site: Any, method: Method) -> str:
