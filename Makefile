@@ -31,7 +31,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 clean:
 	rm -rf .venv $(DEMO_DIR) build *.egg-info

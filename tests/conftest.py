@@ -1,5 +1,25 @@
 """One thread a process: tests run side by side, and threads that wait for each other would only cost time."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# A file is run by one process: those of few but long tests go first, or the others would wait for them at the end.
+LONGEST = (
+    "test_corp_workflow.py",
+    "test_corp_release.py",
+    "test_wheel.py",
+    "test_corp_printed.py",
+    "test_perf_gate_noise.py",
+    "test_readme.py",
+    "test_export_engine.py",
+    "test_asserts.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, all others in their order."""
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
