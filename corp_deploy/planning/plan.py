@@ -1,7 +1,7 @@
 """Settle what a reduction does before it is done: the widths of a budget, the geometry of the heads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from calib.input_set import InputSet
@@ -106,40 +106,68 @@ def _beside_uniform(
     return by_site, _probed(f"uniform sparsity {sparsity:.2f}", probe, allocated)
 
 
-def _allocated_in_time(dense: Checkpoint, probe: Probe, budget: Budget) -> WidthPlan:
-    where = budget.where
-    assert where is not None, budget
-    tables = measure_tables(dense, probe.method, where)
-    batch = where.batches[0]
-    curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, batch)
-    best = allocate(curves, total, budget.share)
-    said = (
-        f"budget: {best.share:.1%} of the dense latency predicted of {budget.share:.1%} allowed, which is "
-        f"{best.share * total / 1e6:.3f} of {total / 1e6:.3f} ms at batch {batch} in {where.backend}"
-    )
-    return WidthPlan(
-        method=probe.method,
-        widths=best.widths,
-        said=(said,),
-        predicted_speedup=1.0 / best.share,
-        ways=_beside_uniform(probe, best, curves, total, budget.share),
-        eliminations=probe.eliminations,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPlanner:
+    """All that a budget's plan follows from but its share: curves priced in one currency, made once for every share.
+
+    `total` is the dense model's cost in the unit of the curves' costs.
+    """
+
+    probe: Probe
+    currency: Literal["macs", "params", "latency"]
+    curves: list[CostCurve]
+    total: int
+    where: LatencyTarget | None
+
+    def widths_at(self, share: float) -> WidthPlan:
+        """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
+        best = allocate(self.curves, self.total, share)
+        return WidthPlan(
+            method=self.probe.method,
+            widths=best.widths,
+            said=(self._used(best, share),),
+            predicted_speedup=1.0 / best.share if self.currency == "latency" else None,
+            eliminations=self.probe.eliminations,
+        )
+
+    def beside_uniform(self, share: float) -> tuple[ProbedAllocation, ...]:
+        """The allocated widths of a share and, where there are any, uniform ones, both tried on the probe's images."""
+        best = allocate(self.curves, self.total, share)
+        return _beside_uniform(self.probe, best, self.curves, self.total, share)
+
+    def narrowest(self) -> float:
+        """The least share that any widths keep."""
+        fixed = self.total - sum(curve.cost_now for curve in self.curves)
+        return (fixed + sum(min(curve.costs) for curve in self.curves)) / self.total
+
+    def _used(self, best: Allocation, share: float) -> str:
+        if self.where is None:
+            return f"budget: {best.share:.1%} of the dense {self.currency} used of {share:.1%} allowed"
+        return (
+            f"budget: {best.share:.1%} of the dense latency predicted of {share:.1%} allowed, which is "
+            f"{best.share * self.total / 1e6:.3f} of {self.total / 1e6:.3f} ms at batch {self.where.batches[0]} in "
+            f"{self.where.backend}"
+        )
 
 
-def _allocated(probe: Probe, budget: Budget) -> WidthPlan:
-    assert budget.currency != "latency", budget
-    dense = dense_cost(probe.model, budget.currency)
-    curves = cost_curves(probe, budget.currency)
-    best = allocate(curves, dense, budget.share)
-    said = f"budget: {best.share:.1%} of the dense {budget.currency} used of {budget.share:.1%} allowed"
-    return WidthPlan(
-        method=probe.method,
-        widths=best.widths,
-        said=(said,),
-        ways=_beside_uniform(probe, best, curves, dense, budget.share),
-        eliminations=probe.eliminations,
-    )
+def budget_planner(
+    dense: Checkpoint,
+    moments: Moments,
+    method: Method,
+    images: InputSet,
+    *,
+    currency: Literal["macs", "params", "latency"],
+    where: LatencyTarget | None = None,
+) -> BudgetPlanner:
+    """Probe the sites and price their widths: one look at the images, and for latency the measured tables."""
+    probe = _probe(dense, moments, method, images)
+    if currency != "latency":
+        curves, total = cost_curves(probe, currency), dense_cost(dense.model, currency)
+        return BudgetPlanner(probe=probe, currency=currency, curves=curves, total=total, where=None)
+    assert where is not None, currency
+    tables = measure_tables(dense, method, where)
+    curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, where.batches[0])
+    return BudgetPlanner(probe=probe, currency=currency, curves=curves, total=total, where=where)
 
 
 def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet | None) -> WidthPlan:
@@ -151,10 +179,10 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
         )
     if images is None or not (asked.budget or asked.auto_heads):
         return WidthPlan(method=asked.method, widths=None, said=())
-    probe = _probe(dense, moments, asked.method, images)
     if asked.auto_heads:
         if asked.budget is not None and asked.budget.currency != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
+        probe = _probe(dense, moments, asked.method, images)
         choice = choose_heads(probe, None if asked.budget is None else asked.budget.share)
         return WidthPlan(
             method=choice.method,
@@ -163,7 +191,7 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
             ways=tuple(_probed(name, probe, allocation) for name, allocation in choice.ways.items()),
             eliminations=probe.eliminations,
         )
-    assert asked.budget is not None
-    if asked.budget.currency == "latency":
-        return _allocated_in_time(dense, probe, asked.budget)
-    return _allocated(probe, asked.budget)
+    budget = asked.budget
+    assert budget is not None, asked
+    planner = budget_planner(dense, moments, asked.method, images, currency=budget.currency, where=budget.where)
+    return replace(planner.widths_at(budget.share), ways=planner.beside_uniform(budget.share))
