@@ -64,11 +64,12 @@ def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChannelTaps:
-    """x [B,N,F] is the input of `output`, the MLP's last linear layer."""
+    """x [B,N,F] is the input of `output`, the MLP's last linear layer. `merge`: see HeadTaps."""
 
     kind: ClassVar[SiteKind] = "mlp"
     name: str
     output: nn.Linear
+    merge: nn.Module | None = None
 
     @property
     def summed_width(self) -> int:
@@ -83,13 +84,18 @@ class ChannelTaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadTaps:
-    """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`."""
+    """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`.
+
+    `merge`: a module that merged tokens before they came here; the second of its outputs [B,N] is how many stand in
+    each, by which they are weighted, or None.
+    """
 
     kind: ClassVar[SiteKind] = "attention"
     name: str
     queries: Tap
     keys: Tap
     output: nn.Module
+    merge: nn.Module | None = None
 
     @property
     def summed_width(self) -> int:

@@ -394,8 +394,8 @@ def test_a_grid_into_a_linear_layer_is_its_tokens() -> None:
 @pytest.mark.parametrize(("module", "kind"), [("conv", "Conv2d"), ("same", "Identity")])
 def test_feature_maps_are_refused_by_name(module: str, kind: str) -> None:
     model = Grid()
-    taps = {name: Tap(module=model.linear, take=lambda out: out) for name in ("queries", "keys")}
-    site = HeadTaps(name="map", output=model.get_submodule(module), **taps)
+    tap = Tap(module=model.linear, take=lambda out: out)
+    site = HeadTaps(name="map", output=model.get_submodule(module), queries=tap, keys=tap)
     with pytest.raises(
         BadInput, match=rf"^map: {kind} takes \[8, 4, 2, 10\], a feature map \[batch, channels, \.\.\.\]"
     ):

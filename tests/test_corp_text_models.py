@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from calib.inputs import run_model
 from corp_deploy.families.family import family_of, image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.families.steps import Walk
 from corp_deploy.reduction.read_tokens import tokens_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
@@ -149,11 +150,11 @@ def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> No
     encoders.write_encoder(tmp_path)
     model, tokens = load_transformers(tmp_path).model, _tokens(tmp_path)
     family = family_of(model)
-    x_BNC, weights_BN = family.embedded(model, tokens), family.token_weights(model, tokens)
+    walk = Walk.of(family.embedded(model, tokens), family.token_weights(model, tokens), merges=False)
     for step in family.steps(model):
-        x_BNC = step(x_BNC, weights_BN)
+        walk = walk.behind(step)
     expected = run_model(model, tokens)
-    assert torch.equal(family.finished(model, x_BNC, tokens), expected)
+    assert torch.equal(family.finished(model, walk.tokens.x, tokens), expected)
     torch.testing.assert_close(run_model(family.exportable(model), tokens), expected, rtol=1e-5, atol=1e-5)
 
 

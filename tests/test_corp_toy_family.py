@@ -20,6 +20,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.sites import Sites
 from corp_deploy.families.steps import Branch, Passage, Step
@@ -140,7 +141,18 @@ class LadderFamily:
     def token_weights(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
         return None
 
-    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
+    def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
+        if merging is not None:
+            raise BadInput(f"token merging: {self.merging_refusal(model)}")
+        return replaced(model, {})
+
+    def merging_of(self, model: nn.Module) -> Merging | None:
+        return None
+
+    def merging_refusal(self, model: nn.Module) -> str:
+        return "strips are not merged"
+
+    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
         logits: Tensor = ladder(model).name(x_BNC.mean(dim=1))
         return logits
 

@@ -20,11 +20,15 @@ def _zeros(*shape: int, device: torch.device | str) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64, device=device)
 
 
+def _weighted(x_BNK: Tensor, weights_BN: Tensor | None) -> Tensor:
+    return x_BNK if weights_BN is None else x_BNK * weights_BN.unsqueeze(-1)
+
+
 @dataclass(slots=True, kw_only=True)
 class Gram:
     """Sums over tokens of x and of x x', the latter complete in `gram_KK` only."""
 
-    tokens: int
+    tokens: float
     sum_K: Tensor
     upper_KK: Tensor
 
@@ -32,11 +36,12 @@ class Gram:
     def empty(cls, width: int, device: torch.device | str = "cpu") -> Self:
         return cls(tokens=0, sum_K=_zeros(width, device=device), upper_KK=_zeros(width, width, device=device))
 
-    def add(self, x_BNK: Tensor) -> None:
-        """Count every token of these images once."""
-        add_gram_(self.upper_KK, x_BNK.flatten(0, 1).unsqueeze(0))
-        self.sum_K.add_(x_BNK.sum(dim=1).double().sum(dim=0))
-        self.tokens += x_BNK.shape[:2].numel()
+    def add(self, x_BNK: Tensor, weights_BN: Tensor | None = None) -> None:
+        """Count every token of these images by its weight, None for once."""
+        rooted_BNK = x_BNK if weights_BN is None else x_BNK * weights_BN.sqrt().unsqueeze(-1)
+        add_gram_(self.upper_KK, rooted_BNK.flatten(0, 1).unsqueeze(0))
+        self.sum_K.add_(_weighted(x_BNK, weights_BN).sum(dim=1).double().sum(dim=0))
+        self.tokens += x_BNK.shape[:2].numel() if weights_BN is None else float(weights_BN.double().sum())
 
     @property
     def gram_KK(self) -> Tensor:
@@ -79,14 +84,15 @@ class RegressionSums:
         """Empty sums for a layer's inputs and what its outputs lack, where the layer is."""
         return cls.empty(inputs=layer.in_features, outputs=layer.out_features, device=layer.weight.device)
 
-    def add(self, x_BNK: Tensor, t_BNO: Tensor) -> None:
-        """Count every token of these images once."""
-        x_XK, t_XO = x_BNK.flatten(0, 1), t_BNO.flatten(0, 1)
-        self.x.add(x_BNK)
+    def add(self, x_BNK: Tensor, t_BNO: Tensor, weights_BN: Tensor | None = None) -> None:
+        """Count every token of these images by its weight, None for once."""
+        weighted_BNO = _weighted(t_BNO, weights_BN)
+        x_XK, t_XO = x_BNK.flatten(0, 1), weighted_BNO.flatten(0, 1)
+        self.x.add(x_BNK, weights_BN)
         for x_nK, t_nO in zip(x_XK.split(PRODUCT_TOKENS), t_XO.split(PRODUCT_TOKENS), strict=True):
             self.tx_OK.add_(t_nO.float().T @ x_nK.float())
-        self.t_O.add_(t_BNO.sum(dim=1).double().sum(dim=0))
-        self.tt.add_(torch.linalg.vecdot(t_XO, t_XO).double().sum())
+        self.t_O.add_(weighted_BNO.sum(dim=1).double().sum(dim=0))
+        self.tt.add_(torch.linalg.vecdot(t_XO, t_BNO.flatten(0, 1)).double().sum())
 
     def with_those_of(self, other: "RegressionSums") -> "RegressionSums":
         """The sums over both sets of tokens."""
@@ -137,10 +143,10 @@ class DifferenceSums:
         on_x = RegressionSums.empty(inputs=width, outputs=width, device=device)
         return cls(on_x=on_x, d=Gram.empty(width, device))
 
-    def add(self, x_BNC: Tensor, d_BNC: Tensor) -> None:
-        """Count every token of these images once."""
-        self.on_x.add(x_BNC, d_BNC)
-        self.d.add(d_BNC)
+    def add(self, x_BNC: Tensor, d_BNC: Tensor, weights_BN: Tensor | None = None) -> None:
+        """Count every token of these images by its weight, None for once."""
+        self.on_x.add(x_BNC, d_BNC, weights_BN)
+        self.d.add(d_BNC, weights_BN)
 
     def through(self, weight_OC: Tensor) -> RegressionSums:
         """With W d as targets."""

@@ -18,6 +18,7 @@ from .architecture import MOST_PARAMETERS, Architecture
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
+from .merging import Merging
 from .modules import parameters, replaced
 from .sites import Sites
 from .steps import Branch, Passage, Step
@@ -133,9 +134,25 @@ def token_weights(model: nn.Module, inputs: Inputs) -> Tensor:
     return named(inputs)["attention_mask"].to(torch.float32)
 
 
-def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
     """One embedding a text [B,C]."""
     return _encoder(model).pooled(x_BNC, named(inputs)["attention_mask"])
+
+
+def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
+    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
+    if merging is not None:
+        raise BadInput(f"token merging: {merging_refusal(model)}; leave --merge-tokens away")
+    return replaced(model, {}).eval()
+
+
+def merging_of(model: nn.Module) -> Merging | None:
+    return None
+
+
+def merging_refusal(model: nn.Module) -> str:
+    """Texts differ in length: a schedule that suits one would merge away all of another."""
+    return "a text encoder's tokens are not merged, since its texts are of different lengths"
 
 
 def last_block(model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """Channel sites: the two linear layers of an MLP."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,7 +15,10 @@ from .widths import HeadGeometry, Width
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSite:
-    """Hidden channels between two linear layers with an activation, channel by channel, between them."""
+    """Hidden channels between two linear layers with an activation, channel by channel, between them.
+
+    `merge`: the module that merges the tokens that come here, None where none are merged.
+    """
 
     kind: ClassVar[str] = "channels"
     name: str
@@ -23,6 +26,7 @@ class ChannelSite:
     last: nn.Linear
     first_name: str
     last_name: str
+    merge: nn.Module | None = None
 
     @property
     def reason(self) -> str:
@@ -45,7 +49,7 @@ class ChannelSite:
         return width
 
     def taps(self) -> ChannelTaps:
-        return ChannelTaps(name=self.name, output=self.last)
+        return ChannelTaps(name=self.name, output=self.last, merge=self.merge)
 
     def words(self) -> str:
         return f"hidden {self.width}"
@@ -101,4 +105,4 @@ class ChannelSite:
         first, last = (layer.get_submodule(self._inside(name)) for name in (self.first_name, self.last_name))
         assert isinstance(first, nn.Linear), (self.first_name, first)
         assert isinstance(last, nn.Linear), (self.last_name, last)
-        return ChannelSite(name=self.name, first=first, last=last, first_name=self.first_name, last_name=self.last_name)
+        return replace(self, first=first, last=last)

@@ -17,6 +17,7 @@ from ground.ports import OutputPort, Port
 
 from . import bert, timm_vit
 from .architecture import Architecture
+from .merging import Merging
 from .modules import device
 from .sites import Sites
 from .steps import Step
@@ -110,8 +111,22 @@ class Family(Protocol):
         """Weight of each token [B,N] in sums over tokens, 0 for padding; None where all count alike."""
         ...
 
-    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
-        """The model's output for the residual stream behind its last step."""
+    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
+        """The model's output for the residual stream behind its last step; `sources_BM`: where in it each token of the
+        first stream is, None where none are merged.
+        """
+        ...
+
+    def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
+        """A copy in eval mode that merges tokens so, or none. Raises BadInput where it can't."""
+        ...
+
+    def merging_of(self, model: nn.Module) -> Merging | None:
+        """How the model merges tokens, None for one that doesn't."""
+        ...
+
+    def merging_refusal(self, model: nn.Module) -> str:
+        """Why tokens of the model can't be merged, or nothing."""
         ...
 
     def last_block(self, model: nn.Module) -> nn.Module:

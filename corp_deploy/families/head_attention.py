@@ -14,12 +14,21 @@ Geometry = Literal["square", "padded", "ragged"]
 _HIDDEN = -30_000.0
 
 
+Beside = Literal["keys", "attention"]
+"""What an attention gives beside its result: keys of all heads side by side [B,N,heads * qk], or how much the first
+token attends to each, the mean over the heads [B,N]."""
+
+
 def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores [B,H,N,N] so that no query sees a key of weight 0: [B,1,1,N].
+    """What is added to scores [B,H,N,N] so that no query sees a key of weight 0 and a key of weight n counts as n of
+    them (ToMe, arXiv 2210.09461, equation 1): [B,1,1,N]. Weights of whole numbers' types are masks.
 
     A row without any key left sees all of them alike, and stays finite.
     """
-    bias_BN = torch.zeros_like(weights_BN, dtype=dtype).masked_fill(weights_BN == 0, _HIDDEN)
+    if weights_BN.is_floating_point():
+        bias_BN = weights_BN.float().log().clamp(min=_HIDDEN).to(dtype)
+    else:
+        bias_BN = torch.zeros_like(weights_BN, dtype=dtype).masked_fill(weights_BN == 0, _HIDDEN)
     return bias_BN[:, None, None, :]
 
 
@@ -76,17 +85,30 @@ class HeadAttention(nn.Module):
         weights_BN: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Tensor:
-        """x [B,N,C] -> [B,N,C]; a token of weight 0, of any type, is seen by none. A mask by query is refused."""
+        beside: Beside | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [B,N,C] -> [B,N,C]; a token of weight 0, of any type, is seen by none, one of weight n as n tokens.
+
+        With `beside` two results. A mask by query is refused.
+        """
         if attn_mask is not None or is_causal:
             raise ValueError("HeadAttention takes no attention mask")
         q, k, v = self._heads(x)
+        bias_B11N = None if weights_BN is None else key_bias(weights_BN, q.dtype)
+        extra = None if beside is None else self._beside(beside, q, k, bias_B11N)
         if self.geometry == "padded" and self.qk != self.v:
             width = max(self.qk, self.v)
             q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
-        bias_B11N = None if weights_BN is None else key_bias(weights_BN, q.dtype)
         z = self._attend(q, k, v, bias_B11N)[..., : self.v]
-        return self.proj(z.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        out: Tensor = self.proj(z.transpose(1, 2).flatten(2))
+        return out if extra is None else (out, extra)
+
+    def _beside(self, beside: Beside, q: Tensor, k: Tensor, bias_B11N: Tensor | None) -> Tensor:
+        if beside == "keys":
+            return k.transpose(1, 2).flatten(2)
+        scores = (q[:, :, :1] * self.scale) @ k.transpose(-2, -1)
+        scores = scores if bias_B11N is None else scores + bias_B11N
+        return scores.softmax(-1, dtype=torch.float32).mean(dim=1).squeeze(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_B11N: Tensor | None) -> Tensor:
         if self.fused:

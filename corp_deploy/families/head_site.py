@@ -30,7 +30,8 @@ def _identity(x: Tensor) -> Tensor:
 class HeadSite:
     """The heads of one attention layer: a fused projection with rows q, k, v, and the output projection.
 
-    `mixing` none: queries and keys must stay as they are, for the `reason`.
+    `mixing` none: queries and keys must stay as they are, for the `reason`. `merge`: the module that merges the tokens
+    that come here, None where none are merged.
     """
 
     kind: ClassVar[str] = "heads"
@@ -47,6 +48,7 @@ class HeadSite:
     geometry: HeadGeometry
     mixing: Mixing = "free"
     reason: str = ""
+    merge: nn.Module | None = None
 
     @property
     def keeps_qk(self) -> bool:
@@ -85,7 +87,7 @@ class HeadSite:
         else:
             queries = Tap(module=self.first, take=self._head_slice(0))
             keys = Tap(module=self.first, take=self._head_slice(self.heads * self.qk))
-        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last)
+        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last, merge=self.merge)
 
     def words(self) -> str:
         return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}"
@@ -212,4 +214,5 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
         geometry=like.geometry,
         mixing=like.mixing,
         reason=like.reason,
+        merge=like.merge,
     )

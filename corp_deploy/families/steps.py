@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from .head_attention import Beside
+from .token_merging import TokenMerge, Tokens, sources_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
@@ -19,6 +22,7 @@ class Branch:
     scale_C: Tensor | None
     read: Tensor | None = None
     mixes_tokens: bool = False
+    beside: Beside | None = None
 
     def run(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """What this layer in the branch's place makes of the residual stream; a token of weight 0 is not there."""
@@ -35,6 +39,13 @@ class Branch:
     def through(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """The residual stream behind the branch with this layer in place of its own."""
         return x_BNC + self.added_by(layer, x_BNC, weights_BN)
+
+    def passed(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """`through`, and what tokens are then compared by where that is of the layer."""
+        if self.beside is None:
+            return self.through(layer, x_BNC, weights_BN), None
+        out_BNC, compared_BNX = layer(self.norm(x_BNC), weights_BN, beside=self.beside)
+        return x_BNC + (out_BNC if self.scale_C is None else out_BNC * self.scale_C), compared_BNX
 
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         return self.through(self.layer, x_BNC, weights_BN)
@@ -54,4 +65,40 @@ class Passage:
         return out_BNC
 
 
-Step = Branch | Passage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """Tokens merged away between two branches, by what `norm` makes of the stream or what lay beside the branch."""
+
+    name: str
+    merge: TokenMerge
+    norm: nn.Module
+
+    def __call__(self, tokens: Tokens, compared_BNX: Tensor | None) -> Tokens:
+        compared_BNX = self.norm(tokens.x) if compared_BNX is None else compared_BNX
+        return Tokens(*self.merge(*tokens, compared_BNX))
+
+
+Step = Branch | Merge | Passage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """A residual stream on its way through the steps, with what of the branch behind it tokens are compared by."""
+
+    tokens: Tokens
+    beside_BNX: Tensor | None = None
+
+    @classmethod
+    def of(cls, x_BNC: Tensor, weights_BN: Tensor | None, merges: bool) -> "Walk":
+        """What enters the first step; where tokens are merged they are followed."""
+        return cls(tokens=Tokens(x_BNC, weights_BN, sources_of(x_BNC) if merges else None))
+
+    def behind(self, step: Step) -> "Walk":
+        """The same behind one more step."""
+        x_BNC, weights_BN, sources_BM = self.tokens
+        if isinstance(step, Merge):
+            return Walk(tokens=step(self.tokens, self.beside_BNX))
+        if isinstance(step, Branch):
+            x_BNC, beside_BNX = step.passed(step.layer, x_BNC, weights_BN)
+            return Walk(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX)
+        return Walk(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM))

@@ -15,7 +15,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, with_modules
-from corp_deploy.families.steps import Branch, Step
+from corp_deploy.families.steps import Branch, Step, Walk
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import Reduced
@@ -65,16 +65,20 @@ class Probe:
             walked = [trial for trial in trials if trial not in effects]
             new = dict(zip(walked, self._reduced(walked), strict=True))
             dense = run_model(self.model, self.inputs)
-            x_BNC = family.embedded(self.model, self.inputs)
-            weights_BN = family.token_weights(self.model, self.inputs)
+            walk = self._start()
             for place, step in enumerate(steps):
                 for trial in walked:
                     if isinstance(step, Branch) and trial[0] == step.name:
                         layer = with_modules(step.layer, step.name, new.pop(trial).modules)
-                        behind_BNC = step.through(layer, x_BNC, weights_BN)
-                        effects[trial] = _change(self._finished(behind_BNC, weights_BN, steps[place + 1 :]), dense)
-                x_BNC = step(x_BNC, weights_BN)
+                        behind = walk.behind(replace(step, layer=layer))
+                        effects[trial] = _change(self._finished(behind, steps[place + 1 :]), dense)
+                walk = walk.behind(step)
         return effects
+
+    def _start(self) -> Walk:
+        family = family_of(self.model)
+        x_BNC = family.embedded(self.model, self.inputs)
+        return Walk.of(x_BNC, family.token_weights(self.model, self.inputs), family.merging_of(self.model) is not None)
 
     def _reduced(self, trials: Sequence[Trial]) -> list[Reduced]:
         method = replace(self._ragged, mlp_swaps=False)
@@ -87,7 +91,7 @@ class Probe:
 
         return list(pool.each(at_site, trials, device(self.model)))
 
-    def _finished(self, x_BNC: Tensor, weights_BN: Tensor | None, steps: Sequence[Step]) -> Tensor:
+    def _finished(self, walk: Walk, steps: Sequence[Step]) -> Tensor:
         for step in steps:
-            x_BNC = step(x_BNC, weights_BN)
-        return family_of(self.model).finished(self.model, x_BNC, self.inputs)
+            walk = walk.behind(step)
+        return family_of(self.model).finished(self.model, walk.tokens.x, self.inputs, walk.tokens.sources)

@@ -62,7 +62,7 @@ def _entering(branch: Branch, layer: nn.Module, last: nn.Linear) -> Iterator[Cal
 
     def run(pair: Pair) -> Tensor:
         with suppress(_Heard):
-            branch.run(layer, pair.reduced, pair.weights_BN)
+            branch.run(layer, pair.reduced, pair.present_BN)
         return heard.pop()
 
     handle = last.register_forward_pre_hook(stop)
@@ -86,8 +86,9 @@ def _refuse_nonfinite(site: str, sums: Tensor) -> None:
         )
 
 
-def _lacking(pair: Pair, read: Tensor | None) -> Tensor:
-    return pair.rows(pair.dense, read) - pair.rows(pair.reduced, read)
+def _add_lacking(lacking: Halves[RegressionSums], pair: Pair, entering_BNK: Tensor, read: Tensor | None) -> None:
+    lacking_BNC = pair.rows(pair.target, read) - pair.rows(pair.reduced, read)
+    lacking.of(pair).add(pair.rows(entering_BNK, read), lacking_BNC, pair.row_weights(read))
 
 
 def alignment_sums(branch: Branch, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
@@ -96,7 +97,8 @@ def alignment_sums(branch: Branch, streams: Streams, read: Tensor | None) -> Hal
     sums = Halves(fit=DifferenceSums.empty(width, where), held_out=DifferenceSums.empty(width, where))
     for pair in streams:
         x_BNC = branch.norm(pair.rows(pair.reduced, read))
-        sums.of(pair).add(x_BNC, branch.norm(pair.rows(pair.dense, read)) - x_BNC)
+        d_BNC = branch.norm(pair.rows(pair.target, read)) - x_BNC
+        sums.of(pair).add(x_BNC, d_BNC, pair.row_weights(read))
     return sums
 
 
@@ -104,13 +106,14 @@ class StreamEnergy:
     """Variance of a stream over some tokens of every image, summed over the channels."""
 
     def __init__(self) -> None:
-        self._count, self._sums, self._squares = 0, list[Tensor](), list[Tensor]()
+        self._count, self._sums, self._squares = 0.0, list[Tensor](), list[Tensor]()
 
-    def add(self, x_BNC: Tensor) -> None:
+    def add(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> None:
         x_XC = x_BNC.flatten(0, 1).double()
-        self._count += len(x_XC)
-        self._sums.append(x_XC.sum(dim=0))
-        self._squares.append(x_XC.square().sum())
+        weighted_XC = x_XC if weights_BN is None else x_XC * weights_BN.double().flatten().unsqueeze(1)
+        self._count += len(x_XC) if weights_BN is None else float(weights_BN.double().sum())
+        self._sums.append(weighted_XC.sum(dim=0))
+        self._squares.append((weighted_XC * x_XC).sum())
 
     def variance(self) -> float:
         mean_C = torch.stack(self._sums).sum(dim=0) / self._count
@@ -122,7 +125,7 @@ def dense_advanced(branch: Branch, streams: Streams) -> float:
     energy = StreamEnergy()
     for pair in streams:
         pair.dense = branch(pair.dense, pair.weights_BN)
-        energy.add(pair.rows(pair.dense, branch.read))
+        energy.add(pair.rows(pair.target, branch.read), pair.row_weights(branch.read))
     return energy.variance()
 
 
@@ -138,9 +141,9 @@ def head_moments(branch: Branch, site: HeadSite, streams: Streams, *, system: bo
 
     with listening([site.taps()], hear):
         for pair in streams:
-            weights = None if pair.weights_BN is None else weights_of(pair.weights_BN, streams.device)
+            weights = None if pair.present_BN is None else weights_of(pair.present_BN, streams.device)
             with suppress(_Heard):
-                branch.run(branch.layer, pair.reduced, pair.weights_BN)
+                branch.run(branch.layer, pair.reduced, pair.present_BN)
             sums.flush()
     moments = on_device(sums.moments(), streams.device)
     _refuse_nonfinite(site.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
@@ -160,10 +163,11 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
     with _entering(branch, branch.layer, site.last) as entering:
         for pair in streams:
             h_BNF = entering(pair)
-            lacking.of(pair).add(pair.rows(h_BNF, branch.read), _lacking(pair, branch.read))
+            _add_lacking(lacking, pair, h_BNF, branch.read)
             if branch.read is not None:
-                unread.add(pair.rows(h_BNF, _others(branch.read, h_BNF.shape[1])))
-            add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS)
+                others = _others(branch.read, h_BNF.shape[1])
+                unread.add(pair.rows(h_BNF, others), pair.row_weights(others))
+            add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS, pair.row_weights())
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
     _refuse_nonfinite(site.name, x.sum_K)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
@@ -175,5 +179,5 @@ def inputs_sums(branch: Branch, layer: nn.Module, last: nn.Linear, streams: Stre
     lacking = _for_layer(last)
     with _entering(branch, layer, last) as entering:
         for pair in streams:
-            lacking.of(pair).add(pair.rows(entering(pair), branch.read), _lacking(pair, branch.read))
+            _add_lacking(lacking, pair, entering(pair), branch.read)
     return lacking

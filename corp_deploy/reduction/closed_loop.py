@@ -118,7 +118,7 @@ def walk(
         new, reported = _site(step, sites[step.name], streams, method, widths[step.name], loop)
         layer = with_modules(step.layer, step.name, new.modules)
         for pair in streams:
-            pair.reduced = step.through(layer, pair.reduced, pair.weights_BN)
+            pair.advance_reduced(step, layer)
         modules |= new.modules
         reports += reported
         finished += 1

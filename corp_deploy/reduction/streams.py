@@ -1,9 +1,9 @@
 """The residual streams of the dense and of the reduced model, carried side by side through the blocks.
 
-Legend: B images of a piece, N tokens, C channels.
+Legend: B images of a piece, N tokens, M source tokens where some are merged, C channels, X dimensions compared.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,12 @@ from calib.input_set import InputSet
 from calib.inputs import moved
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
+from corp_deploy.families.steps import Branch, Merge, Step
+from corp_deploy.families.token_merging import Tokens, sources_of
 from ground.errors import BadInput
 
 HELD_OUT_EVERY = 4
 CPU_TOKENS = 2048  # of a piece: its activations stay in a CPU's caches, and products over it are long enough
-Step = Callable[[Tensor, Tensor | None], Tensor]
 Embedded = tuple[Tensor, Tensor | None]
 """The residual stream [B,N,C] of some inputs, and which of its tokens are there [B,N]: 1, or 0 for padding."""
 
@@ -26,29 +27,76 @@ Embedded = tuple[Tensor, Tensor | None]
 class Pair:
     """Both streams [B,N,C] of a few inputs; those `held_out` choose how far to trust a fit to the others.
 
-    `weights_BN` tell which tokens are there, None for all.
+    `weights_BN` tell which tokens are there, None for all. Where tokens are merged the reduced stream has fewer:
+    `sizes_BN` dense tokens stand in each, the dense token m in number `sources_BM` of them.
     """
 
     dense: Tensor
     reduced: Tensor
     held_out: bool
     weights_BN: Tensor | None = None
+    sizes_BN: Tensor | None = None
+    sources_BM: Tensor | None = None
+    beside_BNX: Tensor | None = None
+
+    @property
+    def present_BN(self) -> Tensor | None:
+        """How much each token of the reduced stream counts, None for all alike."""
+        return self.weights_BN if self.sizes_BN is None else self.sizes_BN
+
+    @property
+    def target(self) -> Tensor:
+        """What the reduced stream should be: each token the mean of the dense ones that stand in it."""
+        if self.sources_BM is None:
+            return self.dense
+        return mean_of_sources(self.dense, self.sources_BM, self.reduced.shape[1])
 
     def advance(self, step: Step) -> None:
-        """Both through the same step; once, as long as they are one."""
+        """Both through the same step; once, as long as they are one. The dense stream is never merged."""
+        if isinstance(step, Merge):
+            self._merge(step)
+            return
         same = self.reduced is self.dense
-        self.dense = step(self.dense, self.weights_BN)
-        self.reduced = self.dense if same else step(self.reduced, self.weights_BN)
+        reduced, beside = self._behind(step, self.reduced, self.present_BN)
+        self.dense = reduced if same else self._behind(step, self.dense, self.weights_BN)[0]
+        self.reduced, self.beside_BNX = reduced, beside
+
+    def advance_reduced(self, branch: Branch, layer: nn.Module) -> None:
+        """The reduced stream alone through a branch with this layer in place of its own."""
+        self.reduced, self.beside_BNX = branch.passed(layer, self.reduced, self.present_BN)
+
+    @staticmethod
+    def _behind(step: Step, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if isinstance(step, Branch):
+            return step.passed(step.layer, x_BNC, weights_BN)
+        assert not isinstance(step, Merge), step
+        return step(x_BNC, weights_BN), None
+
+    def _merge(self, step: Merge) -> None:
+        sources_BM = sources_of(self.dense) if self.sources_BM is None else self.sources_BM
+        tokens = step(Tokens(self.reduced, self.present_BN, sources_BM), self.beside_BNX)
+        self.reduced, self.sizes_BN, self.sources_BM = tokens
+        self.beside_BNX = None
 
     def rows(self, x_BNC: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """What counts in sums over tokens, among these tokens (None: all): [B,N,C], or one row of tokens [1,X,C] where
-        some are not there.
+        """What counts in sums over the reduced stream's tokens, among these tokens (None: all): [B,N,C], or one row of
+        tokens [1,X,C] where some are not there.
         """
         x_BNC = x_BNC if tokens is None else x_BNC[:, tokens]
         if self.weights_BN is None:
             return x_BNC
         weights_BN = self.weights_BN if tokens is None else self.weights_BN[:, tokens]
         return x_BNC[weights_BN > 0.0].unsqueeze(0)
+
+    def row_weights(self, tokens: Tensor | None = None) -> Tensor | None:
+        """By how much each of those rows counts, None for all alike."""
+        return self.sizes_BN if self.sizes_BN is None or tokens is None else self.sizes_BN[:, tokens]
+
+
+def mean_of_sources(x_BMC: Tensor, sources_BM: Tensor, count: int) -> Tensor:
+    """For each of `count` tokens the mean of those of x whose source it is; sources below 0 are of none."""
+    is_in_BMN = (sources_BM.unsqueeze(-1) == torch.arange(count, device=x_BMC.device)).to(x_BMC.dtype)
+    return (is_in_BMN.transpose(1, 2) @ x_BMC) / is_in_BMN.sum(dim=1).unsqueeze(-1)
 
 
 def _pieces(x_BNC: Tensor, weights_BN: Tensor | None, held_out: bool) -> Iterator[Pair]:

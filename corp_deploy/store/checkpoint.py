@@ -1,7 +1,7 @@
 """A model as a directory: model.safetensors and config.json. Holds no pruning code and runs no pickled code.
 
-config.json names the architecture, the widths of every site that differs from it, the preprocessing, and the
-lineage: all that it takes to build the model again, wherever it came from.
+config.json names the architecture, the widths of every site that differs from it, how tokens are merged, the
+preprocessing, and the lineage: all that it takes to build the model again, wherever it came from.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from ground.records import record_from_value
 
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
-from .model_config import load_model_config
+from .model_config import REMEDY, MergingEntry, load_model_config
 from .weight_fit import require_fit
 from .weights import State, first_names, read_weights
 
@@ -101,6 +101,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     for name, content in family.beside(checkpoint.model).items():
         write_text(directory / name, content)
     spec = family.input_spec(checkpoint.model)
+    merging = family.merging_of(checkpoint.model)
     write_json(
         directory / CONFIG,
         {
@@ -108,6 +109,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
             "version": 1,
             **_entry_of(checkpoint.architecture),
             "sites": {site.name: site.as_json() for site in family.sites(checkpoint.model).every},
+            **({} if merging is None else {"merging": merging.as_json()}),
             "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
             "weights_sha256": sha256_of_file(directory / WEIGHTS),
             "lineage": dict(checkpoint.lineage),
@@ -123,6 +125,13 @@ def _resized(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]], where:
             raise BadInput(f"{where}: no entry {site.name!r}; the file was edited or cut off, write the model again")
         modules |= site.recorded(recorded[site.name])
     return replaced(model, modules)
+
+
+def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
+    try:
+        return family_of(model).with_merging(model, entry.merging)
+    except BadInput as error:
+        raise BadInput(f"{where}: merging: {error}; {REMEDY}") from None
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
@@ -142,6 +151,8 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
         model = _resized(dense_from_architecture(architecture), config.sites, where)
+        if config.merging is not None:
+            model = _merging(model, config.merging, where)
     read = read_weights(weights)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)

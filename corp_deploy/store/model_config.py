@@ -6,12 +6,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from corp_deploy.families.merging import MOST_TOKENS, How, Merging, Metric
 from corp_deploy.families.widths import HeadGeometry
 from ground.errors import BadInput
 from ground.records import Sha256, record_from_file, record_from_value
 
 CONFIG, KIND = "config.json", "corp-deploy/model"
-_REMEDY = "the file was edited or cut off, write the model again"
+REMEDY = "the file was edited or cut off, write the model again"
 _Width = Annotated[int, Meta(ge=1, le=2**20)]
 
 
@@ -35,6 +36,22 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise BadInput(f"it is square, but qk is {self.qk} and v is {self.v}")
 
 
+class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model merges tokens, an entry a block."""
+
+    schedule: Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_TOKENS)], ...], Meta(min_length=1, max_length=256)]
+    metric: Metric
+    how: How
+    unmerged: bool
+
+    def __post_init__(self) -> None:
+        _ = self.merging
+
+    @property
+    def merging(self) -> Merging:
+        return Merging(schedule=self.schedule, metric=self.metric, how=self.how, unmerged=self.unmerged)
+
+
 class Built(msgspec.Struct, frozen=True, kw_only=True):
     """What a family builds the dense model from."""
 
@@ -50,12 +67,15 @@ class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the dense model is built, the widths of its sites, what its input is, and what its weights' file is."""
+    """How the dense model is built, the widths of its sites, how tokens are merged, what its input is, and what its
+    weights' file is.
+    """
 
     family: str = "timm"
     timm: Built | None = None
     architecture: Built | None = None
     sites: dict[str, dict[str, Any]]
+    merging: MergingEntry | None = None
     input: ModelInput
     weights_sha256: Sha256
     lineage: dict[str, Any]
@@ -74,8 +94,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 def load_model_config(directory: Path) -> ModelConfig:
     """Raises BadInput, naming the entry, for one that is missing, of another type or impossible."""
     path = directory / CONFIG
-    config = record_from_file(path, ModelConfig, kind=KIND, remedy=_REMEDY)
+    config = record_from_file(path, ModelConfig, kind=KIND, remedy=REMEDY)
     for name, site in config.sites.items():
         entries: type[_Channels | _Heads] = _Channels if "hidden" in site else _Heads
-        record_from_value(site, entries, where=f"{path}: sites: {name[:100]}", remedy=_REMEDY)
+        record_from_value(site, entries, where=f"{path}: sites: {name[:100]}", remedy=REMEDY)
     return config

@@ -1,0 +1,102 @@
+"""Which tokens are merged away where: the values, their rules and the arithmetic of token counts. No torch.
+
+Token merging (Bolya et al., ToMe, arXiv 2210.09461): between the attention and the MLP of a block the r most alike
+tokens are merged into others, so that every later product has r tokens fewer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ground.errors import BadInput
+from ground.quantity import shown
+
+Metric = Literal["stream", "keys"]
+How = Literal["merge", "drop"]
+MOST_BLOCKS, MOST_TOKENS = 256, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """What happens between the attention and the MLP of each block.
+
+    `schedule`: tokens merged away, an entry a block, 0 none. `metric`: what tokens are compared by, the stream as the
+    MLP's norm gives it, or the keys of all heads side by side. `how`: `merge` takes the mean of tokens that are alike,
+    weighted by how many stand in each; with `drop` those go that the class token attends to least. `unmerged`: dense
+    outputs, every source token has the value of the token that it was merged into. Raises BadInput for what is none.
+    """
+
+    schedule: tuple[int, ...]
+    metric: Metric = "stream"
+    how: How = "merge"
+    unmerged: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.schedule or len(self.schedule) > MOST_BLOCKS:
+            raise BadInput(f"merging: a schedule of {len(self.schedule)} entries, expected one for each block")
+        for block, count in enumerate(self.schedule):
+            if type(count) is not int or not 0 <= count <= MOST_TOKENS:
+                raise BadInput(f"merging: block {block}: {shown(str(count))} tokens, expected a whole number from 0")
+        if self.how == "drop" and self.unmerged:
+            raise BadInput("merging: tokens that were dropped have no value to give back; merge instead, or drop alone")
+
+    def as_json(self) -> dict[str, Any]:
+        """As config.json and lineages have it."""
+        return {
+            "schedule": list(self.schedule),
+            "metric": self.metric,
+            "how": self.how,
+            "unmerged": self.unmerged,
+        }
+
+    def words(self) -> str:
+        """For people: `grows from 0 to 36` is read off the numbers, so they stand there."""
+        alike = len(set(self.schedule)) == 1
+        counts = f"{self.schedule[0]} in each block" if alike else ",".join(map(str, self.schedule))
+        by = "" if self.how == "drop" else f", compared by {self.metric}"
+        return f"{'dropped' if self.how == 'drop' else 'merged'}: {counts}{by}{', unmerged' if self.unmerged else ''}"
+
+
+def most_merged(how: How, tokens: int, protected: int) -> int:
+    """How many of so many tokens one block can merge away: half of the unprotected, as each is in one of two sets;
+    dropping leaves one.
+    """
+    free = max(0, tokens - protected)
+    return free // 2 if how == "merge" else max(0, free - 1)
+
+
+def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ...]:
+    """Tokens behind each block, of so many that enter the first one. Raises BadInput, naming the block, for a schedule
+    that merges away more than a block can.
+    """
+    behind = []
+    for block, count in enumerate(merging.schedule):
+        most = most_merged(merging.how, tokens, protected)
+        if count > most:
+            raise BadInput(
+                f"merging: block {block} has {tokens} tokens, {protected} of them protected, so it can {merging.how} "
+                f"{most} at most, got {count}; merge fewer there or in the blocks before"
+            )
+        tokens -= count
+        behind.append(tokens)
+    return tuple(behind)
+
+
+def grown(last: int, depth: int) -> tuple[int, ...]:
+    """A schedule that grows evenly from 0 in the first block to `last` in the last one."""
+    return tuple(round(last * block / max(1, depth - 1)) for block in range(depth))
+
+
+def schedule_from_text(text: str, depth: int) -> tuple[int, ...]:
+    """`12` for each block, `grow:36` for 0 to 36, or as many numbers as blocks. Raises BadInput for anything else."""
+    number = text.removeprefix("grow:")
+    parts = [part.strip() for part in number.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts) or len(parts) not in (1, depth):
+        raise BadInput(
+            f"{shown(text)}: expected how many tokens each block merges away: one number for all (12), grow:36 for 0 "
+            f"in the first block to 36 in the last, or {depth} numbers (0,4,8,...)"
+        )
+    if number != text:
+        if len(parts) > 1:
+            raise BadInput(f"{shown(text)}: grow takes one number, that of the last block: grow:36")
+        return grown(int(number), depth)
+    return tuple(map(int, parts)) if len(parts) > 1 else (int(number),) * depth

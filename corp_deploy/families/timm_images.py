@@ -1,0 +1,40 @@
+"""How timm prepares images for a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import timm
+from torch import Tensor
+
+from ground.ports import Port, image_port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpec:
+    """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing."""
+
+    shape: tuple[int, int, int]
+    config: Mapping[str, Any]
+    medium: Literal["images"] = "images"
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        return (image_port(self.shape),)
+
+    def as_line(self) -> str:
+        """The preprocessing for people."""
+        config = self.config
+        mean, std = (" ".join(f"{value:.4g}" for value in config[name]) for name in ("mean", "std"))
+        size = "x".join(map(str, self.shape))
+        crop = f"{config['interpolation']}, crop {config['crop_pct']:g} ({config['crop_mode']})"
+        return f"{size}, {crop}, mean {mean}, std {std}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The preprocessing as plain JSON values, in one order."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self.config.items())}
+
+    def transform(self) -> Callable[[Any], Tensor]:
+        """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]."""
+        transform: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
+        return transform

@@ -1,0 +1,150 @@
+"""Where timm's VisionTransformer can be reduced, and the branches and merges that its blocks are taken apart into."""
+
+from collections.abc import Iterator
+
+from timm.layers import Attention as TimmAttention
+from timm.layers import LayerScale
+from timm.layers import Mlp as TimmMlp
+from timm.models.vision_transformer import Block as TimmBlock
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from .channel_site import ChannelSite
+from .head_attention import HeadAttention
+from .head_site import HeadSite, Mixing
+from .site import Site
+from .sites import Refusal, Sites
+from .steps import Branch, Merge, Passage, Step
+from .timm_blocks import MergingBlock
+from .token_merging import TokenMerge
+
+
+def require_vit(model: nn.Module) -> VisionTransformer:
+    """The model as what its family accepts."""
+    assert isinstance(model, VisionTransformer), type(model)
+    return model
+
+
+def _mlp_refusal(mlp: nn.Module) -> str:
+    if type(mlp) is not TimmMlp:
+        return f"MLP is {type(mlp).__name__}, expected timm's Mlp (fc1, act, fc2)"
+    if not (isinstance(mlp.fc1, nn.Linear) and isinstance(mlp.fc2, nn.Linear)):
+        return f"fc1 / fc2 are {type(mlp.fc1).__name__} / {type(mlp.fc2).__name__}, expected linear layers"
+    if not isinstance(mlp.norm, nn.Identity):
+        return f"a {type(mlp.norm).__name__} between the two linear layers mixes all hidden channels"
+    if any(True for _ in mlp.act.parameters()):
+        return f"activation {type(mlp.act).__name__} has parameters"
+    return ""
+
+
+def _attention_refusal(attention: nn.Module) -> str:
+    if isinstance(attention, HeadAttention):
+        return ""
+    if type(attention) is not TimmAttention:
+        return f"attention is {type(attention).__name__}, expected timm's Attention (one fused qkv)"
+    if not isinstance(attention.norm, nn.Identity):
+        return f"a {type(attention.norm).__name__} before the output projection mixes all heads"
+    if "gate" in dict(attention.named_children()):  # an attribute since timm 1.0.28 only
+        return "gated attention output"
+    return ""
+
+
+def _head_site(name: str, attention: nn.Module, merge: nn.Module | None) -> HeadSite:
+    if isinstance(attention, HeadAttention):
+        heads, qk, v, geometry = attention.heads, attention.qk, attention.v, attention.geometry
+    else:
+        assert isinstance(attention, TimmAttention), type(attention)
+        heads, qk, v, geometry = attention.num_heads, attention.head_dim, attention.head_dim, "square"
+    plain = isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity)
+    mixing: Mixing = "free" if plain else "none"
+    return HeadSite(
+        name=name,
+        module=attention,
+        first=attention.qkv,
+        last=attention.proj,
+        heads=heads,
+        qk=qk,
+        v=v,
+        scale=float(attention.scale),
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        geometry=geometry,
+        mixing=mixing,
+        merge=merge,
+        reason="" if plain else "q_norm / k_norm stand before the dot product, so head dimensions can't be mixed",
+    )
+
+
+def _channel_site(name: str, mlp: nn.Module, merge: nn.Module | None) -> ChannelSite:
+    fc1, fc2 = mlp.fc1, mlp.fc2
+    assert isinstance(fc1, nn.Linear), (name, fc1)
+    assert isinstance(fc2, nn.Linear), (name, fc2)
+    return ChannelSite(name=name, first=fc1, last=fc2, first_name=f"{name}.fc1", last_name=f"{name}.fc2", merge=merge)
+
+
+def sites(model: nn.Module) -> Sites:
+    """The MLPs, then the attentions, of plain pre-norm blocks, dense or already reduced."""
+    mlps: list[Site] = []
+    attentions: list[Site] = []
+    refused: list[Refusal] = []
+    merge: nn.Module | None = None
+    for index, block in enumerate(require_vit(model).blocks):
+        name, attention, mlp = f"blocks.{index}", f"blocks.{index}.attn", f"blocks.{index}.mlp"
+        if type(block) not in (TimmBlock, MergingBlock):
+            reason = f"block is {type(block).__name__}, expected the plain pre-norm Block"
+            refused.append(Refusal(name=name, reason=reason, sites={attention: HeadSite.kind, mlp: ChannelSite.kind}))
+            continue
+        if reason := _attention_refusal(block.get_submodule("attn")):
+            refused.append(Refusal(name=attention, reason=reason, sites={attention: HeadSite.kind}))
+        else:
+            attentions.append(_head_site(attention, block.get_submodule("attn"), merge))
+        merge = block.merge if isinstance(block, MergingBlock) and block.merge is not None else merge
+        if reason := _mlp_refusal(block.get_submodule("mlp")):
+            refused.append(Refusal(name=mlp, reason=reason, sites={mlp: ChannelSite.kind}))
+        else:
+            mlps.append(_channel_site(mlp, block.get_submodule("mlp"), merge))
+    return Sites(every=(*mlps, *attentions), refused=tuple(refused))
+
+
+def comes_apart(block: nn.Module) -> bool:
+    """Whether a block is two branches, scaled as a whole or channel by channel."""
+    if type(block) not in (TimmBlock, MergingBlock):
+        return False
+    return all(isinstance(block.get_submodule(name), LayerScale | nn.Identity) for name in ("ls1", "ls2"))
+
+
+def _branch(name: str, block: nn.Module, parts: tuple[str, str, str], read: Tensor | None) -> Branch:
+    norm, layer, scale = (block.get_submodule(part) for part in parts)
+    merging = block if isinstance(block, MergingBlock) and isinstance(layer, HeadAttention) else None
+    return Branch(
+        name=f"{name}.{parts[1]}",
+        norm=norm,
+        layer=layer,
+        scale_C=scale.gamma.detach() if isinstance(scale, LayerScale) else None,
+        read=read,
+        mixes_tokens=merging is not None,
+        beside=None if merging is None else merging.beside,
+    )
+
+
+def _read_before(merge: TokenMerge, read: Tensor | None) -> Tensor | None:
+    """The tokens before a merge that those read behind it come of, all that it may touch where it touches any."""
+    return read if read is None or bool((read < merge.protected).all()) else None
+
+
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+    """The blocks in the order they run, for evaluation (where drop-path is the identity): the two branches of a plain
+    pre-norm block and what is merged between them, any other block whole.
+    """
+    blocks = require_vit(model).blocks
+    for index, block in enumerate(blocks):
+        name, counted = f"blocks.{index}", read if index == len(blocks) - 1 else None
+        if not comes_apart(block):
+            yield Passage(module=block)
+            continue
+        merge = block.merge if isinstance(block, MergingBlock) else None
+        before = counted if merge is None else _read_before(merge, counted)
+        yield _branch(name, block, ("norm1", "attn", "ls1"), before)
+        if merge is not None:
+            yield Merge(name=f"{name}.merge", merge=merge, norm=block.get_submodule("norm2"))
+        yield _branch(name, block, ("norm2", "mlp", "ls2"), counted)

@@ -1,0 +1,164 @@
+"""Token merging as modules: which tokens are alike, merged into means weighted by size, or dropped, and unmerged again.
+
+Written from the paper (Bolya et al., ToMe, arXiv 2210.09461, section 3) and spelled so that graphs have TopK,
+GatherElements and products with one-hot matrices, but no Scatter.
+
+Legend: B inputs, N tokens, P of them protected, in front; A and D the others at even and at odd places, the sets that
+tokens are taken from and merged into; R tokens merged, K = A - R kept; C channels, X dimensions compared.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .merging import How
+
+
+class Tokens(NamedTuple):
+    """A residual stream x [B,N,C]; how many tokens stand in each of its tokens (float32 [B,N], None: one); and where in
+    it each source token is (int64 [B,M], -1 for one that was dropped; None: not followed).
+    """
+
+    x: Tensor
+    sizes: Tensor | None = None
+    sources: Tensor | None = None
+
+
+class Match(NamedTuple):
+    """Of the even tokens: places of those kept [B,K] and of those merged [B,R], the former ascending; `into` [B,A]: the
+    odd token that each is most like; `is_merged` [B,A].
+    """
+
+    kept: Tensor
+    merged: Tensor
+    into: Tensor
+    is_merged: Tensor
+
+
+def _places(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
+
+
+def _picked(x: Tensor, places: Tensor) -> Tensor:
+    """x [B,N,C] or [B,N] at places [B,K]."""
+    return x.gather(1, places if x.ndim == 2 else places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _is_among(places_BR: Tensor, count: int) -> Tensor:
+    """Which of `count` tokens stand in `places`: [B,count]."""
+    return (places_BR.unsqueeze(-1) == _places(count, places_BR)).any(dim=1)
+
+
+def _others(is_out_BN: Tensor, kept: int) -> Tensor:
+    """The places of the `kept` tokens that are not out, ascending: their order doesn't depend on any rounding."""
+    count = is_out_BN.shape[1]
+    late_BN = is_out_BN.float() * count + _places(count, is_out_BN).float()
+    return late_BN.topk(kept, dim=1, largest=False, sorted=True).indices
+
+
+def matched(compared_BNX: Tensor, count: int, protected: int) -> Match:
+    """The `count` even tokens that are most like an odd one, by the cosine of what they are compared by.
+
+    Of equals the first counts. In float32 whatever the type: half precision has few numbers near 1.
+    """
+    unit_BNX = F.normalize(compared_BNX[:, protected:].float(), dim=-1)
+    even_BAX, odd_BDX = unit_BNX[:, 0::2], unit_BNX[:, 1::2]
+    best_BA, into_BA = (even_BAX @ odd_BDX.transpose(1, 2)).max(dim=-1)
+    merged_BR = torch.sort(best_BA, dim=1, descending=True, stable=True).indices[:, :count]
+    is_merged_BA = _is_among(merged_BR, best_BA.shape[1])
+    kept_BK = _others(is_merged_BA, best_BA.shape[1] - count)
+    return Match(kept=kept_BK, merged=merged_BR, into=into_BA, is_merged=is_merged_BA)
+
+
+def _sizes(tokens: Tokens) -> Tensor:
+    if tokens.sizes is not None:
+        return tokens.sizes
+    return torch.ones(tokens.x.shape[:2], dtype=torch.float32, device=tokens.x.device)
+
+
+def merged(tokens: Tokens, match: Match, protected: int) -> Tokens:
+    """The protected tokens, the even ones kept, and the odd ones, each the mean of all that stand in it.
+
+    Shares are taken before sums, so that many tokens in half precision stay within its range.
+    """
+    x_BNC, sizes_BN = tokens.x, _sizes(tokens)
+    even_BAC, odd_BDC = x_BNC[:, protected::2], x_BNC[:, protected + 1 :: 2]
+    even_BA, odd_BD = sizes_BN[:, protected::2], sizes_BN[:, protected + 1 :: 2]
+    into_BR = _picked(match.into, match.merged)
+    is_into_BDR = into_BR.unsqueeze(1) == _places(odd_BD.shape[1], into_BR).unsqueeze(-1)
+    moved_BDR = is_into_BDR.float() * _picked(even_BA, match.merged).unsqueeze(1)
+    total_BD = odd_BD + moved_BDR.sum(dim=-1)
+    own_BD1 = (odd_BD / total_BD).unsqueeze(-1).to(x_BNC.dtype)
+    shares_BDR = (moved_BDR / total_BD.unsqueeze(-1)).to(x_BNC.dtype)
+    mean_BDC = odd_BDC * own_BD1 + shares_BDR @ _picked(even_BAC, match.merged)
+    return Tokens(
+        x=torch.cat([x_BNC[:, :protected], _picked(even_BAC, match.kept), mean_BDC], dim=1),
+        sizes=torch.cat([sizes_BN[:, :protected], _picked(even_BA, match.kept), total_BD], dim=1),
+        sources=None if tokens.sources is None else _followed(tokens.sources, match, protected, odd_BD.shape[1]),
+    )
+
+
+def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Tensor:
+    """Where each source token is behind a merge."""
+    evens, kept = match.into.shape[1], match.kept.shape[1]
+    is_place_BKA = match.kept.unsqueeze(-1) == _places(evens, match.kept)
+    place_BA = (is_place_BKA * _places(kept, match.kept).unsqueeze(-1)).sum(dim=1)
+    even_BA = torch.where(match.is_merged, kept + match.into, place_BA)
+    odd_BD = (kept + _places(odd, match.kept)).expand(len(even_BA), -1)
+    # Places of even and odd tokens by turns, as they stood.
+    turns = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
+    free_BN = torch.cat([even_BA, odd_BD], dim=1)[:, torch.tensor(turns, device=even_BA.device)] + protected
+    front_BP = _places(protected, free_BN).expand(len(free_BN), -1)
+    return torch.cat([front_BP, free_BN], dim=1).gather(1, sources_BM)
+
+
+def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) -> Tokens:
+    """Without the `count` unprotected tokens of least attention, of equals the first; sizes stay one."""
+    free_BN = attention_BN[:, protected:].float()
+    out_BR = torch.sort(free_BN, dim=1, stable=True).indices[:, :count]
+    free = free_BN.shape[1]
+    is_out_BN = _is_among(out_BR, free)
+    kept_BK = _others(is_out_BN, free - count)
+    x_BNC = tokens.x
+    sources = tokens.sources
+    if sources is not None:
+        is_place_BKN = kept_BK.unsqueeze(-1) == _places(free, kept_BK)
+        place_BN = (is_place_BKN * _places(free - count, kept_BK).unsqueeze(-1)).sum(dim=1) + protected
+        front_BP = _places(protected, place_BN).expand(len(place_BN), -1)
+        places_BN = torch.cat([front_BP, torch.where(is_out_BN, -1, place_BN)], dim=1)
+        sources = torch.where(sources < 0, -1, places_BN.gather(1, sources.clamp(min=0)))
+    return Tokens(x=torch.cat([x_BNC[:, :protected], _picked(x_BNC[:, protected:], kept_BK)], dim=1), sources=sources)
+
+
+def unmerged(x_BNC: Tensor, sources_BM: Tensor) -> Tensor:
+    """Every source token's value [B,M,C]: that of the token it is in."""
+    if len(sources_BM) != len(x_BNC):  # one input's tokens, looked at with several streams
+        sources_BM = sources_BM.expand(len(x_BNC), -1)
+    return _picked(x_BNC, sources_BM)
+
+
+def sources_of(x_BNC: Tensor) -> Tensor:
+    """Where source tokens are before anything is merged: [B,N]."""
+    return _places(x_BNC.shape[1], x_BNC).expand(len(x_BNC), -1)
+
+
+class TokenMerge(nn.Module):
+    """Merges `count` tokens away, by what they are compared by: [B,N,X] to be alike, or [B,N] attention to be kept for.
+
+    Gives the stream, its sizes and its sources, as Tokens are. It has no weights.
+    """
+
+    def __init__(self, *, count: int, protected: int, how: How) -> None:
+        super().__init__()
+        self.count, self.protected, self.how = count, protected, how
+
+    def forward(
+        self, x: Tensor, sizes: Tensor | None, sources: Tensor | None, compared: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        tokens = Tokens(x, sizes, sources)
+        if self.how == "drop":
+            return tuple(dropped(tokens, compared, self.count, self.protected))  # type: ignore[return-value]
+        match = matched(compared, self.count, self.protected)
+        return tuple(merged(tokens, match, self.protected))  # type: ignore[return-value]
