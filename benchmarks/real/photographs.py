@@ -1,0 +1,99 @@
+"""Fifty-three photographs that packages ship, and crops of them; split by photograph, never by crop.
+
+Drawn and abstract pictures of the same packages are left out. Every crop is square, 0.3 to 1 of the short side,
+anywhere in the photograph, at 224 pixels, and half of them mirrored. Crops go round the photographs, in another order
+each time, so that any first part of them has every photograph about equally often.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from benchmarks.real.place import ROOT
+from ground.errors import Missing
+
+SIDE = 224
+MEAN, STD = np.array((0.485, 0.456, 0.406), np.float32), np.array((0.229, 0.224, 0.225), np.float32)
+SHARES = 0.3, 1.0
+BACKGROUNDS, MATE = "debian/usr/share/backgrounds", "debian/usr/share/backgrounds/mate/nature"
+PLASMA, SKIMAGE, SKLEARN = "debian/usr/share/wallpapers", "wheels/skimage/data", "wheels/sklearn/datasets/images"
+
+
+def _plasma(*names: str) -> tuple[str, ...]:
+    return tuple(f"{PLASMA}/{name}/contents/images/2560x1600.jpg" for name in names)
+
+
+CALIBRATION = (
+    *(f"{MATE}/{name}.jpg" for name in ("Aqua", "Blinds", "Dune", "Garden", "GreenMeadow", "LadyBird", "TwoWings")),
+    f"{MATE}/Wood.jpg",
+    *(f"{BACKGROUNDS}/{name}.jpg" for name in ("Bridge_by_Sander_Klootwijk", "Infinite-Sea_by_Aury88")),
+    *(f"{BACKGROUNDS}/{name}_by_Aitzol_Berasategi.jpg" for name in ("friends", "life", "picosdeeuropa")),
+    *(f"{BACKGROUNDS}/Picture_{name}_by_freespace.jpg" for name in ("0B", "1A")),
+    *(f"{BACKGROUNDS}/{name}_by_Peter_Nerlich.jpg" for name in ("free", "greentock")),
+    f"{BACKGROUNDS}/Wine_by_Jakkub_Mede.jpg",
+    *_plasma("BytheWater", "ColorfulCups", "EveningGlow", "FallenLeaf", "Grey", "OneStandsOut", "Path", "summer_1am"),
+    *(f"{SKIMAGE}/{name}.png" for name in ("astronaut", "brick", "camera", "chelsea", "coffee", "gravel", "ihc")),
+    *(f"{SKIMAGE}/{name}" for name in ("hubble_deep_field.jpg", "motorcycle_left.png", "rocket.jpg")),
+    f"{SKLEARN}/china.jpg",
+)
+HELD_OUT = (
+    *(f"{MATE}/{name}.jpg" for name in ("FreshFlower", "RainDrops", "Storm", "YellowFlower")),
+    *(f"{BACKGROUNDS}/{name}_by_Aitzol_Berasategi.jpg" for name in ("aitzgorri", "sunset")),
+    *(f"{BACKGROUNDS}/{name}.jpg" for name in ("Dragonfly_by_Bolly", "Kleiber_by_Lukas_Baubkus")),
+    f"{BACKGROUNDS}/seeding_by_Clements_Engelhardt.jpg",
+    *_plasma("ColdRipple", "DarkestHour", "Kite"),
+    *(f"{SKIMAGE}/{name}" for name in ("coins.png", "grass.png", "retina.jpg")),
+    f"{SKLEARN}/flower.jpg",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crops:
+    """Images [N,3,224,224] float32 as the model wants them, and the photograph of each."""
+
+    images: NDArray[np.float32]
+    photographs: tuple[str, ...]
+
+
+def files(names: Sequence[str], root: Path = ROOT) -> tuple[Path, ...]:
+    """Where the photographs lie; refused with the ones that don't."""
+    paths = tuple(root / name for name in names)
+    if absent := [path for path in paths if not path.is_file()]:
+        raise Missing(f"{absent[0]}: {len(absent)} of {len(paths)} photographs are not here; `make real` brings them")
+    return paths
+
+
+def _crop(picture: Image.Image, random: np.random.Generator) -> NDArray[np.float32]:
+    """[3,224,224], normalised."""
+    edge = round(min(picture.size) * random.uniform(*SHARES))
+    left, top = (int(random.integers(size - edge + 1)) for size in picture.size)
+    box = (left, top, left + edge, top + edge)
+    small = picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=box)
+    if random.random() < 0.5:
+        small = small.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    scaled = (np.asarray(small, np.float32) / 255.0 - MEAN) / STD
+    return np.ascontiguousarray(scaled.transpose(2, 0, 1))
+
+
+def rounds(count: int, photographs: int, seed: int) -> NDArray[np.int64]:
+    """The photograph of each of `count` crops: rounds over all of them, each in an order of its own."""
+    random = np.random.default_rng(seed)
+    turns = [random.permutation(photographs) for _ in range(-(-count // photographs))]
+    return np.concatenate(turns)[:count]
+
+
+def crops(names: Sequence[str], count: int, seed: int, root: Path = ROOT) -> Crops:
+    """`count` crops of these photographs, the same ones every time."""
+    paths, order = files(names, root), rounds(count, len(names), seed)
+    images = np.empty((count, 3, SIDE, SIDE), np.float32)
+    for index, path in enumerate(paths):
+        random = np.random.default_rng([seed, index])
+        with Image.open(path) as opened:
+            picture = opened.convert("RGB")
+        for position in np.flatnonzero(order == index):
+            images[position] = _crop(picture, random)
+    return Crops(images=images, photographs=tuple(Path(names[index]).as_posix() for index in order))

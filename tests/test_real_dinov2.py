@@ -1,0 +1,107 @@
+"""Real weights and photographs out of packages: the assembled model is the graph's own, the crops are split rightly."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from benchmarks.real import packages, photographs, weights
+from benchmarks.real.head import load_head
+from benchmarks.real.place import ROOT, assembled, wheels
+from corp_deploy.store.checkpoint import dense_from_architecture
+from ground.errors import Missing
+
+
+@pytest.fixture(scope="module")
+def graph() -> Path:
+    try:
+        return weights.graph_file()
+    except Missing as reason:
+        pytest.skip(str(reason).replace(str(ROOT), ".venv/real"))
+
+
+def test_model_and_head_give_what_the_graph_gives(graph: Path, tmp_path: Path) -> None:
+    onnx_model = onnx.load(graph)
+    model: Any = dense_from_architecture(weights.ARCHITECTURE)
+    model.load_state_dict(weights.backbone(onnx_model))
+    save_file(weights.head(onnx_model), tmp_path / "head.safetensors")
+    head = load_head(tmp_path / "head.safetensors")
+
+    held_out = assembled() / "held.npy"
+    noise = np.random.default_rng(0).standard_normal((2, 3, 224, 224), dtype=np.float32)
+    images = np.concatenate([noise, np.load(held_out, mmap_mode="r")[:2]]) if held_out.is_file() else noise
+    session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, {session.get_inputs()[0].name: images})
+    with torch.inference_mode():
+        saliency = head(model.forward_features(torch.from_numpy(images))[:, 1:]).numpy()
+
+    assert saliency.std() > 0.1
+    for own, graphs in zip(saliency, expected[:, 0], strict=True):
+        assert np.linalg.norm(own - graphs) <= 1e-5 * np.linalg.norm(graphs)
+
+
+def test_what_lies_assembled_is_what_the_graph_has(graph: Path) -> None:
+    lying = assembled() / "dinov2_s.safetensors"
+    if not lying.is_file():
+        pytest.skip("nothing is assembled; `make real` does it")
+    state = load_file(lying)
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        name: tensor.shape for name, tensor in dense_from_architecture(weights.ARCHITECTURE).state_dict().items()
+    }
+    tensors = weights.initializers(onnx.load(graph).graph)
+    torch.testing.assert_close(
+        state["blocks.7.mlp.fc1.weight"], tensors["backbone.encoder.layer.7.mlp.fc1.weight"], rtol=0, atol=0
+    )
+
+
+def test_no_photograph_is_both_calibrated_on_and_held_out() -> None:
+    assert (len(photographs.CALIBRATION), len(photographs.HELD_OUT)) == (37, 16)
+    assert len({*photographs.CALIBRATION, *photographs.HELD_OUT}) == 53
+
+
+def test_any_first_crops_have_every_photograph_about_equally_often() -> None:
+    order = photographs.rounds(512, 37, seed=0)
+    for count in (37, 128, 256, 512):
+        _, times = np.unique(order[:count], return_counts=True)
+        assert len(times) == 37
+        assert times.max() - times.min() <= 1
+    assert list(order[:37]) != sorted(order[:37])
+
+
+def test_crops_are_parts_of_their_own_photograph_as_the_model_wants_them(tmp_path: Path) -> None:
+    colours = {"red.png": (255, 0, 0), "grey.png": (128, 128, 128), "blue.png": (0, 0, 255)}
+    for name, colour in colours.items():
+        Image.new("RGB", (300, 260), colour).save(tmp_path / name)
+    crops = photographs.crops(tuple(colours), 7, seed=3, root=tmp_path)
+    assert crops.images.shape == (7, 3, 224, 224)
+    assert crops.images.dtype == np.float32
+    for image, name in zip(crops.images, crops.photographs, strict=True):
+        pixels = image.transpose(1, 2, 0).astype(np.float64) * (0.229, 0.224, 0.225) + (0.485, 0.456, 0.406)
+        np.testing.assert_allclose(pixels, np.broadcast_to(np.divide(colours[name], 255.0), pixels.shape), atol=1e-6)
+    again = photographs.crops(tuple(colours), 7, seed=3, root=tmp_path)
+    np.testing.assert_array_equal(crops.images, again.images)
+    with pytest.raises(Missing, match="2 of 3 photographs are not here; `make real` brings them"):
+        photographs.crops(("red.png", "lost.png", "gone.png"), 3, seed=0, root=tmp_path)
+
+
+def test_crops_of_one_photograph_differ(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 400 * 300, dtype=np.float64).astype(np.uint8).reshape(300, 400)
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    means = photographs.crops(("ramp.png",), 8, seed=0, root=tmp_path).images.mean(axis=(1, 2, 3))
+    assert len(set(means.tolist())) == 8
+
+
+def test_what_can_not_be_had_is_said_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(tmp_path).mkdir()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    done = CliRunner().invoke(packages.main, ["--root", str(tmp_path)])
+    assert done.exit_code == 0
+    assert done.output == "skipped: no apt-get on this machine, and the photographs are in Debian packages\n"
