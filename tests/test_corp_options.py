@@ -364,12 +364,15 @@ def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str,
 
 
 @pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(("option", "value"), [("latency_tables", "tables"), ("batch", 4)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("latency_tables", "tables"), ("batch", 4), ("judge", "others.npy"), ("labels", "labels.npy")]
+)
 @pytest.mark.parametrize("way", WIDTHS.ways)
-def test_reduce_refuses_what_belongs_to_a_budget_of_latency(way: str, option: str, value: object) -> None:
+def test_reduce_refuses_what_belongs_to_a_budget_of_latency_or_to_a_limit(way: str, option: str, value: object) -> None:
     settled: dict[str, dict[str, Any]] = {
         "sparsities": {"mlp": 0.5},
         "latency": {"latency": 0.5, "latency_tables": "tables"},
+        "within": {"within": "accuracy -1"},
     }
     asked = settled.get(way, {way: 0.5})
     checked(run(*REDUCE, *words_of(asked | {option: value})), WIDTHS, way, option, value)

@@ -60,6 +60,7 @@ def reduce_command(
     """
     from calib.store import load as load_moments
     from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
+    from corp_deploy.planning.judging import judges_from_paths
     from corp_deploy.planning.request import request_from_choice
     from corp_deploy.store.checkpoint import on_device
     from corp_deploy.views.reduction import reduction_shown, speedup_line
@@ -67,14 +68,19 @@ def reduce_command(
 
     require_device(device)
     dense = on_device(model.load(out), device)
+    images = None if inputs.path is None else inputs.open(dense)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.closed_loop == "asymmetric" else "reducing"
-    with out.progress(title, None, unit="sites") as done:
+    judges = None
+    if reduction.within is not None and images is not None:
+        judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
+    with out.progress(title, None, unit="sites" if judges is None else "models") as done:
         result, plan = reduce_checkpoint(
             dense,
             moments,
             request_from_choice(reduction),
             directory=output,
-            images=None if inputs.path is None else inputs.open(dense),
+            images=images,
+            judges=judges,
             held_out=None if reduction.held_out is None else load_moments(reduction.held_out),
             done=done,
         )

@@ -4,14 +4,16 @@ from typing import Any
 
 import click
 
+from corp_deploy.invocation.limit import EXPECTED, Limit, limit_from_text
 from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
 from corp_deploy.invocation.table import LOOP, PRESET
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, PRESETS, QK_RANKINGS
+from ground.errors import BadInput
 from ground.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
 from ground.quantity import BATCH
 
 from .numbers import Alignment, Number
-from .options import DIRECTORY, FILE, explicit_options, usage_errors, value_options
+from .options import ANY_PATH, DIRECTORY, FILE, explicit_options, usage_errors, value_options
 from .passes import BUDGET, CLOSED_LOOP, cost
 
 
@@ -32,6 +34,20 @@ class Ranking(click.ParamType[dict[str, str]]):
         if len({word[0] for word in words}) != len(words):
             self.fail(f"{value!r}: expected mlp= and head= once each", param, ctx)
         return {word[0]: word[1] for word in words}
+
+
+class LimitType(click.ParamType[Limit]):
+    """error 0.05, agreement 0.98 or accuracy -0.5, in one pair of quotes."""
+
+    name = "measure number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Limit:
+        if isinstance(value, Limit):
+            return value
+        try:
+            return limit_from_text(str(value))
+        except BadInput as error:
+            self.fail(str(error), param, ctx)
 
 
 method_options = (
@@ -95,10 +111,26 @@ budget_options = (
     click.option(
         "--latency", type=Number(SHARE_KEPT), default=None, help="Share of the dense latency to keep, on this machine."
     ),
-    click.option("--latency-tables", type=DIRECTORY, default=None, help="Where --latency keeps its tables."),
     click.option(
-        "--batch", type=Number(BATCH), default=None, help="The batch size that --latency is about; default 1."
+        "--within",
+        type=LimitType(),
+        default=None,
+        help=f"The smallest model (with --latency-tables: the fastest) that stays within {EXPECTED}, by bisection over "
+        "the budget: up to 7 reductions, each judged on images held out of the calibration.",
     ),
+    click.option(
+        "--judge",
+        type=ANY_PATH,
+        default=None,
+        help="Other images (texts) that judge --within; default: those of --images (--text) that calibrate left out.",
+    ),
+    click.option(
+        "--labels", type=FILE, default=None, help="Class indices of the images that judge, for --within accuracy."
+    ),
+    click.option(
+        "--latency-tables", type=DIRECTORY, default=None, help="Where --latency and --within keep latency tables."
+    ),
+    click.option("--batch", type=Number(BATCH), default=None, help="The batch size that latency is about; default 1."),
 )
 repair_options = (
     click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced."),

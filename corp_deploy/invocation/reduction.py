@@ -19,6 +19,7 @@ from corp_deploy.reduction.method import (
 )
 from ground.errors import BadInput
 
+from .limit import Limit, limit_from_text
 from .table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
 
 if TYPE_CHECKING:
@@ -104,8 +105,9 @@ class BudgetChoice:
 class ReductionChoice:
     """A whole reduction: method, what settles the widths, on which streams blocks are repaired, what judges the sites.
 
-    Raises BadInput where nothing is asked for, where a budget meets sparsities, and for held-out moments with a closed
-    loop.
+    `within` settles the widths by what they may lose; images `judge` that, or else those that calibration left out, and
+    accuracy by their `labels`. Raises BadInput where nothing is asked for, where a budget or a limit meets sparsities
+    or one another, and for held-out moments with a closed loop.
     """
 
     method: MethodChoice
@@ -114,17 +116,44 @@ class ReductionChoice:
     reads: "Reads | None" = None
     held_out: Path | None = None
     allow_partial: bool = False
+    within: Limit | None = None
+    judge: Path | None = None
+    labels: Path | None = None
 
     def __post_init__(self) -> None:
         sparsities = (self.method.mlp, self.method.attn)
-        if self.budget.currency is None and sparsities == (None, None):
+        if not self.allocates and sparsities == (None, None):
             raise BadInput(
-                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), or a budget: --macs 0.6"
+                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), a budget: --macs 0.6, or "
+                "a limit: --within 'error 0.05'"
             )
+        self._refuse_beside_within()
         if self.budget.currency is not None and any(sparsities):
             raise BadInput("a budget chooses the widths itself; give it without --mlp and --attn")
         if self.held_out is not None and self.closed_loop is not None:
             raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.closed_loop]}; leave --held-out away")
+
+    def _refuse_beside_within(self) -> None:
+        if self.within is None:
+            return
+        if self.budget.currency is not None:
+            raise BadInput(f"--within chooses the budget itself; give it without --{self.budget.currency}")
+        if self.method.mlp or self.method.attn:
+            raise BadInput("--within chooses the widths itself; give it without --mlp and --attn")
+        if self.auto_heads:
+            raise BadInput("--within tries budgets of one geometry; give --heads padded, square or ragged")
+        if self.labels is not None and self.within.measure != "accuracy":
+            raise BadInput(f"--labels say nothing of '{self.within}'; they are for --within 'accuracy -0.5'")
+
+    @property
+    def allocates(self) -> bool:
+        """Whether widths are allocated by site: to a budget, or to what may be lost."""
+        return self.budget.currency is not None or self.within is not None
+
+    @property
+    def widths(self) -> str:
+        """What settles the widths, by the names of WIDTHS."""
+        return "within" if self.within is not None else self.budget.currency or "sparsities"
 
     @property
     def auto_heads(self) -> bool:
@@ -133,17 +162,17 @@ class ReductionChoice:
     @property
     def needs_images(self) -> bool:
         """Whether the reduction looks at images beside their moments."""
-        planned = self.budget.currency is not None or self.auto_heads
+        planned = self.allocates or self.auto_heads
         return planned or self.closed_loop is not None or self.method.method.merges
 
     @property
     def touches_attention(self) -> bool:
-        return self.method.attn is not None or self.budget.currency is not None or self.auto_heads
+        return self.method.attn is not None or self.allocates or self.auto_heads
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options, asked for by name, that nothing of this reduction honours."""
         PRESET.refuse([("", self.method.preset)], options)
-        WIDTHS.refuse([("", self.budget.currency or "sparsities")], options)
+        WIDTHS.refuse([("", self.widths)], options)
         ATTENTION.refuse([("", "reduced" if self.touches_attention else "kept")], options)
         LOOP.refuse([("", self.closed_loop or "open")], options)
         IMAGES.refuse([("", "images" if self.needs_images else "none")], options)
@@ -155,9 +184,11 @@ def _of(fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]
 
 def reduction_from_options(options: Mapping[str, Any]) -> ReductionChoice:
     """The reduction that these values of the options of `reduce` ask for; those left out have their defaults."""
+    within = options.get("within")
     return ReductionChoice(
+        within=limit_from_text(within) if isinstance(within, str) else within,
         budget=BudgetChoice(**_of(BudgetChoice.__dataclass_fields__, options)),
         method=MethodChoice(**_of(MethodChoice.__dataclass_fields__, options)),
         closed_loop=loop_from(options.get("closed_loop")),
-        **_of(dict.fromkeys(("reads", "held_out", "allow_partial")), options),
+        **_of(dict.fromkeys(("reads", "held_out", "allow_partial", "judge", "labels")), options),
     )

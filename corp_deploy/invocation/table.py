@@ -191,7 +191,7 @@ def _preset(name: str, method: Method) -> Way:
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
     parts = ("joint", "mlp", "attn") if attention else ("joint", "mlp")
-    budgets = dict.fromkeys(("macs", "params", "latency"), ANY) if curves else {}
+    budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
     fitted = {"calibration_images": ANY} if method.merges else {}
     return Way(
         words=f"preset {name}",
@@ -213,7 +213,9 @@ ATTENTION = Axis(
     ways={
         "kept": Way(words="a reduction of the MLPs alone", ask="--mlp alone", honours={}),
         "reduced": Way(
-            words="a reduction of attention", ask="--attn above 0, a budget or --heads auto", honours={"heads": ANY}
+            words="a reduction of attention",
+            ask="--attn above 0, a budget, --within or --heads auto",
+            honours={"heads": ANY},
         ),
     },
 )
@@ -230,6 +232,11 @@ WIDTHS = Axis(
             ask="--latency 0.6 --latency-tables DIR",
             honours={"latency_tables": ANY, "batch": ANY},
         ),
+        "within": Way(
+            words="a limit on what is lost",
+            ask="--within 'error 0.05'",
+            honours={"latency_tables": ANY, "batch": ANY, "judge": ANY, "labels": ANY},
+        ),
     },
 )
 
@@ -240,7 +247,7 @@ IMAGES = Axis(
         "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
         "images": Way(
             words="what looks at images",
-            ask="a budget, --heads auto, --closed-loop, or a preset that merges channels (grail-fold, fold)",
+            ask="a budget, --within, --heads auto, --closed-loop, or a preset that merges channels (grail-fold, fold)",
             honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },

@@ -26,7 +26,9 @@ from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
-from .plan import ReductionRequest, WidthPlan, plan
+from .judging import Judges
+from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, plan
+from .within import smallest_within
 
 
 def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
     return reduction.as_json() | {
         "decided": [*planned.said, *reduction.said],
         "ways": [asdict(way) for way in planned.ways],
+        **({} if planned.within is None else {"within": dict(planned.within)}),
     }
 
 
@@ -63,7 +66,7 @@ def _reduced_checkpoint(
 
 def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
-    if asked.allow_partial or asked.budget is not None:
+    if asked.allow_partial or asked.budget is not None or asked.within is not None:
         return
     # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
     method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
@@ -77,6 +80,7 @@ def reduce_as_asked(
     asked: ReductionRequest,
     *,
     images: InputSet | None = None,
+    judges: Judges | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
@@ -93,19 +97,60 @@ def reduce_as_asked(
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
     _refuse_partial(dense, asked)
+    if asked.within is not None:
+        return _within(dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done)
     with torch.inference_mode():
         planned = plan(dense, moments, asked, images)
+    return _as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
+
+
+def _within(
+    dense: Checkpoint,
+    moments: Moments,
+    asked: ReductionRequest,
+    within: WithinRequest,
+    *,
+    images: InputSet | None,
+    judges: Judges | None,
+    held_out: Moments | None,
+    done: Callable[[int], None] | None,
+) -> tuple[Reduction, WidthPlan]:
+    """The smallest model within a limit; every budget on the way is planned from one look at the images."""
+    if images is None or judges is None:
+        raise BadInput(
+            "--within looks at the calibration images and judges by others; give --images (with some that calibrate "
+            "--hold-out left out, or --judge), or --text for a text encoder"
+        )
+    fitted, judging = judges.apart(images, moments)
+    with torch.inference_mode():
+        planner = budget_planner(dense, moments, asked.method, fitted, currency=within.currency, where=within.where)
+
+    def reduced(planned: WidthPlan) -> Reduction:
+        return _as_planned(dense, moments, asked, planned, images=fitted, held_out=held_out)
+
+    return smallest_within(within, planner, judging, reduced, done=done)
+
+
+def _as_planned(
+    dense: Checkpoint,
+    moments: Moments,
+    asked: ReductionRequest,
+    planned: WidthPlan,
+    *,
+    images: InputSet | None,
+    held_out: Moments | None,
+    done: Callable[[int], None] | None = None,
+) -> Reduction:
+    """In one pass over the moments, or in the closed loop over the images."""
     if asked.closed_loop == "symmetric":
         assert images is not None
         widths = planned.widths
-        return reduce_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done), planned
+        return reduce_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done)
     if asked.closed_loop == "asymmetric":
         assert images is not None
         loop = Loop(reads=asked.reads)
-        return reduce_closed_loop(
-            dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
-        ), planned
-    reduction = reduce(
+        return reduce_closed_loop(dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done)
+    return reduce(
         dense.model,
         moments,
         planned.method,
@@ -115,7 +160,6 @@ def reduce_as_asked(
         images=images,
         done=done,
     )
-    return reduction, planned
 
 
 def reduce_checkpoint(
@@ -125,12 +169,13 @@ def reduce_checkpoint(
     *,
     directory: Path,
     images: InputSet | None = None,
+    judges: Judges | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Reduce where the dense model is, and write; nothing is written unless all of it succeeds."""
     reduction, planned = reduce_as_asked(
-        dense, load_moments(moments), asked, images=images, held_out=held_out, done=done
+        dense, load_moments(moments), asked, images=images, judges=judges, held_out=held_out, done=done
     )
     reduction = replace(reduction, model=reduction.model.cpu())
     save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from calib.input_set import InputSet
 from calib.inputs import moved
@@ -10,6 +10,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.modules import device
 from corp_deploy.families.widths import Widths
+from corp_deploy.invocation.limit import Limit
 from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
@@ -34,8 +35,18 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WithinRequest:
+    """What the smallest model must stay within, and what it is to be least in; `where` tells latency's."""
+
+    limit: Limit
+    currency: Literal["macs", "latency"] = "macs"
+    where: LatencyTarget | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRequest:
-    """A reduction as a user asks for it; a budget, `auto_heads`, the closed loop and merged channels need images.
+    """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop and merged channels need
+    images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
     closed loop's last block is fitted to, see tokens_to_fit.
@@ -44,6 +55,7 @@ class ReductionRequest:
     preset: str
     method: Method
     budget: Budget | None = None
+    within: WithinRequest | None = None
     auto_heads: bool = False
     closed_loop: LoopName | None = None
     allow_partial: bool = False
@@ -51,7 +63,8 @@ class ReductionRequest:
 
     @property
     def needs_images(self) -> bool:
-        return self.budget is not None or self.auto_heads or self.closed_loop is not None or self.method.merges
+        planned = self.budget is not None or self.within is not None
+        return planned or self.auto_heads or self.closed_loop is not None or self.method.merges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +84,7 @@ class WidthPlan:
     """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
 
     `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
+    `within`: what was tried for a limit, as JSON values.
     """
 
     method: Method
@@ -79,6 +93,7 @@ class WidthPlan:
     predicted_speedup: float | None = None
     ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Elimination] | None = None
+    within: Mapping[str, Any] | None = None
 
 
 def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
@@ -138,7 +153,7 @@ class BudgetPlanner:
     def narrowest(self) -> float:
         """The least share that any widths keep."""
         fixed = self.total - sum(curve.cost_now for curve in self.curves)
-        return (fixed + sum(min(curve.costs) for curve in self.curves)) / self.total
+        return (fixed + sum(curve.costs[0] for curve in self.curves)) / self.total
 
     def _used(self, best: Allocation, share: float) -> str:
         if self.where is None:
@@ -174,8 +189,8 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
     if asked.needs_images and images is None:
         raise BadInput(
-            "a budget, --heads auto, --closed-loop and presets that merge channels (grail-fold, fold) look at the "
-            "calibration images; give them with --images, or --text for a text encoder"
+            "a budget, --within, --heads auto, --closed-loop and presets that merge channels (grail-fold, fold) look "
+            "at the calibration images; give them with --images, or --text for a text encoder"
         )
     if images is None or not (asked.budget or asked.auto_heads):
         return WidthPlan(method=asked.method, widths=None, said=())

@@ -92,11 +92,12 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
     options = {
         "model": "dense",
         "moments": MOMENTS,
-        "held_out": None if calibration.hold_out is None else HELD_OUT_MOMENTS,
+        "held_out": None if calibration.hold_out is None or table.loop is not None else HELD_OUT_MOMENTS,
         "mlp": None if table.has_budget else table.mlp,
         "attn": None if table.has_budget else table.attn,
         "macs": table.macs,
         "params": table.params,
+        "within": table.within,
         "preset": table.preset,
         "heads": table.heads,
         "closed_loop": table.closed_loop,

@@ -70,7 +70,9 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
 
     def __post_init__(self) -> None:
-        if self.calibration.hold_out is not None and self.reduce.loop is not None:
+        self._refuse_unjudged_limit()
+        judges = self.reduce.within is not None
+        if self.calibration.hold_out is not None and self.reduce.loop is not None and not judges:
             raise BadInput(
                 f"calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
                 f"{NOT_HELD_OUT[self.reduce.loop]}; give one of the two"
@@ -80,6 +82,19 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._refuse_idle_threads()
         self._refuse_idle_system()
         _ = self.targets, self.rules
+
+    def _refuse_unjudged_limit(self) -> None:
+        """A limit is judged on what the calibration holds out: [held_out] proves the model that was chosen."""
+        limit = self.reduce.choice.within
+        if limit is None:
+            return
+        if self.calibration.hold_out is None:
+            raise BadInput(f"reduce.within = '{limit}' is judged on images held out; give calibration.hold_out = 128")
+        if limit.measure == "accuracy":
+            raise BadInput(
+                f"reduce.within = '{limit}' needs labels of the images that calibration.hold_out leaves out, which a "
+                "recipe has none of; give an error or agreement"
+            )
 
     def _refuse_idle_threads(self) -> None:
         """Threads are of the targets that have them; a recipe's other targets don't ask for any."""

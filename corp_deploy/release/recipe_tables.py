@@ -12,6 +12,7 @@ import msgspec
 
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.invocation.honours import Axis
+from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, ReductionChoice
 from corp_deploy.invocation.table import ATTENTION, LOOP, PRESET
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
@@ -92,13 +93,16 @@ class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares to remove (`mlp`, `attn`) or to keep of the whole model (`macs`, `params`), and how."""
+    """Shares to remove (`mlp`, `attn`), to keep of the whole model (`macs`, `params`), or the most that may be lost
+    (`within`), and how.
+    """
 
     preset: recipe_values.Preset = "best"
     mlp: recipe_values.ShareRemoved | None = None
     attn: recipe_values.ShareRemoved | None = None
     macs: recipe_values.ShareKept | None = None
     params: recipe_values.ShareKept | None = None
+    within: recipe_values.Text | None = None
     select_mlp: recipe_values.SelectMlp | None = None
     select_head: recipe_values.SelectHead | None = None
     heads: recipe_values.Heads = "padded"
@@ -120,9 +124,10 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput(f"[reduce]: {error}") from None
 
     def _refuse_contradictions(self) -> None:
-        budgets = [name for name, share in (("macs", self.macs), ("params", self.params)) if share is not None]
+        every = {"macs": self.macs, "params": self.params, "within": self.within}
+        budgets = [name for name, value in every.items() if value is not None]
         if len(budgets) > 1:
-            raise BadInput("[reduce] has macs and params; give one budget")
+            raise BadInput(f"[reduce] has {' and '.join(budgets)}; give one budget")
         if budgets and (self.mlp or self.attn):
             raise BadInput(f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
         if not budgets and self.mlp is None and self.attn is None:
@@ -134,7 +139,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def has_budget(self) -> bool:
-        return self.macs is not None or self.params is not None
+        return self.macs is not None or self.params is not None or self.within is not None
 
     @property
     def touches_attention(self) -> bool:
@@ -165,6 +170,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 ridge=self.ridge,
             ),
             budget=BudgetChoice(macs=self.macs, params=self.params),
+            within=None if self.within is None else limit_from_text(self.within),
             closed_loop=self.loop,
             reads=self.reads,
             allow_partial=self.allow_partial,

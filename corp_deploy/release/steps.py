@@ -9,6 +9,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
@@ -70,12 +71,15 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     """The smaller model."""
     choice, dense = reduction_from_options(run.options), load_checkpoint(dirs.root / run["model"])
+    images = _images(dense, dirs, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None
+    judged = choice.within is not None and images is not None
     reduce_checkpoint(
         dense,
         dirs.root / run["moments"],
         request_from_choice(choice),
         directory=dirs.into / run["output"],
-        images=_images(dense, dirs, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None,
+        images=images,
+        judges=Judges() if judged else None,
         held_out=None if run["held_out"] is None else load_moments(dirs.root / run["held_out"]),
     )
 

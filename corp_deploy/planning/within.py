@@ -1,0 +1,138 @@
+"""The smallest model that stays within a limit: bisection over the budget, every model on the way judged for itself.
+
+What a budget loses is nearly monotone, not quite: the answer is a model that was measured to hold, one step above one
+that was measured not to, and not the result of any interpolation.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+from corp_deploy.invocation.limit import Limit
+from corp_deploy.reduction.model import Reduction
+from ground.errors import BadInput
+
+from .judging import Judge, Judgement, Judging
+from .plan import BudgetPlanner, WidthPlan, WithinRequest
+
+# Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
+STEPS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One budget that was tried: the share allowed, what was measured, and whether that is within the limit."""
+
+    share: float
+    judged: Judgement
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds."""
+
+    limit: Limit
+    currency: str
+    judges: str
+    judging_digest: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def answer(self) -> Trial:
+        return min((trial for trial in self.trials if trial.holds), key=lambda trial: trial.share)
+
+    @property
+    def below(self) -> Trial | None:
+        """The nearest budget under the answer's, which does not hold; None where nothing smaller was to be had."""
+        smaller = [trial for trial in self.trials if trial.share < self.answer.share]
+        return max(smaller, key=lambda trial: trial.share, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        trials = [asdict(trial) for trial in self.trials]
+        return {
+            "limit": str(self.limit),
+            "currency": self.currency,
+            "judges": self.judges,
+            "images": self.judging_digest,
+            "trials": trials,
+        }
+
+    def __str__(self) -> str:
+        answer, below = self.answer, self.below
+        past = "" if self._surely(answer) else ", which reaches past the limit: more images would tell"
+        smaller = (
+            "no widths are narrower"
+            if below is None
+            else f"{below.share:.2f} gives {_figure(self.limit, below.judged.value)}"
+        )
+        return (
+            f"within {self.limit}: {answer.share:.2f} of the dense {self.currency} gives "
+            f"{_figure(self.limit, answer.judged.value)} (95 % interval {_figure(self.limit, answer.judged.low)} to "
+            f"{_figure(self.limit, answer.judged.high)}{past}) on {self.judges}; {smaller}; {len(self.trials)} "
+            f"model{'s were' if len(self.trials) > 1 else ' was'} reduced and judged"
+        )
+
+    def _surely(self, trial: Trial) -> bool:
+        return self.limit.holds(trial.judged.low) and self.limit.holds(trial.judged.high)
+
+
+def _figure(limit: Limit, value: float) -> str:
+    return {"accuracy": f"{value:+.2f} points", "agreement": f"{value:.2%}", "error": f"{value:.3g}"}[limit.measure]
+
+
+def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequence[Trial]) -> NoReturn:
+    if not trials:
+        raise BadInput(f"--within '{limit}': no widths keep less than the whole of the dense {currency}; see inspect")
+    closest = trials[0]
+    for trial in trials[1:]:
+        if limit.better(trial.judged.value, closest.judged.value):
+            closest = trial
+    raise BadInput(
+        f"--within '{limit}': out of reach on {judges}; the closest of the {len(trials)} models tried keeps "
+        f"{closest.share:.2f} of the dense {currency} and gives {_figure(limit, closest.judged.value)} (95 % interval "
+        f"{_figure(limit, closest.judged.low)} to {_figure(limit, closest.judged.high)}); allow more"
+    )
+
+
+def smallest_within(
+    asked: WithinRequest,
+    planner: BudgetPlanner,
+    judging: Judging,
+    reduced: Callable[[WidthPlan], Reduction],
+    *,
+    done: Callable[[int], None] | None = None,
+) -> tuple[Reduction, WidthPlan]:
+    """The model of the smallest budget that is within the limit, and its plan, which says what was tried.
+
+    `reduced` carries a plan out; `done` is told how many models have been tried. At most log2(STEPS) + 1 models are
+    reduced, each judged in one pass over the inputs. Raises BadInput where even the largest budget is not within it.
+    """
+    judge = Judge(planner.probe.model, judging, asked.limit.measure)
+    fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS
+    trials: list[Trial] = []
+    answer: tuple[Reduction, WidthPlan] | None = None
+    while holds - fails > 1:
+        middle = (fails + holds) // 2
+        planned = planner.widths_at(middle / STEPS)
+        reduction = reduced(planned)
+        judged = judge.of(reduction.model)
+        trials.append(Trial(share=middle / STEPS, judged=judged, holds=asked.limit.holds(judged.value)))
+        if trials[-1].holds:
+            holds, answer = middle, (reduction, planned)
+        else:
+            fails = middle
+        if done is not None:
+            done(len(trials))
+    if answer is None:
+        _refuse_unreachable(asked.limit, asked.currency, str(judging), trials)
+    within = Within(
+        limit=asked.limit,
+        currency=asked.currency,
+        judges=str(judging),
+        judging_digest=judging.inputs.digest,
+        trials=tuple(trials),
+    )
+    reduction, planned = answer
+    return reduction, replace(planned, said=(str(within), *planned.said), within=within.as_json())

@@ -1,0 +1,355 @@
+"""The smallest model within a limit: bisection beside a scan of all budgets, who judges, what is refused."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from calib.images import Images
+from calib.moments import Moments
+from calib.store import save as save_moments
+from corp_deploy.cli import main
+from corp_deploy.invocation.limit import Limit, limit_from_text
+from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.planning import carry_out, within
+from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
+from corp_deploy.planning.plan import BudgetPlanner, WidthPlan, WithinRequest, budget_planner
+from corp_deploy.planning.within import STEPS, smallest_within
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.release import calls
+from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
+
+from . import tiny
+
+METHOD = method_from_preset("best", align_hidden=8, align_head=8)
+FITTED, JUDGING = 24, 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """A dense model, its images, of which the moments are of the first ones alone, and labels of all."""
+
+    directory: Path
+    dense: Checkpoint
+    images: Images
+    labels_N: np.ndarray[Any, np.dtype[np.int64]]
+    moments: Moments
+
+    @property
+    def fitted(self) -> Images:
+        return self.images.subset(range(FITTED))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    directory, dense = tmp_path_factory.mktemp("within"), tiny.checkpoint()
+    pixels = tiny.images(FITTED + JUDGING)
+    np.save(directory / "images.npy", pixels)
+    np.save(directory / "others.npy", tiny.images(12, seed=3))
+    with torch.inference_mode():
+        labels_N = dense.model(torch.from_numpy(pixels)).argmax(1).numpy()
+    labels_N[-4:] = (labels_N[-4:] + 1) % 7  # the dense model is wrong on four
+    np.save(directory / "labels.npy", labels_N)
+    images = images_for_model(dense.model, directory / "images.npy")
+    moments = calibrate(dense, images.subset(range(FITTED)), batch_size=8)
+    save(dense, directory / "dense")
+    save_moments(moments, directory / "moments.safetensors")
+    return Home(directory=directory, dense=dense, images=images, labels_N=labels_N, moments=moments)
+
+
+@pytest.fixture(scope="module")
+def planner(home: Home) -> BudgetPlanner:
+    with torch.inference_mode():
+        return budget_planner(home.dense, home.moments, METHOD, home.fitted, currency="macs")
+
+
+def reduced(home: Home, planned: WidthPlan) -> Reduction:
+    return reduce(home.dense.model, home.moments, METHOD, widths=planned.widths, eliminations=planned.eliminations)
+
+
+@pytest.fixture(scope="module")
+def scan(home: Home, planner: BudgetPlanner) -> dict[float, nn.Module]:
+    """The model of every budget that any widths can meet."""
+    shares = [step / STEPS for step in range(1, STEPS) if step / STEPS >= planner.narrowest()]
+    return {share: reduced(home, planner.widths_at(share)).model for share in shares}
+
+
+def logits(model: nn.Module, images: Images) -> np.ndarray[Any, np.dtype[np.float64]]:
+    with torch.inference_mode():
+        return np.concatenate([model(batch).double().numpy() for batch in images.batches(7)])
+
+
+def measured_by_hand(home: Home, model: nn.Module, measure: str) -> float:
+    others = home.images.subset(range(FITTED, FITTED + JUDGING))
+    dense, outputs = logits(home.dense.model, others), logits(model, others)
+    if measure == "error":
+        return float(np.sqrt(((outputs - dense) ** 2).sum() / (dense**2).sum()))
+    top, dense_top, labels = outputs.argmax(1), dense.argmax(1), home.labels_N[FITTED:]
+    if measure == "agreement":
+        return sum(int(a == b) for a, b in zip(top, dense_top, strict=True)) / JUDGING
+    return 100.0 * (int((top == labels).sum()) - int((dense_top == labels).sum())) / JUDGING
+
+
+@pytest.mark.parametrize("text", ["error 0.1", "error 0.3", "agreement 0.95", "accuracy -5"])
+def test_bisection_ends_where_a_scan_of_all_budgets_does(
+    home: Home, planner: BudgetPlanner, scan: dict[float, nn.Module], text: str
+) -> None:
+    limit = limit_from_text(text)
+    _, judging = Judges(labels_N=home.labels_N).apart(home.images, home.moments)
+    result, planned = smallest_within(WithinRequest(limit=limit), planner, judging, lambda plan: reduced(home, plan))
+    record = cast(dict[str, Any], planned.within)
+    answer = min((trial for trial in record["trials"] if trial["holds"]), key=lambda trial: trial["share"])
+    by_hand = {share: measured_by_hand(home, model, limit.measure) for share, model in scan.items()}
+    # The answer is on an edge of the scan: it holds, and the budget one step below does not.
+    holding = {share for share, value in by_hand.items() if limit.holds(value)}
+    edges = [share for share in holding if round(share - 1 / STEPS, 2) not in holding]
+    assert answer["share"] in edges, (answer, edges)
+    if text in ("error 0.1", "error 0.3"):  # monotone there, so that there is one edge
+        assert len(edges) == 1, edges
+    assert answer["judged"]["value"] == pytest.approx(by_hand[answer["share"]], rel=1e-5)
+    assert measured_by_hand(home, result.model, limit.measure) == pytest.approx(by_hand[answer["share"]], rel=1e-6)
+    assert answer["judged"]["low"] <= answer["judged"]["value"] <= answer["judged"]["high"]
+    assert len(record["trials"]) <= 7
+    assert f"{len(record['trials'])} models were reduced and judged" in planned.said[0]
+    assert f"on {JUDGING} images that the calibration left out" in planned.said[0]
+
+
+class FakeModel(nn.Module):
+    """What it errs by."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__()
+        self.error = error
+
+
+class FakeJudge:
+    def __init__(self, *_: object) -> None: ...
+
+    def of(self, model: FakeModel) -> Judgement:
+        return Judgement(value=model.error, low=model.error, high=model.error)
+
+
+class FakePlanner:
+    """Its plans' first sentence is the share."""
+
+    probe = SimpleNamespace(model=None)
+
+    def widths_at(self, share: float) -> WidthPlan:
+        return WidthPlan(method=METHOD, widths={}, said=(f"{share}",))
+
+    def narrowest(self) -> float:
+        return 0.25
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(within, "Judge", FakeJudge)
+    noise = np.random.default_rng(seed).normal(size=STEPS + 1)
+    errors = {step / STEPS: float(0.4 * (1 - step / STEPS) + 0.05 * abs(noise[step])) for step in range(1, STEPS)}
+
+    def as_planned(plan: WidthPlan) -> Reduction:
+        return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.said[0])])))
+
+    judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d"), count=1))
+    request = WithinRequest(limit=Limit(measure="error", value=0.15))
+    result, plan = smallest_within(request, cast(BudgetPlanner, FakePlanner()), judging, as_planned)
+    share = float(plan.said[1])
+    assert cast(FakeModel, result.model).error == errors[share] <= 0.15
+    assert share <= 0.26 or errors[round(share - 0.01, 2)] > 0.15
+
+
+def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_nothing_does(
+    home: Home, planner: BudgetPlanner
+) -> None:
+    _, judging = Judges().apart(home.images, home.moments)
+
+    def smallest(limit: str) -> tuple[Reduction, WidthPlan]:
+        request = WithinRequest(limit=limit_from_text(limit))
+        return smallest_within(request, planner, judging, lambda plan: reduced(home, plan))
+
+    _, plan = smallest("agreement 0.01")
+    assert "no widths are narrower" in plan.said[0]
+    with pytest.raises(BadInput, match=r"out of reach on 40 images .* keeps 0\.99 of the dense macs and gives"):
+        smallest("error 1e-9")
+
+
+def test_the_interval_is_that_of_the_images(home: Home, scan: dict[float, nn.Module]) -> None:
+    """Beside the delta method on the ratio of sums, by hand."""
+    _, judging = Judges().apart(home.images, home.moments)
+    model = scan[0.8]
+    judged = Judge(home.dense.model, judging, "error").of(model)
+    others = home.images.subset(range(FITTED, FITTED + JUDGING))
+    dense, outputs = logits(home.dense.model, others), logits(model, others)
+    lost, energy = ((outputs - dense) ** 2).sum(1), (dense**2).sum(1)
+    ratio = lost.sum() / energy.sum()
+    deviation = (lost - ratio * energy).std() / energy.mean() / len(lost) ** 0.5 / (2 * ratio**0.5)
+    assert judged.high - judged.low == pytest.approx(2 * 1.96 * deviation, rel=0.2)
+
+
+def test_what_was_fitted_never_judges(home: Home) -> None:
+    fitted, judging = Judges().apart(home.images, home.moments)
+    assert fitted.count == FITTED
+    assert judging.inputs.count == JUDGING
+    assert not torch.isin(judging.inputs.ids, home.moments.image_ids).any()
+    with pytest.raises(BadInput, match="the moments are of all 24 images, so none is left to judge by"):
+        Judges().apart(home.fitted, home.moments)
+    with pytest.raises(BadInput, match="none of the 40 images is one that the moments are of"):
+        Judges().apart(judging.inputs, home.moments)
+    with pytest.raises(BadInput, match="--judge: 24 of its 64 images are calibration images too"):
+        Judges(inputs=home.images).apart(home.fitted, home.moments)
+    unknown = replace(home.moments, image_ids=torch.empty(0, dtype=torch.int64))
+    with pytest.raises(BadInput, match="the moments don't say which images they are of"):
+        Judges().apart(home.images, unknown)
+
+
+def run(home: Home, output: Path, *words: str, moments: str = "moments.safetensors") -> Result:
+    asked = ["reduce", "--model", home.directory / "dense", "--moments", home.directory / moments]
+    align = ["--align", "mlp=8,head=8", "-o", output]
+    return CliRunner().invoke(main, [str(word) for word in [*asked, *words, *align]])
+
+
+@pytest.fixture
+def directory(home: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(home.directory)
+    return home.directory
+
+
+@pytest.mark.parametrize(
+    ("words", "judges"),
+    [
+        (["--within", "error 0.2", "--images", "images.npy"], "on 40 images that the calibration left out"),
+        (["--within", "error 0.2", "--images", "images.npy", "--judge", "others.npy"], "on 12 images of --judge"),
+        (["--within", "accuracy -5", "--images", "images.npy", "--labels", "labels.npy"], "points"),
+        (["--within", "error 0.2", "--images", "images.npy", "--closed-loop"], "on 40 images"),
+    ],
+)
+def test_reduce_says_what_was_measured_and_on_what(
+    home: Home, directory: Path, tmp_path: Path, words: list[str], judges: str
+) -> None:
+    result = run(home, tmp_path / "reduced", *words)
+    assert result.exit_code == 0, result.output
+    assert judges in " ".join(result.output.split())
+    record = load_checkpoint(tmp_path / "reduced").lineage["reduction"]["within"]
+    assert record["limit"] == words[1]
+    assert any(trial["holds"] for trial in record["trials"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--within", "error 2"], "expected error and a number in (0, 1)"),
+        (["--within", "agreement 0"], "expected agreement and a share in (0, 1]"),
+        (["--within", "accuracy 1"], "expected accuracy and a change in points in (-100, 0]"),
+        (["--within", "loss 0.1"], "expected 'error 0.05'"),
+        (["--within", "error 0.1 %"], "expected 'error 0.05'"),
+        (["--within", "error nan"], "expected error and"),
+        (["--within", "error 0.1", "--macs", "0.5"], "--within chooses the budget itself"),
+        (["--within", "error 0.1", "--mlp", "0.5"], "--within chooses the widths itself"),
+        (["--within", "error 0.1", "--heads", "auto"], "give --heads padded, square or ragged"),
+        (["--within", "error 0.1", "--preset", "corp"], "not honoured by preset corp"),
+        (["--within", "error 0.1", "--labels", "labels.npy"], "--labels say nothing of 'error 0.1'"),
+        (["--within", "accuracy -1"], "--within accuracy needs --labels"),
+        (["--macs", "0.5", "--judge", "others.npy"], "--judge others.npy is not honoured by a budget of MACs"),
+        (["--within", "error 0.1", "--judge", "images.npy"], "are calibration images too"),
+        (["--within", "error 1e-9"], "models tried keeps 0.99 of the dense macs"),
+    ],
+)
+def test_a_limit_that_means_nothing_is_refused_and_nothing_is_written(
+    home: Home, directory: Path, tmp_path: Path, words: list[str], said: str
+) -> None:
+    result = run(home, tmp_path / "reduced", *words, "--images", "images.npy")
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_without_images_is_refused(home: Home, directory: Path, tmp_path: Path) -> None:
+    result = run(home, tmp_path / "reduced", "--within", "error 0.1")
+    assert result.exit_code == 2
+    assert "--within looks at the calibration images and judges by others" in " ".join(result.stderr.split())
+
+
+def test_what_stops_midway_leaves_nothing(
+    home: Home, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = 0
+
+    def stopping(*args: Any, **options: Any) -> Reduction:
+        nonlocal began
+        began += 1
+        if began == 3:
+            raise KeyboardInterrupt
+        return reduce(*args, **options)
+
+    monkeypatch.setattr(carry_out, "reduce", stopping)
+    result = run(home, tmp_path / "reduced", "--within", "error 0.1", "--images", "images.npy")
+    assert (result.exit_code, began) == (130, 3), result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_as_values() -> None:
+    choice = reduction_from_options({"within": "error 0.05"})
+    assert choice.within == Limit(measure="error", value=0.05)
+    assert (choice.needs_images, choice.touches_attention, choice.budget.currency) == (True, True, None)
+
+
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "images.npy"
+{calibration}
+[held_out]
+images = "images.npy"
+[reduce]
+within = "{within}"
+{reduce}
+"""
+
+
+def recipe_text(within: str, calibration: str = "hold_out = 16", reduce: str = "") -> str:
+    return RECIPE.format(within=within, calibration=calibration, reduce=reduce)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (recipe_text("error 2"), "[reduce]: 'error 2': expected error and a number in (0, 1)"),
+        (recipe_text("error 0.1", reduce="macs = 0.5"), "[reduce] has macs and within; give one budget"),
+        (recipe_text("error 0.1", calibration=""), "is judged on images held out; give calibration.hold_out"),
+        (recipe_text("accuracy -1"), "needs labels of the images that calibration.hold_out leaves out"),
+    ],
+)
+def test_a_recipe_refuses_what_it_cannot_judge(directory: Path, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(BadInput) as caught:
+        load_recipe(tmp_path / "recipe.toml")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_recipe_hands_the_limit_to_reduce(home: Home, directory: Path, loop: bool) -> None:
+    (directory / "recipe.toml").write_text(recipe_text("error 0.2", reduce="closed_loop = true" if loop else ""))
+    recipe = load_recipe(directory / "recipe.toml")
+    words = str(calls.reduce(recipe, directory))
+    assert "--within 'error 0.2'" in words
+    assert ("--held-out" in words) is not loop
+    assert "--images images.npy" in words
+
+
+def test_the_record_is_json(home: Home, directory: Path, tmp_path: Path) -> None:
+    result = run(home, tmp_path / "reduced", "--within", "agreement 0.9", "--images", "images.npy", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["within"]["judges"] == "40 images that the calibration left out"
