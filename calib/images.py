@@ -74,6 +74,14 @@ class Images:
     def count(self) -> int:
         return len(self.rows)
 
+    @property
+    def available(self) -> int:
+        return len(self.rows.source)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.rows.chosen
+
     def name(self, position: int) -> str:
         return self.rows.source.name(self.rows.chosen[position])
 

@@ -43,6 +43,18 @@ class InputSet(Protocol):
     @property
     def digest(self) -> str: ...
 
+    @property
+    def available(self) -> int:
+        """How many there are where these were drawn from."""
+        ...
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Where each of these stands among those."""
+        ...
+
+    def name(self, position: int) -> str: ...
+
     def example(self) -> Inputs:
         """One input of the shape and dtype of all, to learn from what a model makes of it."""
         ...

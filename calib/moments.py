@@ -18,6 +18,7 @@ from ground.errors import BadInput
 from .sites import SiteKind
 
 MUST_MATCH = ("model", "preprocessing", "dtype")
+NOT_SUMS = ("eps", "kept_HK")
 
 
 def _refuse_shape(owner: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
@@ -201,13 +202,17 @@ class Moments:
     """What one calibration leaves: statistics by site name, where they come from, and which images were seen.
 
     `lineage` holds the caller's digests; `model`, `preprocessing` and `dtype` must agree to merge. `image_ids` [images]
-    int64 are sorted content hashes, or empty when unknown.
+    int64 are sorted content hashes, or empty when unknown. Where images were told to belong together, `group_ids` has
+    the group of each, in that order, and `half` the moments of half of the groups, so that a fit to either half can be
+    judged on the other.
     """
 
     sites: Mapping[str, SiteMoments]
     lineage: Mapping[str, str]
     images: int
     image_ids: Tensor = field(default_factory=_no_ids)
+    group_ids: Tensor = field(default_factory=_no_ids)
+    half: "Moments | None" = None
 
     def __post_init__(self) -> None:
         _refuse_count("Moments", "images", self.images)
@@ -215,6 +220,17 @@ class Moments:
             raise BadInput("Moments.sites: got none, expected at least one site")
         if len(self.image_ids) not in (0, self.images):
             raise BadInput(f"Moments.image_ids: got {len(self.image_ids)} for {self.images} images")
+        if self.half is not None:
+            self._refuse_half(self.half)
+
+    def _refuse_half(self, half: "Moments") -> None:
+        if len(self.group_ids) != self.images or len(self.image_ids) != self.images:
+            raise BadInput(f"Moments.group_ids: got {len(self.group_ids)} for {self.images} images with a half")
+        inside = torch.isin(self.image_ids, half.image_ids)
+        if set(half.sites) != set(self.sites) or int(inside.sum()) != half.images or half.images >= self.images:
+            raise BadInput("Moments.half: expected the same sites over some of the same images")
+        if bool(torch.isin(self.group_ids[inside], self.group_ids[~inside]).any()):
+            raise BadInput("Moments.half: a group is in both halves")
 
 
 def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
@@ -241,6 +257,24 @@ def _merge_ids(a: Moments, b: Moments) -> Tensor:
     return torch.cat([a.image_ids, b.image_ids]).sort().values
 
 
+def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
+    """Groups in the order of the merged ids, and both halves as one."""
+    if a.half is None and b.half is None:
+        return _no_ids(), None
+    if a.half is None or b.half is None:
+        raise BadInput("moments to merge: only one of them has groups; calibrate both with or without --groups")
+    half = merge(a.half, b.half)
+    groups = torch.cat([a.group_ids, b.group_ids])[torch.cat([a.image_ids, b.image_ids]).argsort(stable=True)]
+    inside = torch.isin(ids, half.image_ids)
+    both = int(torch.isin(groups[inside].unique(), groups[~inside]).sum())
+    if both:
+        raise BadInput(
+            f"moments to merge: {both} groups of the same name are in both and were held out in one of them alone; "
+            "give different groups different names, or calibrate all images at once"
+        )
+    return groups, half
+
+
 def _differing(left: object, right: object) -> str:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return "the dims that their attention systems cover; rank both by the moments of one first pass"
@@ -254,7 +288,7 @@ def _merge_site(name: str, a: SiteMoments, b: SiteMoments) -> SiteMoments:
     merged: dict[str, int | float | Tensor | None] = {}
     for f in fields(a):
         left, right = getattr(a, f.name), getattr(b, f.name)
-        if f.name in ("eps", "kept_HK"):
+        if f.name in NOT_SUMS:
             same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
             if not same:
                 raise BadInput(f"{name}: moments to merge differ in {f.name}, {_differing(left, right)}")
@@ -277,5 +311,18 @@ def merge(a: Moments, b: Moments) -> Moments:
         odd = sorted(set(a.sites) ^ set(b.sites))
         raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(odd)}")
     lineage, ids = _merge_lineage(a.lineage, b.lineage), _merge_ids(a, b)
+    groups, half = _merge_groups(a, b, ids)
     sites = {name: _merge_site(name, a.sites[name], b.sites[name]) for name in a.sites}
-    return Moments(sites=sites, lineage=lineage, images=a.images + b.images, image_ids=ids)
+    images = a.images + b.images
+    return Moments(sites=sites, lineage=lineage, images=images, image_ids=ids, group_ids=groups, half=half)
+
+
+def without(site: OneKind, half: OneKind) -> OneKind:
+    """The statistics of the images that `half`, of some of the same ones, is not of."""
+    values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
+    left = {
+        name: value - getattr(half, name)
+        for name, value in values.items()
+        if value is not None and name not in NOT_SUMS
+    }
+    return replace(site, **left)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 KIND = "calib.moments"
 VERSION = 1
 HEADER = "calib"
-IMAGE_IDS = "image_ids"
+IMAGE_IDS, GROUP_IDS = "image_ids", "group_ids"
+HALF = "half:"  # before the names of the tensors that are of one half of the images
 _REMEDY = "run calibrate again"
 
 
@@ -30,19 +31,19 @@ def _sha256(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().data).hexdigest()
 
 
-def _flat(moments: Moments) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Tensors by `site/field`, and per site what is no tensor."""
-    tensors = {IMAGE_IDS: moments.image_ids}
+def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by `site/field`, and what is no tensor."""
+    tensors = {prefix + IMAGE_IDS: moments.image_ids}
     sites: dict[str, dict[str, Any]] = {}
     for name, site in moments.sites.items():
         sites[name] = {"type": site.kind}
         for field in fields(site):
             value = getattr(site, field.name)
             if isinstance(value, Tensor):
-                tensors[f"{name}/{field.name}"] = value.contiguous()
+                tensors[f"{prefix}{name}/{field.name}"] = value.contiguous()
             elif value is not None:
                 sites[name][field.name] = value
-    return tensors, sites
+    return tensors, {"images": moments.images, "order": list(sites), "sites": sites}
 
 
 def _signed(header: dict[str, Any]) -> str:
@@ -53,14 +54,14 @@ def _signed(header: dict[str, Any]) -> str:
 
 def save(moments: Moments, path: Path) -> None:
     """Writes `path`, whole or not at all; the same moments give the same bytes."""
-    tensors, sites = _flat(moments)
-    header = {
+    tensors, header = _flat(moments)
+    if moments.half is not None:
+        of_half, header["half"] = _flat(moments.half, HALF)
+        tensors |= {GROUP_IDS: moments.group_ids, **of_half}
+    header |= {
         "kind": KIND,
         "version": VERSION,
-        "images": moments.images,
         "lineage": dict(moments.lineage),
-        "order": list(sites),
-        "sites": sites,
         "sha256": {name: _sha256(tensor) for name, tensor in tensors.items()},
     }
     with replacing(path) as temporary:
@@ -84,16 +85,28 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 _MOMENTS: dict[type, type[SiteMoments]] = {_Channels: ChannelMoments, _Heads: HeadMoments}
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
+class _Sites(msgspec.Struct, frozen=True, kw_only=True):
+    """What is no tensor of the moments of some images."""
+
     images: int
-    lineage: dict[str, str]
     order: tuple[str, ...]
     sites: dict[str, _Channels | _Heads]
-    sha256: dict[str, str]
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != sorted(self.sites) or IMAGE_IDS not in self.sha256:
-            raise BadInput("its order is not one of its sites, or the digest of its images is missing")
+        if sorted(self.order) != sorted(self.sites):
+            raise BadInput("its order is not one of its sites")
+
+
+class _Header(_Sites, frozen=True, kw_only=True):
+    lineage: dict[str, str]
+    sha256: dict[str, str]
+    half: _Sites | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = {IMAGE_IDS} if self.half is None else {IMAGE_IDS, GROUP_IDS, HALF + IMAGE_IDS}
+        if missing := sorted(needed - self.sha256.keys()):
+            raise BadInput(f"the digest of {missing[0]} is missing")
 
 
 def _opened(path: Path) -> Any:
@@ -141,24 +154,32 @@ def _built(entry: _Channels | _Heads, tensors: Mapping[str, Any], where: str) ->
 class _SitesOfFile(Mapping[str, SiteMoments]):
     """Reads and checks a site when it is asked for, and keeps nothing."""
 
-    def __init__(self, path: Path, header: _Header) -> None:
-        self._path, self._header = path, header
+    def __init__(self, path: Path, own: _Sites, digests: Mapping[str, str], *, prefix: str = "") -> None:
+        self._path, self._own, self._digests, self._prefix = path, own, digests, prefix
 
     def __getitem__(self, site: str) -> SiteMoments:
-        entry = self._header.sites[site]
+        entry = self._own.sites[site]
         with _opened(self._path) as file:
             tensors = {
                 name.rpartition("/")[2]: _read_tensor(self._path, file, name, expected)
-                for name, expected in self._header.sha256.items()
-                if name.rpartition("/")[0] == site
+                for name, expected in self._digests.items()
+                if name.rpartition("/")[0] == self._prefix + site
             }
         return _built(entry, tensors, f"{self._path}: {site}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._header.order)
+        return iter(self._own.order)
 
     def __len__(self) -> int:
-        return len(self._header.sites)
+        return len(self._own.sites)
+
+
+def _ids(path: Path, name: str, digests: Mapping[str, str]) -> Tensor:
+    with _opened(path) as file:
+        ids = _read_tensor(path, file, name, digests[name])
+    if ids.dtype != torch.int64 or ids.ndim != 1:
+        raise BadInput(f"{path}: {name} are {ids.dtype} {list(ids.shape)}, expected int64 [images]: {_REMEDY}")
+    return ids
 
 
 def load(path: Path) -> Moments:
@@ -167,9 +188,18 @@ def load(path: Path) -> Moments:
     Raises BadInput for a file that is missing, truncated, foreign, of another version, or damaged.
     """
     header = _read_header(path)
-    with _opened(path) as file:
-        ids = _read_tensor(path, file, IMAGE_IDS, header.sha256[IMAGE_IDS])
-    if ids.dtype != torch.int64 or ids.ndim != 1:
-        raise BadInput(f"{path}: {IMAGE_IDS} are {ids.dtype} {list(ids.shape)}, expected int64 [images]: {_REMEDY}")
-    sites = _SitesOfFile(path, header)
-    return Moments(sites=sites, lineage=header.lineage, images=header.images, image_ids=ids)
+    whole = Moments(
+        sites=_SitesOfFile(path, header, header.sha256),
+        lineage=header.lineage,
+        images=header.images,
+        image_ids=_ids(path, IMAGE_IDS, header.sha256),
+    )
+    if header.half is None:
+        return whole
+    half = Moments(
+        sites=_SitesOfFile(path, header.half, header.sha256, prefix=HALF),
+        lineage=header.lineage,
+        images=header.half.images,
+        image_ids=_ids(path, HALF + IMAGE_IDS, header.sha256),
+    )
+    return replace(whole, group_ids=_ids(path, GROUP_IDS, header.sha256), half=half)

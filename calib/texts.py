@@ -45,10 +45,18 @@ class Texts:
     blank: int
     ids: Tensor
     digest: str
+    available: int
 
     @property
     def count(self) -> int:
         return len(self.lines)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return tuple(line.place for line in self.lines)
+
+    def name(self, position: int) -> str:
+        return str(self.lines[position].place)
 
     def example(self) -> Mapping[str, Tensor]:
         return self.first
@@ -179,4 +187,13 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
         raise BadInput(f"{path}: one document encoded is {batch_size_of(first)} inputs, expected 1")
     refuse_dtypes(first)
     ids, digest = _identified(lines, _contents(path, lines))
-    return Texts(path=path, lines=lines, encode=encode, first=first, blank=blank, ids=ids, digest=digest)
+    return Texts(
+        path=path,
+        lines=lines,
+        encode=encode,
+        first=first,
+        blank=blank,
+        ids=ids,
+        digest=digest,
+        available=len(every),
+    )

@@ -217,6 +217,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "calibration.workers": (1, {}),
     "calibration.max_bad": (2, {}),
     "calibration.hold_out": (3, {}),
+    "calibration.groups": ("image", {}),
     "calibration.attention_system": ("kept", CORP),
     "held_out.samples": (7, {}),
     "held_out.seed": (8, {}),
@@ -255,7 +256,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples")
 # Files outside; what stands in them counts, and not what they are called.
-FILES = ("images", "labels")
+FILES = ("images", "labels", "group_labels")
 # What makes no difference to the result.
 IDLE = ("calibration.workers",)
 

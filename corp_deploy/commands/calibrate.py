@@ -136,6 +136,12 @@ pass_options = value_options(
     default=None,
     help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
 )
+@click.option(
+    "--groups",
+    default=None,
+    help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar shard "
+    "is one), or a .json or .npy file with a label an image.",
+)
 @pass_options
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
@@ -145,6 +151,7 @@ def calibrate(
     output: Path,
     statistics: StatisticsChoice,
     hold_out: int | None,
+    groups: str | None,
     passes: PassChoice,
     summary: Path | None,
     out: Output,
@@ -157,6 +164,10 @@ def calibrate(
     With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
     its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file
     is for reduce --held-out, which judges every site on images that it was not fitted to.
+
+    With --groups the statistics are kept of two halves of the images that split no group, twice as large a file: reduce
+    then chooses at every site how strong a ridge is, by what fits to either half lose on the other, and it is said here
+    how many more groups would pay.
 
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
     takes it for the kept ones alone, exactly, and for every larger share; moments ranked by the same --moments merge.
@@ -171,7 +182,7 @@ def calibrate(
         reference_of_summary,
         write_moments,
     )
-    from corp_deploy.views.moments import line_of_moments
+    from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
     from ground.gpu import require_device
@@ -185,6 +196,7 @@ def calibrate(
         device=passes.device,
         seed=inputs.seed,
         hold_out=hold_out,
+        groups=groups,
     )
     with ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
@@ -206,4 +218,5 @@ def calibrate(
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
         lines = [line_of_moments(summary, source.noun) for summary in summaries]
+        lines += lines_of_overfitting(summaries[0])
         out.result(record, *lines, preprocessing_line(checkpoint))

@@ -14,7 +14,7 @@ from corp_deploy.families.widths import aligned_width, aligned_widths
 
 from .branch_sums import channel_sums, dense_advanced, inputs_sums
 from .channel_modules import built, channel_report, layers_of
-from .channels import channels_at_site, elimination, output_energy
+from .channels import Halves, channels_at_site, elimination, output_energy
 from .folded_channels import See, folded_channels, judged_folds
 from .kind import ErrorCurve, OnStreams, Reduced
 from .method import Method
@@ -54,8 +54,9 @@ class ChannelKind:
         *,
         known: Elimination | None = None,
         held_out: ChannelMoments | None = None,
+        halves: Halves | None = None,
     ) -> Reduced:
-        new = channels_at_site(moments, layers_of(site), method, width, known)
+        new = channels_at_site(moments, layers_of(site), method, width, known, halves)
         return built(site, new, moments, method, held_out)
 
     def elimination(self, site: ChannelSite, moments: ChannelMoments, method: Method) -> Elimination:

@@ -1,5 +1,7 @@
 """A channel site's layers in and out of a model: its dense ones as tensors, its new ones as modules with a report."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from calib.moments import ChannelMoments
@@ -11,7 +13,7 @@ from . import channels
 from .channels import ChannelLayers, ChannelsAtSite, output_energy
 from .kind import Reduced
 from .method import Method
-from .report import HeldOut, SiteReport
+from .report import HeldOut, SiteReport, ridge_fit
 
 
 def layers_of(site: ChannelSite) -> ChannelLayers:
@@ -71,4 +73,5 @@ def built(
         error = channels.error_of(new, layers, held_out)
         judged = HeldOut(energy=output_energy(held_out, layers), error=error)
     report = channel_report(site, method, new.recovery, output_energy(moments, layers), judged)
+    report = replace(report, ridge_fit=ridge_fit(new.ridge))
     return Reduced(modules={**modules}, last=modules[site.last_name], reports=[report], kept_K=new.kept_K)

@@ -14,6 +14,7 @@ from corp_deploy.algebra import channels, scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.quadratic import output_error, variance
+from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 from corp_deploy.algebra.swap import swap
 
 from .method import Method
@@ -41,7 +42,7 @@ class ChannelLayers:
 class ChannelsAtSite:
     """The new first layer and the recovered second one; `as_dense_OF` is the latter read on the dense channels.
 
-    `kept_K`: the dense channels that stay.
+    `kept_K`: the dense channels that stay; `ridge`: how strong it was chosen, where halves of the images chose.
     """
 
     first_KI: Tensor
@@ -49,6 +50,7 @@ class ChannelsAtSite:
     recovery: ChannelRecovery
     as_dense_OF: Tensor
     kept_K: Tensor
+    ridge: RidgeChoice | None = None
 
 
 def elimination(moments: ChannelMoments, layers: ChannelLayers, method: Method) -> Elimination:
@@ -86,22 +88,59 @@ def kept_channels(
     return scores.kept_from_scores(score_F, width)
 
 
-def channels_at_site(
-    moments: ChannelMoments, layers: ChannelLayers, method: Method, width: int, known: Elimination | None = None
-) -> ChannelsAtSite:
-    """Select and recover at one width."""
-    kept_K = kept_channels(moments, layers, method, width, known)
-    recovery = RECOVERIES[method.mlp_recovery](
-        moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=method.ridge_rel
+Halves = tuple[ChannelMoments, ChannelMoments]
+
+
+def recovered(
+    moments: ChannelMoments, layers: ChannelLayers, method: Method, kept_K: Tensor, ridge_rel: float
+) -> ChannelRecovery:
+    """The second layer on these channels, by a ridge of this strength."""
+    return RECOVERIES[method.mlp_recovery](
+        moments.mean_F, moments.second_FF, layers.second_OF, layers.second_bias_O, kept_K, ridge_rel=ridge_rel
     )
+
+
+def share_lost(recovery: ChannelRecovery, kept_K: Tensor, layers: ChannelLayers, moments: ChannelMoments) -> float:
+    """The error of a recovery on any moments, as a share of the variance of the dense output there."""
+    energy = output_energy(moments, layers)
+    return _error(recovery, kept_K, layers, moments) / energy if energy > 0.0 else 0.0
+
+
+def ridge_by_halves(halves: Halves, layers: ChannelLayers, method: Method, kept_K: Tensor) -> RidgeChoice:
+    """The strength, from the method's own upwards, whose fits to either half lose least on the other."""
+    return chosen_ridge(
+        halves,
+        ridges_from(method.ridge_rel),
+        lambda half, strength: recovered(half, layers, method, kept_K, strength),
+        lambda recovery, half: share_lost(recovery, kept_K, layers, half),
+    )
+
+
+def channels_at_site(
+    moments: ChannelMoments,
+    layers: ChannelLayers,
+    method: Method,
+    width: int,
+    known: Elimination | None = None,
+    halves: Halves | None = None,
+) -> ChannelsAtSite:
+    """Select and recover at one width. `halves` of the images choose the ridge toward the dense columns (`affine`), and
+    both together are then fitted by it; the other recoveries stay as published.
+    """
+    kept_K = kept_channels(moments, layers, method, width, known)
+    ridge = None
+    if halves is not None and method.mlp_recovery == "affine":
+        ridge = ridge_by_halves(halves, layers, method, kept_K)
+    recovery = recovered(moments, layers, method, kept_K, method.ridge_rel if ridge is None else ridge.strength_whole)
     bias_K = None if layers.first_bias_F is None else layers.first_bias_F[kept_K]
-    as_dense_OF = torch.zeros_like(layers.second_OF).index_copy_(1, kept_K, recovery.weight_OK)
+    as_dense_OF = _as_dense(recovery, kept_K, layers)
     return ChannelsAtSite(
         first_KI=layers.first_FI[kept_K],
         first_bias_K=bias_K,
         recovery=recovery,
         as_dense_OF=as_dense_OF,
         kept_K=kept_K,
+        ridge=ridge,
     )
 
 
@@ -110,8 +149,16 @@ def output_energy(moments: ChannelMoments, layers: ChannelLayers) -> float:
     return variance(layers.second_OF, moments.covariance_FF)
 
 
+def _as_dense(recovery: ChannelRecovery, kept_K: Tensor, layers: ChannelLayers) -> Tensor:
+    return torch.zeros_like(layers.second_OF).index_copy_(1, kept_K, recovery.weight_OK)
+
+
+def _error(recovery: ChannelRecovery, kept_K: Tensor, layers: ChannelLayers, moments: ChannelMoments) -> float:
+    change_OF = layers.second_OF - _as_dense(recovery, kept_K, layers)
+    bias_change_O = -recovery.bias_O if layers.second_bias_O is None else layers.second_bias_O - recovery.bias_O
+    return output_error(moments.mean_F, moments.second_FF, change_OF, bias_change_O)
+
+
 def error_of(new: ChannelsAtSite, layers: ChannelLayers, moments: ChannelMoments) -> float:
     """E||y - y'||^2 of an MLP's new second layer on any moments of the dense one's inputs."""
-    change_OF = layers.second_OF - new.as_dense_OF
-    bias_change_O = -new.recovery.bias_O if layers.second_bias_O is None else layers.second_bias_O - new.recovery.bias_O
-    return output_error(moments.mean_F, moments.second_FF, change_OF, bias_change_O)
+    return _error(new.recovery, new.kept_K, layers, moments)

@@ -21,6 +21,7 @@ from corp_deploy.families.widths import (
 from .branch_sums import dense_advanced, head_moments, inputs_sums
 from .channel_kind import halfway
 from .head_modules import reduced_heads
+from .heads import Halves
 from .kind import ErrorCurve, OnStreams, Reduced
 from .method import Method
 from .streams import Streams
@@ -67,8 +68,9 @@ class HeadKind:
         *,
         known: Elimination | None = None,
         held_out: HeadMoments | None = None,
+        halves: Halves | None = None,
     ) -> Reduced:
-        return reduced_heads(site, moments, method, width, held_out)
+        return reduced_heads(site, moments, method, width, held_out, halves)
 
     def elimination(self, site: HeadSite, moments: HeadMoments, method: Method) -> None:
         """Dimensions are ranked by one look at the moments, at any width."""

@@ -4,15 +4,14 @@ from torch import Tensor
 
 from calib.moments import HeadMoments
 from corp_deploy.algebra.queries_keys import QkRecovery
-from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.widths import HeadWidths
 
 from . import heads
-from .heads import HeadMaps, QkAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
+from .heads import Halves, HeadMaps, QkAtSite, ValuesAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .kind import Reduced
 from .method import Method
-from .report import HeldOut, SiteReport
+from .report import HeldOut, SiteReport, ridge_fit
 
 
 def _qk_held_out(site: str, recovery: QkRecovery, held_out: HeadMoments, method: Method) -> HeldOut:
@@ -37,19 +36,21 @@ def _qk_report(
         r2=recovery.r2,
         condition=recovery.condition,
         ridge=recovery.ridge,
+        ridge_fit=ridge_fit(at_site.ridge),
         held_out=None if held_out is None else _qk_held_out(site.name, recovery, held_out, method),
     )
 
 
 def _value_report(
     site: HeadSite,
-    values: ValueRecovery,
+    at_site: ValuesAtSite,
     moments: HeadMoments,
     method: Method,
     width: int,
     held_out: HeadMoments | None,
 ) -> SiteReport:
     weight_OC, bias_O = _projection(site)
+    values = at_site.recovery
     return SiteReport(
         site=site.name,
         part="v",
@@ -62,6 +63,7 @@ def _value_report(
         r2=values.r2,
         condition=values.condition,
         ridge=values.ridge,
+        ridge_fit=ridge_fit(at_site.ridge),
         held_out=None
         if held_out is None
         else HeldOut(
@@ -83,6 +85,7 @@ def reduced_heads(
     method: Method,
     widths: HeadWidths,
     held_out: HeadMoments | None = None,
+    halves: Halves | None = None,
 ) -> Reduced:
     """The new attention module, and a report for Q/K, unless they must stay, and for values that change."""
     assert widths.qk == site.qk or not site.keeps_qk, (site.name, widths)
@@ -90,13 +93,14 @@ def reduced_heads(
     if site.keeps_qk:
         recovery = kept_qk(moments)
     else:
-        at_site = qk_at_site(site.name, moments, method, site.first.weight.detach().double(), widths.qk)
+        at_site = qk_at_site(site.name, moments, method, site.first.weight.detach().double(), widths.qk, halves)
         recovery = at_site.recovery
         reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(site)
-    values = values_at_site(moments, method, weight_OC, bias_O, site.heads, widths.v)
+    at_values = values_at_site(moments, method, weight_OC, bias_O, site.heads, widths.v, halves)
+    values = at_values.recovery
     if site.keeps_qk or not leaves_values(method, widths.v, site.v):
-        reports.append(_value_report(site, values, moments, method, widths.v, held_out))
+        reports.append(_value_report(site, at_values, moments, method, widths.v, held_out))
     maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)
     bias = None if site.first.bias is None else maps.applied(site.first.bias.detach())
     needs_bias = bias_O is not None or bool(values.bias_O.any())

@@ -3,7 +3,7 @@
 Legend: H heads, D dense head width, R reduced head width, C = H D, O outputs of the projection.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from corp_deploy.algebra import queries_keys, scores, values
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
+from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.widths import aligned_widths
 from ground.errors import BadInput
@@ -22,10 +23,16 @@ from .method import Method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkAtSite:
-    """A recovery and, per head, the dense logit energy in the unit of its residual."""
+    """A recovery and, per head, the dense logit energy in the unit of its residual; `ridge`: how strong it was chosen,
+    where halves of the images chose.
+    """
 
     recovery: QkRecovery
     energy_H: Tensor
+    ridge: RidgeChoice | None = None
+
+
+Halves = tuple[HeadMoments, HeadMoments]
 
 
 def _system(site: str, moments: HeadMoments) -> ImageSystem:
@@ -81,10 +88,23 @@ def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor) -> Tensor:
     return scores.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
 
 
-def qk_at_site(site: str, moments: HeadMoments, method: Method, rows_XI: Tensor, width: int) -> QkAtSite:
-    """Apply the chosen Q/K recovery at one head width. Raises BadInput when the moments lack what it needs."""
-    recovery = _recovered_qk(site, moments, method, rows_XI, width)
-    return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method))
+def qk_at_site(
+    site: str,
+    moments: HeadMoments,
+    method: Method,
+    rows_XI: Tensor,
+    width: int,
+    halves: Halves | None = None,
+) -> QkAtSite:
+    """Apply the chosen Q/K recovery at one head width. `halves` of the images choose the ridge that pulls CORP's maps
+    (`logit`) toward the dimensions as they are. Raises BadInput when the moments lack what the recovery needs.
+    """
+    scores_HD, ridge = qk_scores(moments, method, rows_XI), None
+    if halves is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
+        ridge = _qk_ridge(site, halves, method, scores_HD, width)
+        method = replace(method, ridge_rel=ridge.strength_whole)
+    recovery = _recovered_qk(site, moments, method, scores_HD, width)
+    return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method), ridge=ridge)
 
 
 def kept_qk(moments: HeadMoments) -> QkRecovery:
@@ -108,11 +128,24 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
     return system.covered_HS.gather(1, best_HR)
 
 
-def _recovered_qk(site: str, moments: HeadMoments, method: Method, rows_XI: Tensor, width: int) -> QkRecovery:
+def _qk_ridge(site: str, halves: Halves, method: Method, scores_HD: Tensor, width: int) -> RidgeChoice:
+    """The strength whose maps of either half lose least of the logits of the other."""
+
+    def share_lost(recovery: QkRecovery, half: HeadMoments) -> float:
+        energy = float(logit_scale(site, half, method).sum())
+        error_H = logit_error(site, half, method, recovery.q_map_HRD, recovery.k_map_HRD)
+        return float(error_H.sum()) / energy if energy > 0.0 else 0.0
+
+    def fit(half: HeadMoments, strength: float) -> QkRecovery:
+        return _recovered_qk(site, half, replace(method, ridge_rel=strength), scores_HD, width)
+
+    return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
+
+
+def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int) -> QkRecovery:
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
     if method.qk_recovery == "lowrank":
         return queries_keys.lowrank(q_second_HDD, k_centred_HDD, width)
-    scores_HD = qk_scores(moments, method, rows_XI)
     if method.qk_recovery == "logit":
         system = _system(site, moments)
         if system.covered_HS.shape[1] < width == system.head_dim:
@@ -136,16 +169,53 @@ def leaves_values(method: Method, width: int, dense: int) -> bool:
     return width == dense and method.geometry != "square"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValuesAtSite:
+    """A recovery; `ridge`: how strong it was chosen, where halves of the images chose."""
+
+    recovery: ValueRecovery
+    ridge: RidgeChoice | None = None
+
+
+def _value_ridge(
+    halves: Halves, least: float, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+) -> RidgeChoice:
+    """The strength whose values and projections of either half lose least on the other."""
+
+    def share_lost(recovery: ValueRecovery, half: HeadMoments) -> float:
+        energy = output_energy(half, weight_OC)
+        return error_of(recovery, weight_OC, bias_O, half) / energy if energy > 0.0 else 0.0
+
+    def fit(half: HeadMoments, strength: float) -> ValueRecovery:
+        return values.lowrank(half.z_mean_C, half.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=strength)
+
+    return chosen_ridge(halves, ridges_from(least), fit, share_lost)
+
+
 def values_at_site(
-    moments: HeadMoments, method: Method, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
-) -> ValueRecovery:
-    """The values and the output projection at one width per head."""
-    if leaves_values(method, width, weight_OC.shape[1] // heads):
-        return values.keep(weight_OC, bias_O, heads)
+    moments: HeadMoments,
+    method: Method,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    heads: int,
+    width: int,
+    halves: Halves | None = None,
+) -> ValuesAtSite:
+    """The values and the output projection at one width per head. `halves` of the images choose the ridge of the joint
+    refit, which pulls toward the best projection of each head alone.
+    """
+    dense = weight_OC.shape[1] // heads
+    if leaves_values(method, width, dense):
+        return ValuesAtSite(recovery=values.keep(weight_OC, bias_O, heads))
     assert method.value_recovery == "lowrank", method.value_recovery
-    return values.lowrank(
-        moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=method.ridge_rel
+    ridge, ridge_rel = None, method.ridge_rel
+    if halves is not None and width < dense:
+        ridge = _value_ridge(halves, ridge_rel, weight_OC, bias_O, heads, width)
+        ridge_rel = ridge.strength_whole
+    recovery = values.lowrank(
+        moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=ridge_rel
     )
+    return ValuesAtSite(recovery=recovery, ridge=ridge)
 
 
 def mapped_rows(rows_XC: Tensor, maps_HRD: Tensor) -> Tensor:

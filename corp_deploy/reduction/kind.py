@@ -90,9 +90,10 @@ class Kind(Protocol):
         *,
         known: Elimination | None = None,
         held_out: Any = None,
+        halves: Any = None,
     ) -> Reduced:
         """The site at one width, repaired by its moments. `known` spares `obs` its elimination; `held_out`, moments of
-        other inputs, judges it again.
+        other inputs, judges it again; `halves`, the moments of either half of the images, choose how strong ridges are.
         """
         ...
 

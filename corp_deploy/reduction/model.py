@@ -24,7 +24,7 @@ from .folded import merged_sites
 from .kind import Reduced
 from .kinds import kind_of
 from .method import Method
-from .moments import require_apart, require_same_model, site_moments
+from .moments import halves_at, require_apart, require_same_model, site_moments
 from .report import SiteReport, as_allocated
 
 
@@ -84,7 +84,8 @@ def reduced_site(
     where = device(model)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
-    return kind_of(site).reduced(site, own, method, width, known=known, held_out=others)
+    halves = halves_at(site, moments, own, where)
+    return kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
 
 
 def reduce(

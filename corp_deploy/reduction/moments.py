@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from calib.moments import Moments, SiteMoments, on_device
+from calib.moments import Moments, OneKind, SiteMoments, on_device, without
 from corp_deploy.families.site import Site
 from corp_deploy.store.inputs import model_digest, preprocessing_text
 from ground.errors import BadInput
@@ -19,6 +19,15 @@ def site_moments(site: Site, moments: Moments, device: torch.device) -> SiteMome
             f"{site.name}: the moments hold no statistics of this site; calibrate again without leaving it out"
         )
     return on_device(statistics, device)
+
+
+def halves_at(site: Site, moments: Moments, own: OneKind, device: torch.device) -> tuple[OneKind, OneKind] | None:
+    """The site's statistics `own` by halves of the images that split no group; None where there are no groups."""
+    if moments.half is None:
+        return None
+    half = on_device(moments.half.sites[site.name], device)
+    assert type(half) is type(own), site.name
+    return half, without(own, half)
 
 
 def require_apart(moments: Moments, held_out: Moments) -> None:

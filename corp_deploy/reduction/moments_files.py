@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from calib import memory
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
+from calib.groups import group_ids, parted_by_group
 from calib.input_set import InputSet, parted
 from calib.moments import Moments
 from calib.resume import ResumeFile
@@ -20,9 +23,13 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
+from .halves import SUMS_HELD, in_halves
 from .kept_dims import kept_dims, kept_widths
 from .method import PRESETS
+from .overfitting import overfitting
 
+FIRST, HALVES = ".first", (".half1", ".half2")
+STATES = (FIRST, *HALVES, "")
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -67,7 +74,10 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """What to take and how. Of the images `hold_out`, drawn by `seed`, have their moments apart."""
+    """What to take and how. Of the images `hold_out`, drawn by `seed`, have their moments apart. `groups` says which
+    belong together (see calib.groups): the moments are then kept of two halves that split none, and held-out images
+    are whole groups.
+    """
 
     statistics: Statistics
     restriction: Restriction | None = None
@@ -75,6 +85,7 @@ class CalibrationRequest:
     device: str
     seed: int
     hold_out: int | None = None
+    groups: str | None = None
 
 
 @contextmanager
@@ -97,16 +108,16 @@ class CalibrationRun:
     progress: Progress = _no_progress
     fitting: Callable[[float], str]
 
-    def state(self, *, first: bool = False) -> ResumeFile | None:
-        """Of the pass that ranks, or of the one after it."""
+    def state(self, part: str = "") -> ResumeFile | None:
+        """Of the pass over all, or of the one that ranks, or of the one over a half."""
         if self.save_every is None:
             return None
-        name = f"{self.unfinished.stem}{'.first' if first else ''}.partial.safetensors"
+        name = f"{self.unfinished.stem}{part}.partial.safetensors"
         return ResumeFile(path=self.unfinished.with_name(name), every=self.save_every)
 
     def clear(self) -> None:
         """Remove the states, once what was made from them is safe."""
-        for state in (self.state(first=True), self.state()):
+        for state in map(self.state, STATES):
             if state is not None:
                 state.of_rank(self.ranks).clear()
 
@@ -116,7 +127,10 @@ def _refuse_too_large(
 ) -> None:
     """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
     sites, available = chosen_sites(checkpoint, request.statistics), memory.bytes_available(request.device)
-    needed = memory_needed(checkpoint, sites, request.statistics, widths)
+    copies = SUMS_HELD if request.groups is not None and request.device == "cpu" else 1
+    needed = {
+        name: copies * size for name, size in memory_needed(checkpoint, sites, request.statistics, widths).items()
+    }
     run.needed(sum(needed.values()))
     try:
         memory.refuse_too_large(needed, available)
@@ -169,10 +183,51 @@ def _restricted(
     else:
         ranking, saved = (
             Statistics(patterns=tuple(widths), precision=request.statistics.precision),
-            run.state(first=True),
+            run.state(FIRST),
         )
         first = _take(checkpoint, images, request, run, statistics=ranking, title=f"{title}.first", saved=saved)
     return replace(request.statistics, kept=kept_dims(checkpoint.model, first, widths))
+
+
+def _take_halves(
+    checkpoint: Checkpoint,
+    images: InputSet,
+    groups_B: Tensor,
+    request: CalibrationRequest,
+    run: CalibrationRun,
+    *,
+    statistics: Statistics,
+    title: str,
+) -> Moments:
+    """A pass over either half of the groups, one after the other."""
+
+    def take(half: InputSet, number: int) -> Moments:
+        named, saved = f"{title}, half {number + 1}", run.state(HALVES[number])
+        return _take(checkpoint, half, request, run, statistics=statistics, title=named, saved=saved)
+
+    return in_halves(images, groups_B, take, seed=request.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """The images that are fitted to with the group of each, if any, and those held out."""
+
+    fitted: InputSet
+    groups_B: Tensor | None = None
+    held_out: InputSet | None = None
+
+
+def _parts(images: InputSet, request: CalibrationRequest) -> _Parts:
+    if request.groups is None:
+        if request.hold_out is None:
+            return _Parts(fitted=images)
+        fitted, held_out = parted(images, request.hold_out, seed=request.seed)
+        return _Parts(fitted=fitted, held_out=held_out)
+    groups_B = group_ids(images, request.groups)
+    if request.hold_out is None:
+        return _Parts(fitted=images, groups_B=groups_B)
+    fitted, held_out, groups_B = parted_by_group(images, groups_B, request.hold_out, seed=request.seed)
+    return _Parts(fitted=fitted, groups_B=groups_B, held_out=held_out)
 
 
 def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]:
@@ -191,18 +246,28 @@ def write_moments(
     Returns what each file holds, to the first rank alone. The states stay until `run.clear()`. Raises BadInput
     where there is no site or too little memory.
     """
-    fitted, *held_out = [images] if request.hold_out is None else parted(images, request.hold_out, seed=request.seed)
+    parts = _parts(images, request)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:
         sites = chosen_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
     _refuse_too_large(checkpoint, request, widths, run)
     if restriction is not None:
-        statistics = _restricted(checkpoint, fitted, request, run, widths, output.stem)
-    # Held-out images are few: the passes over all the others are the ones worth going on with.
-    sets = [(output, fitted, run.state()), *((held_out_path(output), subset, None) for subset in held_out)]
-    summaries = []
-    for path, subset, saved in sets:
-        moments = _take(checkpoint, subset, request, run, statistics=statistics, title=path.stem, saved=saved)
+        statistics = _restricted(checkpoint, parts.fitted, request, run, widths, output.stem)
+    if parts.groups_B is None:
+        moments = _take(
+            checkpoint, parts.fitted, request, run, statistics=statistics, title=output.stem, saved=run.state()
+        )
+    else:
+        moments = _take_halves(
+            checkpoint, parts.fitted, parts.groups_B, request, run, statistics=statistics, title=output.stem
+        )
+    summaries = _written(moments, output, run.ranks)
+    if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
+        summaries[0]["overfitting"] = gap.as_json()
+    if parts.held_out is not None:
+        # Held-out images are few: the passes over all the others are the ones worth going on with.
+        path = held_out_path(output)
+        moments = _take(checkpoint, parts.held_out, request, run, statistics=statistics, title=path.stem)
         summaries += _written(moments, path, run.ranks)
     return summaries

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from corp_deploy.algebra.ridges import RidgeChoice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopFit:
@@ -31,13 +33,39 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RidgeFit:
+    """How strong a ridge was chosen: what fits of that strength to either half of the images lose on their own and on
+    the other half, as shares of the dense signal there. All images together were fitted with `strength_whole` and
+    over-fit about half as much.
+    """
+
+    strength: float
+    strength_whole: float
+    share_fitted: float
+    share_held_out: float
+
+
+def ridge_fit(choice: RidgeChoice | None) -> RidgeFit | None:
+    """As it is reported, where a ridge was chosen by shares lost."""
+    if choice is None:
+        return None
+    return RidgeFit(
+        strength=choice.strength,
+        strength_whole=choice.strength_whole,
+        share_fitted=choice.error_fitted,
+        share_held_out=choice.error_held_out,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
     """What happened to one part (mlp, qk, v) of a site.
 
     Errors are mean squares on the calibration images: of the output per token for `mlp` and `v`, of the logits for
     `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is there where
-    held-out statistics were given: a share lost well above the calibration images' is over-fitting. `loop` is there
-    where the closed loop refitted the site's last layer, `alignment` where it aligned the first one.
+    held-out statistics were given: a share lost well above the calibration images' is over-fitting. `ridge_fit` is
+    there where groups of images chose how strong the ridge is, `loop` where the closed loop refitted the site's last
+    layer, `alignment` where it aligned the first one.
     """
 
     site: str
@@ -52,6 +80,7 @@ class SiteReport:
     condition: float
     ridge: float
     held_out: HeldOut | None = None
+    ridge_fit: RidgeFit | None = None
     loop: LoopFit | None = None
     alignment: LoopFit | None = None
 

@@ -71,6 +71,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
             "hold_out": calibration.hold_out,
+            "groups": path_from(root, calibration.group_labels) or calibration.groups,
             "checkpoint_every": SAVE_EVERY_IMAGES,
             "summary": SUMMARY,
             "output": MOMENTS,

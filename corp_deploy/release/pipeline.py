@@ -132,14 +132,16 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     calibration, calibrate = recipe.calibration, calls.calibrate(recipe, root)
     on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
-    drawn = _settings("calibration", calibration, without=("images", "workers", "attention_system"))
+    drawn = _settings("calibration", calibration, without=("images", "workers", "attention_system", "group_labels"))
+    labels = calibration.group_labels
     system = {key: calibrate[key] for key in ("attention_system", "attn", "align") if calibrate[key] is not None}
     return Stage(
         name="moments",
         outputs=(MOMENTS, SUMMARY, *_held_out_moments(recipe)),
         run=_of_command(calibrate),
         reads=MODELS["dense"],
-        outside={"calibration.images": calibration.images},
+        outside={"calibration.images": calibration.images}
+        | ({} if labels is None else {"calibration.group_labels": labels}),
         settings=drawn | system | {"versions": _tool(*() if on_gpu else TORCH)},
         missing=missing_gpu if on_gpu else lambda: None,
         command=str(calibrate),

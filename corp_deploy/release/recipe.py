@@ -77,6 +77,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
                 f"{NOT_HELD_OUT[self.reduce.loop]}; give one of the two"
             )
+        if self.calibration.groups is not None and self.calibration.group_labels is not None:
+            raise BadInput("calibration.groups and calibration.group_labels both say what belongs together; give one")
         if self.package.name is not None and "fp32" not in self.export.precisions:
             raise BadInput("package.name asks for a model repository, which needs fp32 among export.precisions")
         self._refuse_idle_threads()

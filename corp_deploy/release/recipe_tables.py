@@ -82,6 +82,8 @@ class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=T
     workers: recipe_values.Workers = 0
     max_bad: recipe_values.BadImages = 0
     hold_out: recipe_values.Images | None = None
+    groups: recipe_values.Groups | None = None
+    group_labels: recipe_values.Location | None = None
     attention_system: recipe_values.AttentionSystem | None = None
 
 

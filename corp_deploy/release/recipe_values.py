@@ -56,6 +56,7 @@ ServedName: TypeAlias = Annotated[
 _Device = Literal["cpu", "cuda"]
 _Heads = Literal["padded", "square", "ragged", "auto"]
 _Precision = Literal["fp32", "fp16", "mixed"]
+_Groups = Literal["image", "folder", "file"]
 _Reads = Literal["all", "pooled"]
 _System = Literal["whole", "kept"]
 
@@ -65,6 +66,7 @@ Precision: TypeAlias = Annotated[_Precision, _of(_Precision)]
 Precisions: TypeAlias = Annotated[
     tuple[Precision, ...], _list_of(f"a list of {', '.join(get_args(_Precision))}", least=1)
 ]
+Groups: TypeAlias = Annotated[_Groups, _of(_Groups)]
 Reads: TypeAlias = Annotated[_Reads, _of(_Reads)]
 AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]
 ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description="true, false or 'symmetric'")]

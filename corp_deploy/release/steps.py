@@ -57,7 +57,7 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
     asked = moments_files.CalibrationRequest(
         statistics=Statistics(attention_system=run["attention_system"]),
         restriction=restriction,
-        **run.some("batch_size", "device", "seed", "hold_out"),
+        **run.some("batch_size", "device", "seed", "hold_out", "groups"),
     )
     running = moments_files.CalibrationRun(
         unfinished=dirs.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe

@@ -1,0 +1,167 @@
+"""Which inputs belong together (crops of one photograph, frames of one film), and two halves that split no such group.
+
+Inputs of a group are alike: a fit that is judged on others of its own group looks better than it is.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+from ground.files import regular
+
+from .input_set import InputSet, SomeSet
+
+BY_NAME = ("image", "folder", "file")
+LABELS = (".json", ".npy")
+NAMES_OF_LABELS = " or ".join(LABELS)
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _file(name: str) -> str:
+    """The tar shard that the input lies in, or its own file."""
+    shard, tar, _ = name.partition(".tar/")
+    return shard + tar
+
+
+def _labels_in(path: Path) -> list[str]:
+    """One label an input, in the order of the file that they belong to."""
+    regular(path)
+    try:
+        if path.suffix == ".json":
+            labels = json.loads(path.read_bytes())
+        else:
+            with path.open("rb") as file:
+                labels = np.load(file, allow_pickle=False).tolist()
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected labels of groups ({NAMES_OF_LABELS})") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise BadInput(
+            f"{path}: no labels of groups in it ({error!s:.200}); expected a list in JSON, or .npy"
+        ) from None
+    good = isinstance(labels, list) and all(isinstance(each, str | int) for each in labels)
+    if not good:
+        raise BadInput(f"{path}: expected a list of texts or whole numbers, one label an input")
+    return [str(each) for each in labels]
+
+
+def _labels(inputs: InputSet, by: str) -> list[str]:
+    names = [inputs.name(position) for position in range(inputs.count)]
+    if by == "image":
+        return names
+    if by == "file":
+        return [_file(name) for name in names]
+    if by == "folder":
+        folders = [_folder(name) for name in names]
+        if not any(folders):
+            raise BadInput(
+                f"groups: the {inputs.noun} stand in no folders; give a file with a label for each ({NAMES_OF_LABELS})"
+            )
+        return folders
+    if Path(by).suffix not in LABELS:
+        raise BadInput(
+            f"groups: got {by!r}, expected {', '.join(BY_NAME)}, or a file with one label an input ({NAMES_OF_LABELS})"
+        )
+    labels = _labels_in(Path(by))
+    if len(labels) != inputs.available:
+        raise BadInput(f"{by}: {len(labels)} labels for {inputs.available} {inputs.noun}; give one label for each")
+    return [labels[place] for place in inputs.places]
+
+
+def _id(label: str) -> int:
+    return int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little", signed=True)
+
+
+def joined(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
+    """The label of each input, where labels that share a content are one: the least of them."""
+    labels, parent = list(labels), dict[int, int]()
+
+    def root(label: int) -> int:
+        while (above := parent.setdefault(label, label)) != label:
+            parent[label] = parent[above]
+            label = above
+        return label
+
+    first: dict[int, int] = {}
+    for label, content in zip(labels, ids, strict=True):
+        one, other = sorted((root(label), root(first.setdefault(content, label))))
+        parent[other] = one
+    return [root(label) for label in labels]
+
+
+def group_ids(inputs: InputSet, by: str) -> Tensor:
+    """The group of each input, int64 [count], by `image` (each its own), by `folder` that it lies in, by `file` (a tar
+    shard is one), or by the labels in a file (.json, .npy), one for each input of the whole set.
+
+    Copies of an input are of one group, and so are groups that share one. Raises BadInput where inputs have no such
+    groups and for a file that doesn't fit.
+    """
+    return torch.tensor(joined(map(_id, _labels(inputs, by)), inputs.ids.tolist()), dtype=torch.int64)
+
+
+def _dealt(groups_B: Tensor, seed: int) -> tuple[list[int], dict[int, int]]:
+    """Groups, larger ones first and those of a size in an order drawn by the seed, and the size of each."""
+    groups, sizes = groups_B.unique(return_counts=True)
+    order = np.random.default_rng(seed).permutation(len(groups)).tolist()
+    size_of = dict(zip(groups.tolist(), sizes.tolist(), strict=True))
+    drawn = [groups.tolist()[at] for at in order]
+    return sorted(drawn, key=lambda group: -size_of[group]), size_of
+
+
+def half_of(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Tensor:
+    """Which inputs are in the second of two halves, bool [count]: whole groups, dealt to the half that has fewer.
+
+    Raises BadInput for fewer than two groups.
+    """
+    order, size_of = _dealt(groups_B, seed)
+    if len(order) < 2:
+        raise BadInput(f"groups: all {len(groups_B)} {noun} are of one group, expected two groups or more")
+    counts, second = [0, 0], list[int]()
+    for group in order:
+        into = int(counts[1] < counts[0])
+        counts[into] += size_of[group]
+        if into:
+            second.append(group)
+    return torch.isin(groups_B, torch.tensor(second, dtype=torch.int64))
+
+
+def parted_by_group(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
+    """Groups drawn by `seed` until they have `count` inputs are held out; first the rest, last the rest's groups.
+
+    Raises BadInput unless both have a group.
+    """
+    groups = groups_B.unique()
+    drawn = groups[torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))]
+    held = list[int]()
+    is_held = torch.zeros(len(groups_B), dtype=torch.bool)
+    for group in drawn.tolist():
+        if int(is_held.sum()) >= count:
+            break
+        held.append(group)
+        is_held = torch.isin(groups_B, torch.tensor(held, dtype=torch.int64))
+    if bool(is_held.all()) or not held:
+        raise BadInput(
+            f"hold out: {count} of {inputs.count} {inputs.noun} in {len(groups)} groups, expected at least 1, and a "
+            "group that is left"
+        )
+    return (*by_mask(inputs, is_held), groups_B[~is_held])
+
+
+def by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
+    """The inputs where the mask is false, and those where it is true."""
+    first, second = (positions(second_B == side) for side in (False, True))
+    return inputs.subset(first), inputs.subset(second)
+
+
+def positions(mask_B: Tensor) -> Sequence[int]:
+    """Where a mask is true."""
+    out: list[int] = mask_B.nonzero().squeeze(1).tolist()
+    return out

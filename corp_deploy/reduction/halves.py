@@ -1,0 +1,29 @@
+"""Moments of two halves of the images that split no group, in one: each half's statistics judge what is fitted to the
+other.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from calib.groups import by_mask, half_of
+from calib.input_set import InputSet
+from calib.moments import Moments, merge
+
+SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
+
+
+def in_halves(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
+    """The moments of all images with those of one half beside them; `take` is given a half and its number, 0 or 1.
+
+    Raises BadInput where all images are of one group.
+    """
+    second_B = half_of(groups_B, seed=seed, noun=images.noun)
+    first, second = (take(half, number) for number, half in enumerate(by_mask(images, second_B)))
+    whole = merge(first, second)
+    group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
+    groups = torch.tensor([group_of[each] for each in whole.image_ids.tolist()], dtype=torch.int64)
+    lineage = {**whole.lineage, "images": images.digest}
+    return replace(whole, lineage=lineage, group_ids=groups, half=second)

@@ -1,0 +1,195 @@
+"""calib.groups: halves never split a group, whatever the groups; moments of halves are kept, merged and refused."""
+
+import json
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from calib.groups import group_ids, half_of, joined, parted_by_group
+from calib.images import Images, open_images
+from calib.moments import ChannelMoments, Moments, merge, without
+from calib.store import load, save
+from ground.errors import BadInput
+
+
+def array(path: Path, images: np.ndarray) -> Images:
+    np.save(path, images)
+    return open_images(path, image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3, 4, 4))
+
+
+def random_images(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, 3, 4, 4)).astype(np.float32)
+
+
+def labelled(folder: Path, labels: list[str] | list[int]) -> str:
+    path = folder / "labels.json"
+    path.write_text(json.dumps(labels))
+    return str(path)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 1), (1, 2, 3, 4), (7, 7, 7), tuple([3] * 37), (40, 1, 1, 1)])
+def test_halves_split_no_group(sizes: tuple[int, ...], seed: int) -> None:
+    groups = torch.tensor([group for group, size in enumerate(sizes) for _ in range(size)])
+    groups = groups[torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))]
+    second = half_of(groups, seed=seed)
+    assert not set(groups[second].tolist()) & set(groups[~second].tolist())
+    counts = sorted((int(second.sum()), int((~second).sum())))
+    assert counts[0] >= 1
+    assert counts[1] - counts[0] <= max(sizes)
+    assert torch.equal(second, half_of(groups, seed=seed))
+
+
+def test_one_group_has_no_halves() -> None:
+    with pytest.raises(BadInput, match="all 5 images are of one group"):
+        half_of(torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
+
+
+def test_groups_that_share_a_content_are_one() -> None:
+    """Against the closure of an explicit relation."""
+    draw = np.random.default_rng(3)
+    labels, ids = draw.integers(0, 12, 30).tolist(), draw.integers(0, 22, 30).tolist()
+    reached = np.array([[a == c or b == d for c, d in zip(labels, ids, strict=True)]
+                        for a, b in zip(labels, ids, strict=True)])  # fmt: skip
+    for _ in range(30):
+        reached = (reached.astype(int) @ reached.astype(int)) > 0
+    got = joined(labels, ids)
+    assert [[a == b for b in got] for a in got] == reached.tolist()
+
+
+def test_labels_of_a_file_follow_the_images_drawn(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", random_images(10))
+    drawn = open_images(
+        tmp_path / "images.npy", image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3), samples=6, seed=1
+    )
+    labels = [f"photograph {number // 3}" for number in range(10)]
+    got = group_ids(drawn, labelled(tmp_path, labels)).tolist()
+    expected = [labels[place] for place in drawn.rows.chosen]
+    assert [[a == b for b in got] for a in got] == [[a == b for b in expected] for a in expected]
+    np.save(tmp_path / "labels.npy", np.array([number // 3 for number in range(10)]))
+    numbers = group_ids(drawn, str(tmp_path / "labels.npy")).tolist()
+    assert [[a == b for b in numbers] for a in numbers] == [[a == b for b in got] for a in got]
+
+
+def test_folders_of_images(tmp_path: Path) -> None:
+    for number, name in enumerate(("a/1.png", "a/2.png", "b/1.png", "top.png")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((4, 4, 3), 40 * number, dtype=np.uint8)).save(tmp_path / name)
+    opened = open_images(tmp_path, image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3, 4, 4))
+    a1, a2, b1, top = group_ids(opened, "folder").tolist()
+    assert a1 == a2
+    assert len({a1, b1, top}) == 3
+    assert len(group_ids(opened, "image").unique()) == len(group_ids(opened, "file").unique()) == 4
+
+
+def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    images = array(tmp_path / "images.npy", random_images(4))
+    with pytest.raises(BadInput, match="3 labels for 4 images; give one label for each"):
+        group_ids(images, labelled(tmp_path, [1, 2, 3]))
+    with pytest.raises(BadInput, match="stand in no folders"):
+        group_ids(images, "folder")
+    with pytest.raises(BadInput, match="expected image, folder, file, or a file"):
+        group_ids(images, "photograph")
+    with pytest.raises(BadInput, match="no such file"):
+        group_ids(images, str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(BadInput, match="no labels of groups in it"):
+        group_ids(images, str(tmp_path / "bad.json"))
+    (tmp_path / "odd.json").write_text('{"a": 1}')
+    with pytest.raises(BadInput, match="expected a list of texts or whole numbers"):
+        group_ids(images, str(tmp_path / "odd.json"))
+
+
+def test_whole_groups_are_held_out(tmp_path: Path) -> None:
+    images = array(tmp_path / "images.npy", random_images(20))
+    groups = group_ids(images, labelled(tmp_path, [number // 4 for number in range(20)]))
+    rest, held, left = parted_by_group(images, groups, 5, seed=0)
+    assert (rest.count, held.count) == (12, 8)
+    assert Counter(left.tolist()).most_common()[0][1] == 4
+    assert not set(rest.ids.tolist()) & set(held.ids.tolist())
+    with pytest.raises(BadInput, match="hold out: 17 of 20 images in 5 groups"):
+        parted_by_group(images, groups, 17, seed=0)
+
+
+def channels(seed: int) -> ChannelMoments:
+    x = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return ChannelMoments(tokens=9, eps=0.01, sum_F=x.sum(0), gram_FF=x.T @ x, active_F=torch.ones(4).double())
+
+
+def halved(first: int) -> Moments:
+    """Four images in two groups, each image's statistics those of its number."""
+    every = [channels(number) for number in range(first, first + 4)]
+
+    def of(numbers: list[int]) -> Moments:
+        parts = [
+            Moments(sites={"mlp": every[n - first]}, lineage={"model": "m"}, images=1, image_ids=torch.tensor([n]))
+            for n in numbers
+        ]
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = merge(whole, part)
+        return whole
+
+    groups = torch.tensor([first, first, first + 2, first + 2])
+    whole = of([first, first + 1, first + 2, first + 3])
+    return replace(whole, group_ids=groups, half=of([first + 2, first + 3]))
+
+
+def same(a: ChannelMoments, b: ChannelMoments) -> bool:
+    pairs = [(getattr(a, each.name), getattr(b, each.name)) for each in fields(a)]
+    return all(torch.allclose(x, y, atol=1e-12) if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
+    whole = halved(0)
+    save(whole, tmp_path / "moments.safetensors")
+    got = load(tmp_path / "moments.safetensors")
+    assert got.half is not None
+    assert whole.half is not None
+    assert torch.equal(got.group_ids, whole.group_ids)
+    assert torch.equal(got.half.image_ids, whole.half.image_ids)
+    assert same(got.half.sites["mlp"], whole.half.sites["mlp"])  # type: ignore[arg-type]
+    assert same(got.sites["mlp"], whole.sites["mlp"])  # type: ignore[arg-type]
+    save(got, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
+    other = without(got.sites["mlp"], got.half.sites["mlp"])
+    assert same(other, merge_of(0, 1))  # type: ignore[arg-type]
+
+
+def merge_of(*numbers: int) -> ChannelMoments:
+    every = [channels(number) for number in numbers]
+    return ChannelMoments(
+        tokens=sum(each.tokens for each in every),
+        eps=0.01,
+        **{name: sum(getattr(each, name) for each in every) for name in ("sum_F", "gram_FF", "active_F")},
+    )
+
+
+def test_halves_merge_by_addition() -> None:
+    both = merge(halved(0), halved(10))
+    assert both.half is not None
+    assert both.half.images == 4
+    assert same(both.half.sites["mlp"], merge_of(2, 3, 12, 13))  # type: ignore[arg-type]
+    assert same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))  # type: ignore[arg-type]
+    assert both.group_ids.tolist() == [0, 0, 2, 2, 10, 10, 12, 12]
+
+
+def test_groups_that_were_held_out_once_only_are_refused() -> None:
+    one, other = halved(0), halved(10)
+    crossed = replace(other, group_ids=torch.tensor([2, 2, 12, 12]))
+    with pytest.raises(BadInput, match="1 groups of the same name are in both"):
+        merge(one, crossed)
+    with pytest.raises(BadInput, match="only one of them has groups"):
+        merge(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
+
+
+def test_a_half_that_splits_a_group_is_refused() -> None:
+    whole = halved(0)
+    with pytest.raises(BadInput, match="a group is in both halves"):
+        replace(whole, group_ids=torch.tensor([0, 1, 1, 2]))

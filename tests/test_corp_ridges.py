@@ -1,0 +1,264 @@
+"""Ridges chosen on the other half of the images, against explicit loops in float64 over images and strengths."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from calib.images import Images, open_images
+from calib.moments import ChannelMoments, HeadMoments, Moments
+from calib.store import load
+from corp_deploy.algebra import channels as algebra
+from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
+from corp_deploy.cli import main
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.widths import HeadWidths
+from corp_deploy.reduction import heads
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.channels import ChannelLayers, channels_at_site, kept_channels, ridge_by_halves
+from corp_deploy.reduction.halves import in_halves
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.overfitting import from_halves, overfitting
+from corp_deploy.store.checkpoint import save
+from tests import tiny
+
+COUNT, CROPS = 24, 4
+
+
+def opened(path: Path) -> Images:
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+def photographs() -> np.ndarray:
+    """Crops of a few photographs: alike within one, different between them."""
+    base = tiny.images(COUNT // CROPS, seed=1).repeat(CROPS, axis=0)
+    return (base + 0.05 * tiny.images(COUNT, seed=2)).astype(np.float32)
+
+
+GROUPS = [number // CROPS for number in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
+    path = tmp_path_factory.mktemp("images") / "images.npy"
+    np.save(path, photographs())
+    dense, statistics = tiny.checkpoint(), Statistics(attention_system=True)
+    return in_halves(
+        opened(path),
+        torch.tensor(GROUPS),
+        lambda half, number: calibrate(dense, half, batch_size=8, statistics=statistics),
+        seed=0,
+    )
+
+
+def tokens_of(seed: int, count: int, width: int, rank: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(rank or width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    return torch.randn(count, rank or width, dtype=torch.float64, generator=generator) @ mix + 0.3
+
+
+def moments_of(x_XF: Tensor) -> ChannelMoments:
+    return ChannelMoments(
+        tokens=len(x_XF),
+        eps=0.01,
+        sum_F=x_XF.sum(0),
+        gram_FF=x_XF.T @ x_XF,
+        active_F=(x_XF.abs() > 0.01).double().sum(0),
+    )
+
+
+def layers(width: int, outputs: int) -> ChannelLayers:
+    generator = torch.Generator().manual_seed(5)
+    draw = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((width, 3), (outputs, width))]
+    return ChannelLayers(
+        first_FI=draw[0], first_bias_F=None, second_OF=draw[1], second_bias_O=torch.ones(outputs).double()
+    )
+
+
+def ridge_fit(x_XF: Tensor, layer: ChannelLayers, kept: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+    """min over W', b' of mean |W x - W' x_K - b'|^2 + ridge |W' - W_K|^2, by least squares over rows of tokens."""
+    x_XK = x_XF[:, kept]
+    mean_K, y_XO = x_XK.mean(0), x_XF @ layer.second_OF.T
+    centred_XK = x_XK - mean_K
+    left_XO = (y_XO - y_XO.mean(0)) - centred_XK @ layer.second_OF[:, kept].T
+    ridge = strength * centred_XK.square().mean()
+    rows = torch.cat((centred_XK, (ridge * len(x_XF)).sqrt() * torch.eye(len(kept), dtype=torch.float64)))
+    wanted = torch.cat((left_XO, torch.zeros(len(kept), left_XO.shape[1], dtype=torch.float64)))
+    change = torch.linalg.lstsq(rows, wanted, driver="gelsd").solution.T
+    weight_OK = layer.second_OF[:, kept] + change
+    assert layer.second_bias_O is not None
+    return weight_OK, layer.second_bias_O + y_XO.mean(0) - weight_OK @ mean_K
+
+
+def share(fit: tuple[Tensor, Tensor], x_XF: Tensor, layer: ChannelLayers, kept: Tensor) -> float:
+    y_XO = x_XF @ layer.second_OF.T + layer.second_bias_O
+    left_XO = y_XO - x_XF[:, kept] @ fit[0].T - fit[1]
+    return float(left_XO.square().sum() / (y_XO - y_XO.mean(0)).square().sum())
+
+
+@pytest.mark.parametrize("rank", [None, 9])
+@pytest.mark.parametrize("count", [13, 30, 4000])
+def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) -> None:
+    """Few tokens, fewer than channels (singular moments), and many."""
+    one, other, layer = tokens_of(1, count, 20, rank), tokens_of(2, count + 3, 20, rank), layers(20, 6)
+    method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=1)
+    kept = kept_channels(moments_of(torch.cat((one, other))), layer, method, 10)
+    halves = moments_of(one), moments_of(other)
+    errors = {
+        strength: 0.5 * share(ridge_fit(one, layer, kept, strength), other, layer, kept)
+        + 0.5 * share(ridge_fit(other, layer, kept, strength), one, layer, kept)
+        for strength in ridges_from(method.ridge_rel)
+    }
+    choice = ridge_by_halves(halves, layer, method, kept)
+    assert choice.strength == min(errors, key=lambda each: errors[each])
+    assert choice.error_held_out == pytest.approx(errors[choice.strength], rel=1e-6, abs=1e-12)
+    new = channels_at_site(moments_of(torch.cat((one, other))), layer, method, 10, halves=halves)
+    weight, bias = ridge_fit(torch.cat((one, other)), layer, kept, max(choice.strength / 2, 1e-4))
+    torch.testing.assert_close(new.recovery.weight_OK, weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(new.recovery.bias_O, bias, rtol=1e-6, atol=1e-6)
+
+
+def test_few_tokens_ask_for_more_than_many() -> None:
+    layer, method = layers(20, 6), method_from_preset("best", mlp_sparsity=0.5, align_hidden=1)
+    kept = torch.arange(10)
+    few, many = (
+        ridge_by_halves((moments_of(tokens_of(1, n, 20)), moments_of(tokens_of(2, n, 20))), layer, method, kept)
+        for n in (14, 4000)
+    )
+    assert few.strength > many.strength
+    assert few.error_held_out - few.error_fitted > many.error_held_out - many.error_fitted
+
+
+def test_an_endless_strength_keeps_the_dense_columns() -> None:
+    x, layer, kept = tokens_of(1, 50, 20), layers(20, 6), torch.arange(0, 20, 2)
+    held = moments_of(x)
+    got = algebra.affine(held.mean_F, held.second_FF, layer.second_OF, layer.second_bias_O, kept, ridge_rel=1e12)
+    torch.testing.assert_close(got.weight_OK, layer.second_OF[:, kept], atol=1e-8, rtol=1e-8)
+    best = (x @ layer.second_OF.T).mean(0) - (x[:, kept] @ layer.second_OF[:, kept].T).mean(0) + 1.0
+    torch.testing.assert_close(got.bias_O, best, atol=1e-7, rtol=1e-7)
+
+
+def test_ties_go_to_the_strongest() -> None:
+    choice = chosen_ridge((0, 0), RIDGES, lambda half, strength: strength, lambda fit, half: 1.0)
+    assert choice.strength == max(RIDGES)
+    assert ridges_from(0.05) == (0.05, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def halves_at(moments: Moments, name: str) -> tuple[HeadMoments, HeadMoments]:
+    """Taken again, by images."""
+    assert moments.half is not None
+    own, half = moments.sites[name], moments.half.sites[name]
+    assert isinstance(own, HeadMoments)
+    assert isinstance(half, HeadMoments)
+    left = {
+        each.name: getattr(own, each.name) - getattr(half, each.name)
+        for each in fields(own)
+        if each.name != "kept_HK" and getattr(own, each.name) is not None
+    }
+    return half, replace(own, **left)
+
+
+def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) -> None:
+    dense = tiny.checkpoint().model
+    method = method_from_preset(
+        "best", mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square", align_hidden=8, align_head=8
+    )
+    reduction = reduce(dense, moments, method)
+    for report in reduction.sites:
+        assert (report.ridge_fit is None) == (report.part == "qk"), report
+    name = "blocks.1.attn"
+    projection = dense.get_submodule(name).proj
+    weight, bias = projection.weight.detach().double(), projection.bias.detach().double()
+    halves, errors = halves_at(moments, name), {}
+    for strength in ridges_from(method.ridge_rel):
+        shares = []
+        for own, other in (halves, halves[::-1]):
+            fit = heads.values_at_site(own, replace(method, ridge_rel=strength), weight, bias, 3, 8).recovery
+            shares.append(heads.error_of(fit, weight, bias, other) / heads.output_energy(other, weight))
+        errors[strength] = sum(shares) / 2
+    report = next(each for each in reduction.sites if (each.site, each.part) == (name, "v"))
+    assert report.ridge_fit is not None
+    assert report.ridge_fit.strength == min(errors, key=lambda each: errors[each])
+    assert report.ridge_fit.share_held_out == pytest.approx(min(errors.values()))
+
+
+def test_corps_maps_choose_theirs(moments: Moments) -> None:
+    method = method_from_preset("corp", attention_sparsity=0.5, align_head=8)
+    reduction = reduce(tiny.checkpoint().model, moments, method)
+    for report in reduction.sites:
+        assert report.ridge_fit is not None
+        own, other = halves_at(moments, report.site)
+        rows = tiny.checkpoint().model.get_submodule(report.site).qkv.weight.detach().double()
+        tried = replace(method, ridge_rel=report.ridge_fit.strength_whole)
+        both = moments.sites[report.site]
+        assert isinstance(both, HeadMoments)
+        at_site = heads.qk_at_site(report.site, both, method, rows, 8, (own, other))
+        again = heads.qk_at_site(report.site, both, tried, rows, 8)
+        torch.testing.assert_close(at_site.recovery.q_map_HRD, again.recovery.q_map_HRD)
+
+
+@pytest.mark.parametrize("preset", ["corp-v1", "grail", "vbp", "none"])
+def test_published_methods_stay_as_published(moments: Moments, preset: str) -> None:
+    attention = {} if preset in ("grail", "vbp") else {"attention_sparsity": 0.5, "align_head": 8}
+    method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, **attention)
+    with_groups = reduce(tiny.checkpoint().model, moments, method)
+    without = reduce(tiny.checkpoint().model, replace(moments, half=None), method)
+    assert all(report.ridge_fit is None for report in with_groups.sites)
+    for one, other in zip(with_groups.model.parameters(), without.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_full_width_stays_what_it_is(moments: Moments) -> None:
+    dense = tiny.checkpoint().model
+    widths = {"blocks.0.mlp": 192, "blocks.0.attn": HeadWidths(qk=16, v=16)}
+    method = method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0, align_hidden=8, align_head=8)
+    images = torch.from_numpy(tiny.images(4, seed=9))
+    got = reduce(dense, moments, method, widths=widths).model
+    torch.testing.assert_close(got(images), dense.eval()(images), atol=1e-4, rtol=1e-4)
+
+
+def test_more_groups_close_the_gap() -> None:
+    """The law J (1 -+ s / n): what half of the groups show gives back what all of them, and more, would."""
+    limit, slack, groups = 0.07, 9.0, 37
+    fitted, held_out = limit * (1 - slack / (groups / 2)), limit * (1 + slack / (groups / 2))
+    gap = from_halves(fitted, held_out, groups=groups, weights=768)
+    assert gap.share_fitted == pytest.approx(limit * (1 - slack / groups))
+    assert gap.share_held_out == pytest.approx(limit * (1 + slack / groups))
+    assert gap.more_groups is not None
+    enough = groups + gap.more_groups
+    assert limit * (1 + slack / enough) <= 1.1 * limit * (1 - slack / enough) * 1.001
+    assert limit * (1 + slack / (enough - 2)) > 1.1 * limit * (1 - slack / (enough - 2))
+    assert gap.tokens_effective == pytest.approx(768 * groups / slack)
+    assert from_halves(0.07, 0.06, groups=9, weights=8).more_groups is None
+
+
+def test_overfitting_is_told_where_groups_are(moments: Moments) -> None:
+    gap = overfitting(tiny.checkpoint().model, moments)
+    assert gap is not None
+    assert gap.groups == COUNT // CROPS
+    assert gap.share_held_out > gap.share_fitted > 0.0
+    assert overfitting(tiny.checkpoint().model, replace(moments, half=None)) is None
+
+
+def test_the_command_takes_groups(tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", photographs())
+    (tmp_path / "labels.json").write_text(json.dumps([str(each) for each in GROUPS]))
+    words = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy", "-o", tmp_path / "m.safetensors"]
+    words += ["--groups", tmp_path / "labels.json", "--hold-out", 3, "--json"]
+    ran = CliRunner().invoke(main, ["calibrate", *map(str, words)])
+    assert ran.exit_code == 0, ran.output
+    gap = json.loads(ran.stdout)["overfitting"]
+    assert gap["groups"] == COUNT // CROPS - 1
+    held = load(tmp_path / "m.held-out.safetensors")
+    assert (load(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
+    bad = CliRunner().invoke(main, ["calibrate", *map(str, words[:6]), "--groups", "folder"])
+    assert bad.exit_code != 0
+    assert "stand in no folders" in bad.output
