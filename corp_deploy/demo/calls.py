@@ -40,6 +40,7 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
         "attention_system": False,
         "attn": None,
         "hold_out": scale.hold_out,
+        "groups": None,
         "checkpoint_every": None,
         "summary": None,
         "output": "moments.safetensors",
