@@ -17,7 +17,8 @@ from corp_deploy.algebra import channels as algebra
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.widths import HeadWidths, Width
 from corp_deploy.reduction import heads
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.channels import ChannelLayers, channels_at_site, kept_channels, ridge_by_halves
@@ -98,6 +99,7 @@ def ridge_fit(x_XF: Tensor, layer: ChannelLayers, kept: Tensor, strength: float)
 
 
 def share(fit: tuple[Tensor, Tensor], x_XF: Tensor, layer: ChannelLayers, kept: Tensor) -> float:
+    assert layer.second_bias_O is not None
     y_XO = x_XF @ layer.second_OF.T + layer.second_bias_O
     left_XO = y_XO - x_XF[:, kept] @ fit[0].T - fit[1]
     return float(left_XO.square().sum() / (y_XO - y_XO.mean(0)).square().sum())
@@ -174,7 +176,8 @@ def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) 
     for report in reduction.sites:
         assert (report.ridge_fit is None) == (report.part == "qk"), report
     name = "blocks.1.attn"
-    projection = dense.get_submodule(name).proj
+    projection = {site.name: site for site in sites_of(dense).heads}[name].last
+    assert projection.bias is not None
     weight, bias = projection.weight.detach().double(), projection.bias.detach().double()
     halves, errors = halves_at(moments, name), {}
     for strength in ridges_from(method.ridge_rel):
@@ -195,7 +198,7 @@ def test_corps_maps_choose_theirs(moments: Moments) -> None:
     for report in reduction.sites:
         assert report.ridge_fit is not None
         own, other = halves_at(moments, report.site)
-        rows = tiny.checkpoint().model.get_submodule(report.site).qkv.weight.detach().double()
+        rows = sites_of(tiny.checkpoint().model).by_name[report.site].first.weight.detach().double()
         tried = replace(method, ridge_rel=report.ridge_fit.strength_whole)
         both = moments.sites[report.site]
         assert isinstance(both, HeadMoments)
@@ -217,7 +220,7 @@ def test_published_methods_stay_as_published(moments: Moments, preset: str) -> N
 
 def test_full_width_stays_what_it_is(moments: Moments) -> None:
     dense = tiny.checkpoint().model
-    widths = {"blocks.0.mlp": 192, "blocks.0.attn": HeadWidths(qk=16, v=16)}
+    widths: dict[str, Width] = {"blocks.0.mlp": 192, "blocks.0.attn": HeadWidths(qk=16, v=16)}
     method = method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0, align_hidden=8, align_head=8)
     images = torch.from_numpy(tiny.images(4, seed=9))
     got = reduce(dense, moments, method, widths=widths).model

@@ -76,8 +76,8 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
 def _at(site: ChannelSite, moments: Moments, width: int) -> tuple[float, float]:
     where = device(site.last)
     own = site_moments(site, moments, where)
-    halves = halves_at(site, moments, own, where)
     assert isinstance(own, ChannelMoments), site.name
+    halves = halves_at(site, moments, own, where)
     assert halves is not None, site.name
     layers = layers_of(site)
     kept_K = kept_channels(own, layers, _METHOD, width)
