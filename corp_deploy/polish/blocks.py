@@ -1,0 +1,141 @@
+"""A reduced block fitted to the dense stream behind it, from what the reduced stream has before it.
+
+Legend: B inputs, N tokens, C channels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from calib.distributed import Ranks
+from calib.input_set import InputSet
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.modules import device
+from corp_deploy.reduction.streams import embedded
+
+from .arithmetic import reduced_precision
+from .descent import Descent
+from .held_out import mean_over
+from .matrices import chosen_
+from .objective import stream_error
+from .parts import Parts
+from .subject import Subject
+from .together import Together
+from .walk import Block, blocks
+
+_AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
+
+
+class Both(NamedTuple):
+    """Dense and reduced stream [B,N,C] of some inputs, and which tokens are there [B,N], None for all."""
+
+    dense: Tensor
+    reduced: Tensor
+    weights: Tensor | None
+
+    def piece(self, start: int, stop: int) -> "Both":
+        return Both(*(None if part is None else part[start:stop] for part in self))  # type: ignore[arg-type]
+
+
+def joined(rows: Sequence[Both]) -> Both:
+    """Several as one."""
+    weights = [row.weights for row in rows if row.weights is not None]
+    dense, reduced = (torch.cat([row[side] for row in rows]) for side in (0, 1))  # type: ignore[misc]
+    return Both(dense, reduced, torch.cat(weights) if weights else None)
+
+
+def first_streams(model: nn.Module, inputs: InputSet) -> list[Both]:
+    """A row an input; before the first block both streams are one. Memory: up to 2 * inputs * N * C * 4 bytes."""
+    rows: list[Both] = []
+    for x_BNC, weights_BN in embedded(model, inputs, _AT_ONCE):
+        whole = Both(x_BNC, x_BNC, weights_BN)
+        rows += [whole.piece(at, at + 1) for at in range(len(x_BNC))]
+    return rows
+
+
+class _Student(nn.Module):
+    """The squared relative error behind one block."""
+
+    def __init__(self, model: nn.Module, index: int, read: Tensor | None) -> None:
+        super().__init__()
+        self.model, self.index, self.read = model, index, read
+
+    def forward(self, both: Both) -> Tensor:
+        mine = blocks(self.model)[self.index](both.reduced, both.weights)
+        return stream_error(mine, both.dense, both.weights, read=self.read)
+
+
+class OneBlock:
+    """A problem of the descent: the matrices of one block. `read`: the tokens behind it that count, None for all.
+
+    Rows have the dense stream behind the block, and the reduced one before it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        index: int,
+        rows: Sequence[Both],
+        judging: Sequence[Both],
+        *,
+        read: Tensor | None,
+        piece: int,
+        ranks: Ranks,
+    ) -> None:
+        self.rows, self.judging, self.piece, self.ranks, self.where = rows, judging, piece, ranks, device(model)
+        self.student = Together(_Student(model, index, read), ranks)
+
+    @property
+    def fitted(self) -> Sequence[int]:
+        return range(len(self.rows))
+
+    def _pieces(self, rows: Sequence[Both]) -> list[Both]:
+        return [joined(rows[start : start + self.piece]) for start in range(0, len(rows), self.piece)]
+
+    def backward(self, rows: Sequence[int]) -> None:
+        def loss(both: Both) -> Tensor:
+            error: Tensor = self.student(both)
+            return error * (len(both.dense) / len(rows))
+
+        self.student.backward(loss, self._pieces([self.rows[row] for row in rows]))
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        errors: list[tuple[float, int]] = []
+        for both in self._pieces(self.judging[self.ranks.rank :: self.ranks.size]):
+            with reduced_precision(self.where):
+                errors.append((float(self.student.module(both)), len(both.dense)))
+        return math.sqrt(mean_over(errors, self.ranks))
+
+
+@torch.no_grad()
+def _behind(block: Block, rows: Sequence[Both], side: str) -> list[Both]:
+    """The rows with one of their streams behind a block."""
+    return [row._replace(**{side: block(getattr(row, side), row.weights)}) for row in rows]
+
+
+def _reduced(subject: Subject) -> list[bool]:
+    """Of each block whether a site in it is narrower than the dense model's."""
+    widths = [{site.name: site.width for site in sites_of(model).every} for model in (subject.dense, subject.model)]
+    changed = [name for name, width in widths[1].items() if widths[0].get(name) != width]
+    return [any(name.startswith(f"{block.name}.") for name in changed) for block in blocks(subject.model)]
+
+
+def polish_blocks_(subject: Subject, parts: Parts) -> None:
+    """Each block that has a reduced site, in order, all its matrices at once."""
+    model, options = subject.model, subject.options
+    inputs = (subject.inputs.fitted, subject.inputs.held_out)
+    fitted, judging = (first_streams(subject.dense, each) for each in inputs)
+    reduced = _reduced(subject)
+    for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
+        fitted, judging = (_behind(before, rows, "dense") for rows in (fitted, judging))
+        matrices = chosen_(model, within=block.name) if reduced[index] else ()
+        if matrices and not parts.was_finished_(matrices):
+            read = subject.read if index == len(reduced) - 1 else None
+            problem = OneBlock(model, index, fitted, judging, read=read, piece=options.piece, ranks=subject.ranks)
+            descent = Descent(problem, matrices, options, parts.pace(sum(reduced)), subject.ranks)
+            parts.fit_(block.name, descent, of=sum(reduced))
+        fitted, judging = (_behind(block, rows, "reduced") for rows in (fitted, judging))

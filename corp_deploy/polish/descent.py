@@ -1,0 +1,176 @@
+"""Gradient steps on some matrices, judged on inputs held out: the best that was met stays, the start among it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calib.distributed import Ranks
+
+from .matrices import Matrix
+from .momentum import Momentum
+from .options import PolishOptions
+from .report import Judged, PartReport
+
+_JUDGED = 12  # times on the way that the held-out error is looked at
+
+
+class Problem(Protocol):
+    """What is made smaller: an error over rows that are fitted to, and one over inputs held out."""
+
+    @property
+    def fitted(self) -> Sequence[int]:
+        """The rows that steps are drawn from."""
+        ...
+
+    def backward(self, rows: Sequence[int]) -> None:
+        """Make the matrices' gradients those of the mean error over these rows and those of the other processes."""
+        ...
+
+    def held_out(self) -> float:
+        """The error that is judged by, the same in every process."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Position:
+    """Where a fit is, all that it takes to go on with the same bits: the matrices with their gradients' means and
+    their average, the best that was met, and the errors so far.
+    """
+
+    values: list[Tensor]
+    means: list[Tensor]
+    average: list[Tensor]
+    best: list[Tensor]
+    curve: tuple[Judged, ...]
+    step: int = 0
+    seconds: float = 0.0
+    best_error: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How far the way goes, in steps, in seconds, or in whichever is over first."""
+
+    steps: int | None
+    seconds: float | None
+
+    def way(self, step: int, seconds: float) -> float:
+        """The share of the way behind, in [0, 1]."""
+        by_steps = 0.0 if self.steps is None else step / self.steps
+        by_time = 0.0 if self.seconds is None else seconds / self.seconds
+        return min(1.0, max(by_steps, by_time))
+
+
+def drawn(rows: Sequence[int], *, first: int, count: int, seed: int) -> list[int]:
+    """Rows `first` to `first + count` of an endless sequence in which each pass over all has an order of its own."""
+    chosen: list[int] = []
+    while count:
+        epoch, start = divmod(first, len(rows))
+        order = np.random.default_rng((seed, epoch)).permutation(len(rows))[start : start + count]
+        chosen += [rows[index] for index in order.tolist()]
+        first, count = first + len(order), count - len(order)
+    return chosen
+
+
+def step_size(options: PolishOptions, way: float) -> float:
+    """Rising over the warm-up, then falling to nothing in a straight line."""
+    if way < options.warm_up:
+        return options.step_size * (way + 0.1 * options.warm_up) / (1.1 * options.warm_up)
+    return options.step_size * (1.0 - way) / (1.0 - options.warm_up)
+
+
+class Descent:
+    """One fit: a problem, the matrices that may change, and how far."""
+
+    def __init__(
+        self, problem: Problem, matrices: Sequence[Matrix], options: PolishOptions, pace: Pace, ranks: Ranks
+    ) -> None:
+        self.problem, self.matrices, self.options, self.pace, self.ranks = problem, matrices, options, pace, ranks
+
+    def start(self) -> Position:
+        """Nothing done yet, judged once."""
+        values = [matrix.values_OK for matrix in self.matrices]
+        error = self.problem.held_out()
+        return Position(
+            values=values,
+            means=[torch.zeros_like(value) for value in values],
+            average=[value.clone() for value in values],
+            best=[value.clone() for value in values],
+            curve=(Judged(step=0, seconds=0.0, error=error, averaged=error),),
+            best_error=error,
+        )
+
+    def _set_(self, values: Sequence[Tensor]) -> None:
+        for matrix, value in zip(self.matrices, values, strict=True):
+            matrix.set_(value)
+
+    def _judge_(self, position: Position) -> None:
+        """The weights and their average; whichever is better than all before is kept."""
+        position.values = [matrix.values_OK for matrix in self.matrices]
+        errors: list[float] = []
+        for candidate in (position.values, position.average):
+            self._set_(candidate)
+            errors.append(self.problem.held_out())
+            if errors[-1] < position.best_error:
+                position.best, position.best_error = [value.clone() for value in candidate], errors[-1]
+        self._set_(position.values)
+        error, averaged = errors
+        position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=averaged),)
+
+    def _rows(self, step: int) -> list[int]:
+        whole = self.options.batch_size * self.ranks.size
+        rows = drawn(self.problem.fitted, first=step * whole, count=whole, seed=self.options.seed)
+        return rows[self.ranks.rank :: self.ranks.size]
+
+    def _seconds(self, before: float, began: float) -> float:
+        """Since the start, of all attempts together; the first process's where time ends the fit."""
+        own = before + time.monotonic() - began
+        return own if self.pace.seconds is None else self.ranks.gathered(own)[0]
+
+    def _average_(self, position: Position, share: float) -> None:
+        for average, matrix in zip(position.average, self.matrices, strict=True):
+            average.lerp_(matrix.values_OK, 1.0 - 0.5 ** (share / self.options.averaged))
+
+    def run(
+        self,
+        position: Position,
+        *,
+        save: Callable[[Position], None] | None = None,
+        done: Callable[[Position], None] | None = None,
+    ) -> None:
+        """Go on to the end of the way, and leave the matrices at the best that was met."""
+        momentum = Momentum(self.matrices, position.means)
+        self._set_(position.values)
+        before, began = position.seconds, time.monotonic()
+        way = self.pace.way(position.step, position.seconds)
+        while way < 1.0:
+            self.problem.backward(self._rows(position.step))
+            momentum.step_(step_size(self.options, way))
+            position.step, position.seconds = position.step + 1, self._seconds(before, began)
+            now = self.pace.way(position.step, position.seconds)
+            self._average_(position, now - way)
+            due, way = int(now * _JUDGED) > int(way * _JUDGED), now
+            if due:
+                self._judge_(position)
+                if save is not None:
+                    save(position)
+            if done is not None:
+                done(position)
+        self._set_(position.best)
+
+    @staticmethod
+    def report(part: str, position: Position) -> PartReport:
+        """What came of it."""
+        return PartReport(
+            part=part,
+            steps=position.step,
+            seconds=position.seconds,
+            error_before=position.curve[0].error,
+            error=position.best_error,
+            curve=position.curve,
+        )

@@ -1,0 +1,56 @@
+"""Which inputs judge, and the error of a model's outputs on them.
+
+Legend: B inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.distributed import Ranks
+from calib.input_set import InputSet
+from ground.errors import BadInput
+
+_MOST = 64  # inputs held out: a relative error of more of them is hardly surer, and every look costs a pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parted:
+    """The inputs that are fitted to and those that judge."""
+
+    fitted: InputSet
+    held_out: InputSet
+
+
+def _by_group(groups_B: Tensor, every: int) -> list[int]:
+    """The inputs of each `every`-th group, or of the last one where there are fewer groups."""
+    groups = list(dict.fromkeys(groups_B.tolist()))
+    held = set(groups[every - 1 :: every] or groups[-1:])
+    return [position for position, group in enumerate(groups_B.tolist()) if group in held]
+
+
+def parted(images: InputSet, every: int, groups_B: Tensor | None = None) -> Parted:
+    """Each `every`-th input held out, or all inputs of each `every`-th group in the order in which groups come up.
+
+    Of more than 64 held out, 64 judge, evenly spaced, and the others are left aside. Copies of an input that judges are
+    left aside too. Raises BadInput where nothing is left on a side.
+    """
+    groups_B = torch.arange(images.count) if groups_B is None else groups_B
+    held = _by_group(groups_B, every)
+    aside = torch.isin(images.ids, images.ids[held])
+    fitted = (~aside).nonzero().squeeze(1).tolist()
+    if not held or not fitted:
+        raise BadInput(
+            f"polish: {images.count} {images.noun} in {len(groups_B.unique())} different groups; expected two or more, "
+            "because some are held out to judge by"
+        )
+    chosen = held if len(held) <= _MOST else [held[index * len(held) // _MOST] for index in range(_MOST)]
+    return Parted(fitted=images.subset(fitted), held_out=images.subset(chosen))
+
+
+def mean_over(own: Sequence[tuple[float, int]], ranks: Ranks) -> float:
+    """The mean of (mean, count) pairs of every process, the same in all of them."""
+    everyone = [pair for pairs in ranks.gathered(list(own)) for pair in pairs]
+    return sum(mean * count for mean, count in everyone) / sum(count for _, count in everyone)

@@ -1,0 +1,39 @@
+"""The held-out error of a model that is polished.
+
+Legend: K blocks.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from calib.distributed import Ranks
+
+from .arithmetic import reduced_precision
+from .held_out import mean_over
+from .teacher import Teacher
+
+
+class Judge:
+    """The held-out error of a model: of its outputs, or of those and of the last stream, half and half in squares,
+    where users read all of that stream's tokens.
+    """
+
+    def __init__(self, teacher: Teacher, *, reads_all: bool, piece: int, ranks: Ranks) -> None:
+        self.teacher, self.reads_all, self.piece, self.ranks = teacher, reads_all, piece, ranks
+
+    def of(self, errors: Tensor) -> Tensor:
+        """What is judged of a student's squared errors [1 + K]."""
+        return (errors[0] + errors[-1]) / 2.0 if self.reads_all else errors[0]
+
+    @torch.no_grad()
+    def error(self, student: nn.Module) -> float:
+        """Relative, the same in every process."""
+        own = range(len(self.teacher))[self.ranks.rank :: self.ranks.size]
+        errors: list[tuple[float, int]] = []
+        for start in range(0, len(own), self.piece):
+            rows = own[start : start + self.piece]
+            with reduced_precision(self.teacher.device):
+                errors.append((float(self.of(student(self.teacher.lesson(rows)))), len(rows)))
+        return math.sqrt(mean_over(errors, self.ranks))

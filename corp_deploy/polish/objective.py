@@ -1,0 +1,58 @@
+"""How far a reduced model is from its lessons: relative squared errors of outputs and streams.
+
+Legend: B inputs, N tokens, C channels, K blocks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.families.family import family_of
+
+from .teacher import Lesson
+from .walk import blocks, streams
+
+_LEAST = 1e-12
+
+
+def stream_error(
+    reduced_BNC: Tensor, dense_BNC: Tensor, weights_BN: Tensor | None, *, read: Tensor | None = None
+) -> Tensor:
+    """Squared error of a stream, each token's relative to its own square, mean over the tokens that are there, or over
+    those of these places.
+
+    By token, because what reads a stream normalises each token, and a few of them can be far longer than the rest.
+    """
+    if read is not None:
+        reduced_BNC, dense_BNC = reduced_BNC[:, read], dense_BNC[:, read]
+        weights_BN = None if weights_BN is None else weights_BN[:, read]
+    square_BN = dense_BNC.square().sum(dim=-1).clamp_min(_LEAST)
+    error_BN = (reduced_BNC - dense_BNC).square().sum(dim=-1) / square_BN
+    if weights_BN is None:
+        return error_BN.mean()
+    there_BN = (weights_BN > 0.0).to(error_BN)
+    return (error_BN * there_BN).sum() / there_BN.sum().clamp_min(1.0)
+
+
+def output_error(reduced: Tensor, dense: Tensor) -> Tensor:
+    """Squared error of outputs [B,...], each input's relative to its own square, mean over the inputs."""
+    square_B = dense.flatten(1).square().sum(dim=1).clamp_min(_LEAST)
+    return ((reduced - dense).flatten(1).square().sum(dim=1) / square_B).mean()
+
+
+class Student(nn.Module):
+    """The reduced model with its errors on a lesson for a result, so that whatever wraps a module can wrap this."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, lesson: Lesson) -> Tensor:
+        """Squared relative errors [1 + K]: of the outputs, then of the stream behind each block."""
+        behind = streams(blocks(self.model), lesson.entering_BNC, lesson.weights_BN)
+        outputs = family_of(self.model).finished(self.model, behind[-1], lesson.inputs)
+        by_block: Sequence[Tensor] = [
+            stream_error(mine, dense, lesson.weights_BN) for mine, dense in zip(behind, lesson.streams, strict=True)
+        ]
+        return torch.stack([output_error(outputs, lesson.outputs), *by_block])

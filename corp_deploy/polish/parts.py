@@ -1,0 +1,86 @@
+"""The parts of a polish, one after the other: how far each may go, where its state is kept, who hears of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from calib.distributed import Ranks
+
+from .arithmetic import tf32
+from .descent import Descent, Pace, Position
+from .matrices import Matrix
+from .options import PolishOptions
+from .report import PartReport
+from .state import Reached, StateFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a polish is, as a share, in which part, and the part's held-out error before and as it was last."""
+
+    part: str
+    share: float
+    error_before: float
+    error: float
+
+
+class Parts:
+    """Parts that are fitted in order; with a state file those that were finished before are not fitted again."""
+
+    def __init__(
+        self,
+        options: PolishOptions,
+        ranks: Ranks,
+        file: StateFile | None,
+        done: Callable[[Progress], None] | None,
+        where: torch.device,
+    ) -> None:
+        self.options, self.ranks, self.file, self.done, self.where = options, ranks, file, done, where
+        self._reached = None if file is None else file.load(where)
+        self.reports: list[PartReport] = [] if self._reached is None else list(self._reached.finished)
+        self._left = {} if self._reached is None else dict(self._reached.matrices)
+        self._begun = 0
+
+    def pace(self, count: int) -> Pace:
+        """Of the part at work, one of so many: an even share of the time that is left."""
+        seconds = None
+        if self.options.time_s is not None:
+            spent = sum(report.seconds for report in self.reports)
+            seconds = max(self.options.time_s - spent, 0.0) / (count - len(self.reports))
+        return Pace(steps=self.options.most_steps, seconds=seconds)
+
+    def was_finished_(self, matrices: Sequence[Matrix]) -> bool:
+        """Whether the next part was finished by an attempt before; its matrices are then what that left."""
+        self._begun += 1
+        if self._begun > len(self.reports):
+            return False
+        for matrix in matrices:
+            matrix.set_(self._left[matrix.name])
+        return True
+
+    def _save(self, position: Position) -> None:
+        if self.file is not None and self.ranks.rank == 0:
+            self.file.save(Reached(position=position, finished=tuple(self.reports), matrices=self._left))
+
+    def _hear(self, part: str, descent: Descent, position: Position, of: int) -> None:
+        if self.done is not None:
+            last, first = position.curve[-1], position.curve[0]
+            within = descent.pace.way(position.step, position.seconds)
+            self.done(
+                Progress(
+                    part=part,
+                    share=(len(self.reports) + within) / of,
+                    error_before=first.error,
+                    error=min(last.error, last.averaged),
+                )
+            )
+
+    def fit_(self, part: str, descent: Descent, *, of: int) -> None:
+        """Carry one of so many parts out, on from where an attempt before it was, and report."""
+        reached, self._reached = self._reached, None
+        with tf32(self.where):
+            position = descent.start() if reached is None else reached.position
+            descent.run(position, save=self._save, done=lambda now: self._hear(part, descent, now, of))
+        self.reports.append(descent.report(part, position))
+        self._left |= {matrix.name: matrix.values_OK for matrix in descent.matrices}

@@ -1,0 +1,98 @@
+"""Polish: (dense model, reduced model, images) -> the reduced model nearer to the dense one, by gradients."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from calib.calibrate import ALONE
+from calib.distributed import Ranks
+from calib.hooks import evaluating
+from calib.input_set import InputSet
+from corp_deploy.families.modules import device, replaced
+from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
+from corp_deploy.store.inputs import model_digest
+
+from .blocks import polish_blocks_
+from .held_out import parted
+from .judge import Judge
+from .objective import Student
+from .options import PolishName, PolishOptions
+from .parts import Parts, Progress
+from .report import PolishReport
+from .state import StateFile
+from .subject import Subject
+from .teacher import Teacher
+from .whole import polish_whole_
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Polished:
+    """A reduced model that was polished, or as it was where nothing was better, and the report."""
+
+    model: nn.Module
+    report: PolishReport
+
+
+_POLISH: dict[PolishName, Callable[[Subject, Parts], None]] = {"block": polish_blocks_, "model": polish_whole_}
+
+
+def _state_file(path: Path, subject: Subject) -> StateFile:
+    run = {
+        "dense model": model_digest(subject.dense),
+        "reduced model": model_digest(subject.model),
+        "fitted inputs": subject.inputs.fitted.digest,
+        "held-out inputs": subject.inputs.held_out.digest,
+        "options": repr(sorted(asdict(subject.options).items())),
+        "processes": str(subject.ranks.size),
+    }
+    return StateFile(path=path, run=run)
+
+
+def polished(
+    dense: nn.Module,
+    reduced: nn.Module,
+    images: InputSet,
+    options: PolishOptions,
+    *,
+    groups_B: Tensor | None = None,
+    reads: Reads | None = None,
+    state: Path | None = None,
+    ranks: Ranks = ALONE,
+    done: Callable[[Progress], None] | None = None,
+) -> Polished:
+    """The reduced model fitted to the dense one by gradients, without labels; neither of those given is changed.
+
+    Some images, or all of some groups (`groups_B` int64 [images]), are held out and judge: the model that errs least on
+    them is given back, the one that was given among those. `reads`: the tokens that count, see tokens_to_fit. With
+    `state` an interrupted polish of a number of steps goes on from that file and gives the same bits as one that was
+    not interrupted; the file stays until it is removed. In several processes each takes `batch_size` of a step's
+    inputs, and all get the same model. All runs where the models are. Raises BadInput for too few images and for the
+    state of another polish.
+    """
+    inputs = parted(images, options.held_out_every, groups_B)
+    read = tokens_to_fit(dense, reads)
+    with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
+        model = replaced(reduced, {}).eval()
+        kept = Teacher(dense, inputs.held_out, mirrored=False, cache_bytes=options.cache_bytes)
+        judge = Judge(kept, reads_all=read is None, piece=options.piece, ranks=ranks)
+        subject = Subject(dense=dense, model=model, inputs=inputs, options=options, judge=judge, ranks=ranks, read=read)
+        before = judge.error(Student(model))
+        file = None if state is None else _state_file(state, subject)
+        parts = Parts(options, ranks, file, done, device(model))
+        _POLISH[options.how](subject, parts)
+        after = judge.error(Student(model))
+    report = PolishReport(
+        how=options.how,
+        fitted=inputs.fitted.count,
+        held_out=inputs.held_out.count,
+        batch_size=options.batch_size * ranks.size,
+        seed=options.seed,
+        error_before=before,
+        error=min(before, after),
+        parts=tuple(parts.reports),
+    )
+    best = model if after < before else replaced(reduced, {})
+    return Polished(model=best.eval().requires_grad_(False), report=report)

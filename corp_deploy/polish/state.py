@@ -1,0 +1,112 @@
+"""A polish's state on disk: an interrupted one goes on where it was and ends with the same bits."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ground.errors import BadInput
+from ground.files import regular, replacing
+from ground.records import record_from_text
+
+from .descent import Position
+from .report import Judged, PartReport
+
+_HEADER = "corp-deploy"
+_KIND = "corp-deploy/polish-state"
+_LISTS = ("values", "means", "average", "best")
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: str
+    run: dict[str, str]
+    finished: tuple[PartReport, ...]
+    step: int
+    seconds: float
+    best_error: float
+    curve: tuple[Judged, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """The position of the part at work, the reports of the parts before it, and the matrices that those left."""
+
+    position: Position
+    finished: tuple[PartReport, ...]
+    matrices: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFile:
+    """Where the state stands; `run` holds all that must be equal to go on."""
+
+    path: Path
+    run: Mapping[str, str]
+
+    def save(self, reached: Reached) -> None:
+        """Replaces the file in one step."""
+        position = reached.position
+        header = _Header(
+            kind=_KIND,
+            run=dict(self.run),
+            finished=reached.finished,
+            step=position.step,
+            seconds=position.seconds,
+            best_error=position.best_error,
+            curve=position.curve,
+        )
+        tensors = {f"matrices/{name}": tensor for name, tensor in reached.matrices.items()}
+        for name in _LISTS:
+            tensors |= {f"{name}/{index}": tensor for index, tensor in enumerate(getattr(position, name))}
+        whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        with replacing(self.path) as temporary:
+            save_file(whole, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
+
+    def load(self, device: torch.device) -> Reached | None:
+        """What was saved, or None without a file. Raises BadInput for what is no state, or that of another run."""
+        if not self.path.exists():
+            return None
+        header, tensors = self._read(device)
+        for key in sorted({*self.run, *header.run}):
+            if self.run.get(key) != header.run.get(key):
+                raise BadInput(
+                    f"{self.path}: state of another polish: {key} was {header.run.get(key)!r}, now "
+                    f"{self.run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
+                )
+        lists = {name: _numbered(tensors, name) for name in _LISTS}
+        position = Position(
+            **lists, step=header.step, seconds=header.seconds, best_error=header.best_error, curve=header.curve
+        )
+        matrices = {
+            name.removeprefix("matrices/"): tensor for name, tensor in tensors.items() if name.startswith("matrices/")
+        }
+        return Reached(position=position, finished=header.finished, matrices=matrices)
+
+    def _read(self, device: torch.device) -> tuple[_Header, dict[str, Tensor]]:
+        remedy = "remove the file to start afresh"
+        try:
+            with safe_open(regular(self.path), framework="pt", device=str(device)) as file:
+                text = (file.metadata() or {}).get(_HEADER, "")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise BadInput(f"{self.path}: not a polish's state ({str(error)[:200]}); {remedy}") from None
+        header = record_from_text(text, _Header, where=f"{self.path}: not a polish's state", remedy=remedy)
+        if header.kind != _KIND:
+            raise BadInput(f"{self.path}: not a polish's state; {remedy}")
+        return header, tensors
+
+    def clear(self) -> None:
+        """Removes the file, once what the polish gave is safe."""
+        self.path.unlink(missing_ok=True)
+
+
+def _numbered(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:
+    """The tensors `name`/0, `name`/1, ..."""
+    count = sum(each.startswith(f"{name}/") for each in tensors)
+    return [tensors[f"{name}/{index}"] for index in range(count)]

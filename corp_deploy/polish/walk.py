@@ -1,0 +1,57 @@
+"""A model's blocks as they are walked through: the residual stream behind each.
+
+Legend: B inputs, N tokens, C channels.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from corp_deploy.families.family import family_of
+from corp_deploy.families.steps import Branch, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The steps of one block by its name; a block that can't be taken apart is the only step of its own."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Tensor:
+        for step in self.steps:
+            x_BNC = step(x_BNC, weights_BN)
+        return x_BNC
+
+
+def _owner(step: Step) -> str | None:
+    """The block that a branch is of: `blocks.3` for `blocks.3.mlp`; None for what is no branch."""
+    return step.name.rpartition(".")[0] if isinstance(step, Branch) else None
+
+
+def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:
+    name, group = "", list[Step]()
+    for step in steps:
+        owner = _owner(step)
+        if owner is not None and owner != name and group:
+            yield name, group
+            group = []
+        name = name if owner is None else owner
+        group.append(step)
+    if group:
+        yield name, group
+
+
+def blocks(model: nn.Module) -> tuple[Block, ...]:
+    """The model's steps, those of one block together; what is no branch goes with the block before it."""
+    return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(family_of(model).steps(model)))
+
+
+def streams(walked: Sequence[Block], x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, ...]:
+    """The residual stream [B,N,C] behind each block."""
+    behind: list[Tensor] = []
+    for block in walked:
+        x_BNC = block(x_BNC, weights_BN)
+        behind.append(x_BNC)
+    return tuple(behind)

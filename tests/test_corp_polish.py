@@ -1,0 +1,358 @@
+"""Polishing: planted models come closer, none ends worse, interrupted ones end with the same bits."""
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from calib.distributed import joined_ranks
+from calib.images import Images, open_images
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.polish.descent import drawn, step_size
+from corp_deploy.polish.held_out import parted
+from corp_deploy.polish.momentum import orthogonal
+from corp_deploy.polish.objective import output_error, stream_error
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import polished
+from corp_deploy.polish.teacher import Teacher
+from corp_deploy.polish.walk import blocks
+from ground.errors import BadInput
+from tests import tiny
+
+COUNT = 24
+HOWS = ("block", "model")
+
+
+def opened(path: Path, images: NDArray[np.float32]) -> Images:
+    np.save(path, images)
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Images:
+    return opened(tmp_path / "images.npy", tiny.images(COUNT))
+
+
+def perturbed(model: nn.Module, size: float = 0.3, seed: int = 1) -> nn.Module:
+    """The model with every matrix of its blocks moved by noise of this relative size."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in other.blocks.modules():  # type: ignore[union-attr]
+            if isinstance(module, nn.Linear):
+                noise = torch.randn(module.weight.shape, generator=generator)
+                module.weight.add_(noise * module.weight.square().mean().sqrt() * size)
+    return other
+
+
+def narrowed(model: nn.Module) -> nn.Module:
+    """The last half of every MLP's channels away, so that every block counts as reduced."""
+    other = copy.deepcopy(model)
+    for block in other.blocks:  # type: ignore[union-attr]
+        mlp: Any = block.mlp
+        half = mlp.fc1.out_features // 2
+        first, last = nn.Linear(mlp.fc1.in_features, half), nn.Linear(half, mlp.fc2.out_features)
+        with torch.no_grad():
+            first.weight.copy_(mlp.fc1.weight[:half])
+            first.bias.copy_(mlp.fc1.bias[:half])
+            last.weight.copy_(mlp.fc2.weight[:, :half])
+            last.bias.copy_(mlp.fc2.bias)
+        mlp.fc1, mlp.fc2 = first, last
+    return other
+
+
+def options(how: str = "model", **changes: Any) -> PolishOptions:
+    return PolishOptions(**{"how": how, "steps": 24, "batch_size": 4, "piece": 2, **changes})
+
+
+def error_on(model: nn.Module, dense: nn.Module, images: NDArray[np.float32]) -> float:
+    with torch.inference_mode():
+        mine, whole = (each(torch.from_numpy(images)).double() for each in (model, dense))
+    return float((mine - whole).norm() / whole.norm())
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_reduced_model_comes_closer_also_on_images_never_seen(how: str, images: Images) -> None:
+    dense = tiny.checkpoint(init_values=0.5).model
+    start, fresh = narrowed(dense), tiny.images(32, seed=9)
+    before = weights(start)
+    result = polished(dense, start, images, options(how, steps=60))
+    report = result.report
+    assert report.error < 0.8 * report.error_before
+    assert error_on(result.model, dense, fresh) < 0.9 * error_on(start, dense, fresh)
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in result.model.parameters())
+    assert len(report.parts) == (1 if how == "model" else 2)
+    assert all(part.error <= part.error_before and part.steps == 60 for part in report.parts)
+    assert report.as_json()["gradients"] is True
+    json.dumps(report.as_json(), allow_nan=False)
+
+
+def test_a_perturbed_dense_model_comes_back_towards_itself(images: Images) -> None:
+    dense = tiny.checkpoint().model
+    start, fresh = perturbed(dense), tiny.images(32, seed=9)
+    result = polished(dense, start, images, options(steps=60))
+    assert error_on(result.model, dense, fresh) < 0.8 * error_on(start, dense, fresh)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_steps_that_destroy_the_model_leave_it_as_it_was(how: str, images: Images) -> None:
+    dense = tiny.checkpoint().model
+    start = narrowed(dense)
+    result = polished(dense, start, images, options(how, steps=6, step_size=50.0))
+    assert result.report.error == result.report.error_before
+    assert_same(result.model, start)
+
+
+def test_a_model_that_is_the_dense_one_stays_as_it_is(images: Images) -> None:
+    dense = tiny.checkpoint().model
+    result = polished(dense, dense, images, options(steps=4))
+    assert_same(result.model, dense)
+    assert result.report.error_before == pytest.approx(0.0, abs=1e-3)
+    assert result.report.error <= result.report.error_before
+    assert polished(dense, dense, images, options("block")).report.parts == ()  # no block is narrower
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_the_same_seed_gives_the_same_bytes(how: str, images: Images) -> None:
+    dense = tiny.checkpoint().model
+    start = narrowed(dense)
+    first, second, other = (
+        polished(dense, start, images, options(how, steps=13, seed=seed)).model for seed in (0, 0, 1)
+    )
+    assert_same(first, second)
+    assert any(not torch.equal(value, other.state_dict()[name]) for name, value in first.state_dict().items())
+
+
+class Stopped(Exception):
+    """What an interruption raises here."""
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("stop_at", [3, 14, 40])
+def test_an_interrupted_polish_goes_on_to_the_same_bytes(
+    how: str, stop_at: int, images: Images, tmp_path: Path
+) -> None:
+    dense, state, heard = tiny.checkpoint().model, tmp_path / "state.safetensors", list[Progress]()
+    start, asked = narrowed(dense), options(how, steps=24 if how == "block" else 48)
+    whole = polished(dense, start, images, asked)
+
+    def interrupt(progress: Progress) -> None:
+        heard.append(progress)
+        if len(heard) == stop_at:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        polished(dense, start, images, asked, state=state, done=interrupt)
+    again = polished(dense, start, images, asked, state=state, done=heard.append)
+    assert_same(again.model, whole.model)
+    steps = 48
+    assert stop_at < len(heard) <= steps + stop_at
+    if stop_at > 12:  # a state was saved by then, so that not all is done again
+        assert len(heard) < steps + stop_at
+    assert [progress.share for progress in heard[stop_at:]] == sorted(progress.share for progress in heard[stop_at:])
+    assert heard[-1].share == 1.0
+    assert [part.error for part in again.report.parts] == [part.error for part in whole.report.parts]
+
+
+def test_the_state_of_another_polish_is_refused(images: Images, tmp_path: Path) -> None:
+    dense, state = tiny.checkpoint().model, tmp_path / "state.safetensors"
+    start = narrowed(dense)
+    polished(dense, start, images, options(steps=4), state=state)
+    with pytest.raises(BadInput, match=r"state of another polish: options was .* remove the file to start afresh"):
+        polished(dense, start, images, options(steps=5), state=state)
+    with pytest.raises(BadInput, match="state of another polish: reduced model was"):
+        polished(dense, perturbed(start), images, options(steps=4), state=state)
+    for content in (b"", b"no tensors", state.read_bytes()[:-7]):
+        state.write_bytes(content)
+        with pytest.raises(BadInput, match="not a polish's state"):
+            polished(dense, start, images, options(steps=4), state=state)
+
+
+def test_a_time_ends_it(images: Images) -> None:
+    dense = tiny.checkpoint().model
+    result = polished(dense, narrowed(dense), images, options(steps=None, time_s=0.2))
+    (part,) = result.report.parts
+    assert part.steps >= 1
+    assert part.seconds < 5.0
+    assert part.curve[-1].step == part.steps
+
+
+def test_inputs_held_out_are_whole_groups_and_their_copies_are_not_fitted_to(tmp_path: Path) -> None:
+    pictures = tiny.images(12)
+    pictures[0] = pictures[3]  # a copy of one that is held out
+    images = opened(tmp_path / "images.npy", pictures)
+    by_image = parted(images, 4)
+    assert torch.equal(by_image.held_out.ids, images.ids[[3, 7, 11]])
+    groups = torch.tensor([5, 5, 2, 2, 9, 9, 9, 1, 1, 1, 5, 2])
+    by_group = parted(images, 2, groups)
+    assert torch.equal(by_group.held_out.ids, images.ids[[2, 3, 7, 8, 9, 11]])
+    assert torch.equal(by_group.fitted.ids, images.ids[[1, 4, 5, 6, 10]])
+    assert parted(images, 8, groups).held_out.count == 3  # the last group, where there are fewer than 8
+    with pytest.raises(BadInput, match="12 images in 1 different groups; expected two or more"):
+        parted(images, 4, torch.zeros(12, dtype=torch.int64))
+
+
+def test_many_inputs_held_out_are_thinned_evenly(tmp_path: Path) -> None:
+    images = opened(tmp_path / "images.npy", tiny.images(300))
+    both = parted(images, 2)
+    assert both.held_out.count == 64
+    assert both.fitted.count == 150
+    assert set(both.held_out.ids.tolist()).isdisjoint(both.fitted.ids.tolist())
+
+
+def test_lessons_kept_are_those_made_anew(images: Images) -> None:
+    dense = tiny.checkpoint(init_values=0.5).model
+    kept, anew = (Teacher(dense, images, mirrored=True, cache_bytes=size) for size in (2**30, 0))
+    rows = [9, 0, 33, 8, 47]
+    one, other = kept.lesson(rows), anew.lesson(rows)
+    assert len(kept) == len(anew) == 2 * COUNT
+    torch.testing.assert_close(one.entering_BNC, other.entering_BNC)
+    for mine, theirs in zip((*one.streams, one.outputs), (*other.streams, other.outputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
+    pictures = torch.from_numpy(tiny.images(COUNT))
+    expected = torch.stack([pictures[row // 2].flip(-1) if row % 2 else pictures[row // 2] for row in rows])
+    with torch.no_grad():
+        torch.testing.assert_close(other.outputs, dense(expected))
+
+
+def test_the_steps_of_a_model_are_grouped_into_its_blocks() -> None:
+    model = tiny.checkpoint().model
+    assert [block.name for block in blocks(model)] == ["blocks.0", "blocks.1"]
+    x = torch.randn(2, 17, 48)
+    with torch.no_grad():
+        for block, own in zip(blocks(model), model.blocks, strict=True):  # type: ignore[arg-type]
+            torch.testing.assert_close(block(x, None), own(x))
+
+
+def test_errors_are_those_of_loops_over_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mine, dense = (torch.randn(3, 5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    there = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [2, 1, 1, 3, 0]], dtype=torch.float64)
+    each = {
+        (image, token): float((mine[image, token] - dense[image, token]).norm() / dense[image, token].norm()) ** 2
+        for image in range(3)
+        for token in range(5)
+    }
+    assert float(stream_error(mine, dense, None)) == pytest.approx(np.mean(list(each.values())))
+    present = [error for place, error in each.items() if there[place] > 0]
+    assert float(stream_error(mine, dense, there)) == pytest.approx(np.mean(present))
+    read = [error for (_, token), error in each.items() if token in (0, 3)]
+    assert float(stream_error(mine, dense, None, read=torch.tensor([0, 3]))) == pytest.approx(np.mean(read))
+    expected = np.mean([float((mine[at] - dense[at]).norm() / dense[at].norm()) ** 2 for at in range(3)])
+    assert float(output_error(mine, dense)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)])
+@pytest.mark.parametrize("spread", [1.0, 1e-3])
+def test_orthogonal_keeps_singular_vectors_and_levels_values(shape: tuple[int, int], spread: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    u, _, vt = torch.linalg.svd(torch.randn(*shape, generator=generator, dtype=torch.float64), full_matrices=False)
+    values = torch.logspace(0, float(np.log10(spread)) if spread < 1 else 0, len(vt), dtype=torch.float64)
+    level = u.T @ orthogonal(u @ torch.diag(values) @ vt) @ vt.T
+    assert float((level - torch.diag(level.diagonal())).abs().max()) < 1e-9
+    large = level.diagonal()[values > 0.02]
+    assert float(large.min()) > 0.5
+    assert float(large.max()) < 1.3
+
+
+def test_rows_are_drawn_each_once_a_pass() -> None:
+    rows = list(range(10, 17))
+    sequence = drawn(rows, first=0, count=21, seed=3)
+    for start in (0, 7, 14):
+        assert sorted(sequence[start : start + 7]) == rows
+    assert sequence[:7] != sequence[7:14]
+    assert drawn(rows, first=5, count=9, seed=3) == sequence[5:14]
+
+
+def test_the_step_size_rises_and_falls() -> None:
+    asked = options(warm_up=0.1, step_size=2.0)
+    sizes = [step_size(asked, way) for way in np.linspace(0.0, 1.0, 101).tolist()]
+    assert 0.0 < sizes[0] < 0.4
+    assert max(sizes) == pytest.approx(2.0)
+    assert sizes[:11] == sorted(sizes[:11])
+    assert sizes[10:] == sorted(sizes[10:], reverse=True)
+    assert sizes[-1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"how": "all"}, "polish: got 'all', expected one of none, layer, block, model"),
+        ({"how": "none", "steps": 3}, "steps and time are of a polish"),
+    ],
+)
+def test_options_refuse_what_contradicts_itself(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        PolishOptions(**fields)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_two_processes_are_one_with_twice_the_batch(images: Images, tmp_path: Path) -> None:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    common["PYTHONPATH"] = str(Path(__file__).parents[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "images.npy"), str(tmp_path / f"{rank}.pt")],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    dense = tiny.checkpoint().model
+    start = narrowed(dense).state_dict()
+    for how in HOWS:
+        alone = polished(dense, narrowed(dense), images, options(how, steps=6, batch_size=8)).model.state_dict()
+        for name, value in alone.items():
+            assert torch.equal(states[0][how][name], states[1][how][name])
+            change = float((value - start[name]).abs().max())
+            torch.testing.assert_close(states[0][how][name], value, rtol=1e-3, atol=1e-3 * change + 1e-6)
+        assert any(not torch.equal(value, start[name]) for name, value in alone.items())
+
+
+def one_of_two(path: Path, output: Path) -> None:
+    spec = vit.input_spec(tiny.checkpoint().model)
+    source, dense = open_images(path, image_shape=spec.shape, transform=spec.transform()), tiny.checkpoint().model
+    with joined_ranks("cpu", timeout_s=60) as ranks:
+        states = {
+            how: polished(dense, narrowed(dense), source, options(how, steps=6), ranks=ranks).model.state_dict()
+            for how in HOWS
+        }
+    torch.save(states, output)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    one_of_two(Path(sys.argv[1]), Path(sys.argv[2]))
