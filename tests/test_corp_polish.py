@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from calib.distributed import joined_ranks
 from calib.images import Images, open_images
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.merging import Merging
+from corp_deploy.families.steps import Walk
+from corp_deploy.families.token_merging import Tokens
 from corp_deploy.polish.descent import drawn, step_size
 from corp_deploy.polish.held_out import parted
 from corp_deploy.polish.momentum import orthogonal
@@ -244,7 +247,7 @@ def test_the_steps_of_a_model_are_grouped_into_its_blocks() -> None:
     x = torch.randn(2, 17, 48)
     with torch.no_grad():
         for block, own in zip(blocks(model), model.blocks, strict=True):  # type: ignore[arg-type]
-            torch.testing.assert_close(block(x, None), own(x))
+            torch.testing.assert_close(block(Walk.of(x, None, merges=False)).tokens.x, own(x))
 
 
 def test_errors_are_those_of_loops_over_tokens() -> None:
@@ -256,13 +259,39 @@ def test_errors_are_those_of_loops_over_tokens() -> None:
         for image in range(3)
         for token in range(5)
     }
-    assert float(stream_error(mine, dense, None)) == pytest.approx(np.mean(list(each.values())))
-    present = [error for place, error in each.items() if there[place] > 0]
-    assert float(stream_error(mine, dense, there)) == pytest.approx(np.mean(present))
+    assert float(stream_error(Tokens(mine), dense)) == pytest.approx(np.mean(list(each.values())))
+    weighted = sum(error * float(there[place]) for place, error in each.items()) / float(there.sum())
+    assert float(stream_error(Tokens(mine, there), dense)) == pytest.approx(weighted)
     read = [error for (_, token), error in each.items() if token in (0, 3)]
-    assert float(stream_error(mine, dense, None, read=torch.tensor([0, 3]))) == pytest.approx(np.mean(read))
+    assert float(stream_error(Tokens(mine), dense, read=torch.tensor([0, 3]))) == pytest.approx(np.mean(read))
     expected = np.mean([float((mine[at] - dense[at]).norm() / dense[at].norm()) ** 2 for at in range(3)])
     assert float(output_error(mine, dense)) == pytest.approx(expected)
+
+
+def test_a_merged_token_should_be_the_mean_of_those_it_stands_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    mine = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+    sources, sizes = torch.tensor([[0, 1, 1, 2, 1], [0, 2, 1, -1, 2]]), torch.tensor([[1.0, 3, 1], [1, 1, 2]])
+    total, errors = 0.0, 0.0
+    for image in range(2):
+        for token in range(3):
+            target = torch.stack([dense[image, at] for at in range(5) if sources[image, at] == token]).mean(dim=0)
+            size = float(sizes[image, token])
+            errors += size * float((mine[image, token] - target).norm() / target.norm()) ** 2
+            total += size
+    tokens = Tokens(mine, sizes.double(), sources)
+    assert float(stream_error(tokens, dense)) == pytest.approx(errors / total)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("merging", [{}, {"metric": "keys"}, {"how": "drop"}])
+def test_a_model_that_merges_tokens_comes_closer_too(how: str, merging: dict[str, Any], images: Images) -> None:
+    dense = tiny.checkpoint(init_values=0.5).model
+    start = vit.with_merging(narrowed(dense), Merging(schedule=(3, 4), **merging))
+    result = polished(dense, start, images, options(how, steps=40))
+    assert result.report.error < 0.9 * result.report.error_before
+    assert vit.merging_of(result.model) == vit.merging_of(start)
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)])

@@ -1,6 +1,6 @@
 """A reduced block fitted to the dense stream behind it, from what the reduced stream has before it.
 
-Legend: B inputs, N tokens, C channels.
+Legend: B inputs, M tokens of the dense stream, C channels.
 """
 
 import math
@@ -14,6 +14,8 @@ from calib.distributed import Ranks
 from calib.input_set import InputSet
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
+from corp_deploy.families.steps import Walk
+from corp_deploy.families.token_merging import Tokens
 from corp_deploy.reduction.streams import embedded
 
 from .arithmetic import reduced_precision
@@ -24,35 +26,46 @@ from .objective import stream_error
 from .parts import Parts
 from .subject import Subject
 from .together import Together
-from .walk import Block, blocks
+from .walk import Block, blocks, entered
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
 
 class Both(NamedTuple):
-    """Dense and reduced stream [B,N,C] of some inputs, and which tokens are there [B,N], None for all."""
+    """The dense stream [B,M,C] of some inputs, which is never merged, with the weights of its tokens [B,M] (None: all
+    alike), and the reduced one on its way.
+    """
 
     dense: Tensor
-    reduced: Tensor
     weights: Tensor | None
-
-    def piece(self, start: int, stop: int) -> "Both":
-        return Both(*(None if part is None else part[start:stop] for part in self))  # type: ignore[arg-type]
+    reduced: Walk
 
 
 def joined(rows: Sequence[Both]) -> Both:
     """Several as one."""
-    weights = [row.weights for row in rows if row.weights is not None]
-    dense, reduced = (torch.cat([row[side] for row in rows]) for side in (0, 1))  # type: ignore[misc]
-    return Both(dense, reduced, torch.cat(weights) if weights else None)
+    walks = [row.reduced for row in rows]
+    tokens = (_together([walk.tokens[part] for walk in walks]) for part in range(3))
+    beside = _together([walk.beside_BNX for walk in walks])
+    return Both(
+        torch.cat([row.dense for row in rows]),
+        _together([row.weights for row in rows]),
+        Walk(tokens=Tokens(*tokens), beside_BNX=beside),  # type: ignore[arg-type]
+    )
 
 
-def first_streams(model: nn.Module, inputs: InputSet) -> list[Both]:
-    """A row an input; before the first block both streams are one. Memory: up to 2 * inputs * N * C * 4 bytes."""
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
+
+
+def first_streams(dense: nn.Module, reduced: nn.Module, inputs: InputSet) -> list[Both]:
+    """A row an input, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
     rows: list[Both] = []
-    for x_BNC, weights_BN in embedded(model, inputs, _AT_ONCE):
-        whole = Both(x_BNC, x_BNC, weights_BN)
-        rows += [whole.piece(at, at + 1) for at in range(len(x_BNC))]
+    for x_BMC, weights_BM in embedded(dense, inputs, _AT_ONCE):
+        for at in range(len(x_BMC)):
+            x_1MC = x_BMC[at : at + 1]
+            weights_1M = None if weights_BM is None else weights_BM[at : at + 1]
+            rows.append(Both(x_1MC, weights_1M, entered(reduced, x_1MC, weights_1M)))
     return rows
 
 
@@ -64,8 +77,8 @@ class _Student(nn.Module):
         self.model, self.index, self.read = model, index, read
 
     def forward(self, both: Both) -> Tensor:
-        mine = blocks(self.model)[self.index](both.reduced, both.weights)
-        return stream_error(mine, both.dense, both.weights, read=self.read)
+        mine = blocks(self.model)[self.index](both.reduced)
+        return stream_error(mine.tokens, both.dense, read=self.read)
 
 
 class OneBlock:
@@ -112,9 +125,13 @@ class OneBlock:
 
 
 @torch.no_grad()
-def _behind(block: Block, rows: Sequence[Both], side: str) -> list[Both]:
-    """The rows with one of their streams behind a block."""
-    return [row._replace(**{side: block(getattr(row, side), row.weights)}) for row in rows]
+def _behind_dense(block: Block, rows: Sequence[Both]) -> list[Both]:
+    return [row._replace(dense=block(Walk.of(row.dense, row.weights, merges=False)).tokens.x) for row in rows]
+
+
+@torch.no_grad()
+def _behind_reduced(block: Block, rows: Sequence[Both]) -> list[Both]:
+    return [row._replace(reduced=block(row.reduced)) for row in rows]
 
 
 def _reduced(subject: Subject) -> list[bool]:
@@ -128,14 +145,14 @@ def polish_blocks_(subject: Subject, parts: Parts) -> None:
     """Each block that has a reduced site, in order, all its matrices at once."""
     model, options = subject.model, subject.options
     inputs = (subject.inputs.fitted, subject.inputs.held_out)
-    fitted, judging = (first_streams(subject.dense, each) for each in inputs)
+    fitted, judging = (first_streams(subject.dense, model, each) for each in inputs)
     reduced = _reduced(subject)
     for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
-        fitted, judging = (_behind(before, rows, "dense") for rows in (fitted, judging))
+        fitted, judging = (_behind_dense(before, rows) for rows in (fitted, judging))
         matrices = chosen_(model, within=block.name) if reduced[index] else ()
         if matrices and not parts.was_finished_(matrices):
             read = subject.read if index == len(reduced) - 1 else None
             problem = OneBlock(model, index, fitted, judging, read=read, piece=options.piece, ranks=subject.ranks)
             descent = Descent(problem, matrices, options, parts.pace(sum(reduced)), subject.ranks)
             parts.fit_(block.name, descent, of=sum(reduced))
-        fitted, judging = (_behind(block, rows, "reduced") for rows in (fitted, judging))
+        fitted, judging = (_behind_reduced(block, rows) for rows in (fitted, judging))

@@ -1,29 +1,31 @@
 """How far a reduced model is from its lessons: relative squared errors of outputs and streams.
 
-Legend: B inputs, N tokens, C channels, K blocks.
+Legend: B inputs, N tokens, M source tokens, C channels, K blocks.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from corp_deploy.families.family import family_of
+from corp_deploy.families.token_merging import Tokens
+from corp_deploy.reduction.streams import mean_of_sources
 
 from .teacher import Lesson
-from .walk import blocks, streams
+from .walk import streams
 
 _LEAST = 1e-12
 
 
-def stream_error(
-    reduced_BNC: Tensor, dense_BNC: Tensor, weights_BN: Tensor | None, *, read: Tensor | None = None
-) -> Tensor:
-    """Squared error of a stream, each token's relative to its own square, mean over the tokens that are there, or over
-    those of these places.
+def stream_error(reduced: Tokens, dense_BMC: Tensor, *, read: Tensor | None = None) -> Tensor:
+    """Squared error of a stream, each token's relative to the square of what it should be, mean over the tokens that
+    are there, or over those of these places. A merged token should be the mean of the dense tokens that it stands for,
+    and counts as often.
 
     By token, because what reads a stream normalises each token, and a few of them can be far longer than the rest.
     """
+    reduced_BNC, weights_BN, sources_BM = reduced
+    count = reduced_BNC.shape[1]
+    dense_BNC = dense_BMC if sources_BM is None else mean_of_sources(dense_BMC, sources_BM, count)
     if read is not None:
         reduced_BNC, dense_BNC = reduced_BNC[:, read], dense_BNC[:, read]
         weights_BN = None if weights_BN is None else weights_BN[:, read]
@@ -31,8 +33,7 @@ def stream_error(
     error_BN = (reduced_BNC - dense_BNC).square().sum(dim=-1) / square_BN
     if weights_BN is None:
         return error_BN.mean()
-    there_BN = (weights_BN > 0.0).to(error_BN)
-    return (error_BN * there_BN).sum() / there_BN.sum().clamp_min(1.0)
+    return (error_BN * weights_BN).sum() / weights_BN.sum().clamp_min(1.0)
 
 
 def output_error(reduced: Tensor, dense: Tensor) -> Tensor:
@@ -50,9 +51,7 @@ class Student(nn.Module):
 
     def forward(self, lesson: Lesson) -> Tensor:
         """Squared relative errors [1 + K]: of the outputs, then of the stream behind each block."""
-        behind = streams(blocks(self.model), lesson.entering_BNC, lesson.weights_BN)
-        outputs = family_of(self.model).finished(self.model, behind[-1], lesson.inputs)
-        by_block: Sequence[Tensor] = [
-            stream_error(mine, dense, lesson.weights_BN) for mine, dense in zip(behind, lesson.streams, strict=True)
-        ]
+        behind = streams(self.model, lesson.entering_BNC, lesson.weights_BN)
+        outputs = family_of(self.model).finished(self.model, behind[-1].x, lesson.inputs, behind[-1].sources)
+        by_block = [stream_error(mine, dense) for mine, dense in zip(behind, lesson.streams, strict=True)]
         return torch.stack([output_error(outputs, lesson.outputs), *by_block])

@@ -14,7 +14,7 @@ from calib.inputs import Inputs, each, joined, moved, named, pieces
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 
-from .walk import blocks, streams
+from .walk import streams
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
@@ -89,7 +89,7 @@ class Teacher:
         family = family_of(self.model)
         entering_BNC = family.embedded(self.model, inputs)
         weights_BN = family.token_weights(self.model, inputs)
-        behind = streams(blocks(self.model), entering_BNC, weights_BN)
+        behind = tuple(tokens.x for tokens in streams(self.model, entering_BNC, weights_BN))
         outputs = family.finished(self.model, behind[-1], inputs)
         return Lesson(inputs=inputs, entering_BNC=entering_BNC, weights_BN=weights_BN, streams=behind, outputs=outputs)
 

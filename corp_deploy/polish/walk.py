@@ -3,13 +3,14 @@
 Legend: B inputs, N tokens, C channels.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from corp_deploy.families.family import family_of
-from corp_deploy.families.steps import Branch, Step
+from corp_deploy.families.steps import Branch, Step, Walk
+from corp_deploy.families.token_merging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +20,11 @@ class Block:
     name: str
     steps: tuple[Step, ...]
 
-    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Tensor:
+    def __call__(self, walk: Walk) -> Walk:
+        """Behind all of them."""
         for step in self.steps:
-            x_BNC = step(x_BNC, weights_BN)
-        return x_BNC
+            walk = walk.behind(step)
+        return walk
 
 
 def _owner(step: Step) -> str | None:
@@ -48,10 +50,15 @@ def blocks(model: nn.Module) -> tuple[Block, ...]:
     return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(family_of(model).steps(model)))
 
 
-def streams(walked: Sequence[Block], x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, ...]:
-    """The residual stream [B,N,C] behind each block."""
-    behind: list[Tensor] = []
-    for block in walked:
-        x_BNC = block(x_BNC, weights_BN)
-        behind.append(x_BNC)
+def entered(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> Walk:
+    """A residual stream before the model's first block, its tokens followed where the model merges some."""
+    return Walk.of(x_BNC, weights_BN, family_of(model).merging_of(model) is not None)
+
+
+def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tokens, ...]:
+    """The residual stream behind each block, of one that enters the first."""
+    walk, behind = entered(model, x_BNC, weights_BN), list[Tokens]()
+    for block in blocks(model):
+        walk = block(walk)
+        behind.append(walk.tokens)
     return tuple(behind)
