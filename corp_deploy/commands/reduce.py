@@ -1,5 +1,6 @@
 """corp-deploy reduce."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -20,7 +21,7 @@ from .options import DIRECTORY, FILE, output_options
 from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
 
-IMAGES_HELP = "Calibration images: for a budget, auto, the closed loop and presets grail-fold and fold."
+IMAGES_HELP = "Calibration images: for a budget, auto, the closed loop, a polish and presets grail-fold and fold."
 TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 
 
@@ -55,35 +56,49 @@ def reduce_command(
 ) -> None:
     """Remove MLP channels and query/key dimensions and repair the loss in closed form.
 
+    With --polish gradients follow, and the same command goes on where an interrupted one was. Under torchrun the
+    processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
+
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
     moments.safetensors --mlp 0.5 --attn 0.5 -o reduced
     """
+    from calib.calibrate import ALONE
     from calib.store import load as load_moments
-    from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
+    from corp_deploy.planning.carry_out import Polishing, measured_speedup, record_of_reduction, reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_paths
     from corp_deploy.planning.request import request_from_choice
+    from corp_deploy.polish.state import state_beside
+    from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device
-    from corp_deploy.views.reduction import reduction_shown, speedup_line
+    from corp_deploy.views.reduction import polishing_shown, reduction_shown, speedup_line
     from ground.gpu import require_device
 
     require_device(device)
-    dense = on_device(model.load(out), device)
-    images = None if inputs.path is None else inputs.open(dense)
+    asked = request_from_choice(reduction, seed=inputs.seed)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.closed_loop == "asymmetric" else "reducing"
-    judges = None
-    if reduction.within is not None and images is not None:
-        judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
-    with out.progress(title, None, unit="sites" if judges is None else "models") as done:
-        result, plan = reduce_checkpoint(
-            dense,
-            moments,
-            request_from_choice(reduction),
-            directory=output,
-            images=images,
-            judges=judges,
-            held_out=None if reduction.held_out is None else load_moments(reduction.held_out),
-            done=done,
-        )
+    with ranks_of_this_run(device) if asked.polish else nullcontext(ALONE) as ranks:
+        out = out if ranks.rank == 0 else Output(json=False, quiet=True)
+        dense = on_device(model.load(out), device)
+        images = None if inputs.path is None else inputs.open(dense)
+        judges = None
+        if reduction.within is not None and images is not None:
+            judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
+        with out.progress(title, None, unit="sites" if judges is None else "models") as done:
+            result, plan = reduce_checkpoint(
+                dense,
+                moments,
+                asked,
+                directory=output,
+                images=images,
+                judges=judges,
+                held_out=None if reduction.held_out is None else load_moments(reduction.held_out),
+                done=done,
+                polishing=Polishing(
+                    ranks=ranks, state=state_beside(output), done=lambda now: done.renamed(*polishing_shown(now))
+                ),
+            )
+    if ranks.rank:
+        return
     for note in result.notes:
         out.warn(note)
     if reduction.method.heads == "ragged" and reduction.method.attn:

@@ -4,12 +4,15 @@ from typing import Any
 
 import click
 
+from corp_deploy.invocation.compositions import COMPOSITIONS, NAMES, method_of
 from corp_deploy.invocation.limit import EXPECTED, Limit, limit_from_text
 from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
-from corp_deploy.invocation.table import LOOP, PRESET
-from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, PRESETS, QK_RANKINGS
+from corp_deploy.invocation.table import LOOP, POLISH, PRESET
+from corp_deploy.polish.options import POLISHES
+from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, QK_RANKINGS
 from ground.errors import BadInput
-from ground.quantities import RIDGE, SHARE_KEPT, SHARE_REMOVED
+from ground.quantities import RIDGE, SECONDS, SHARE_KEPT, SHARE_REMOVED, STEPS
 from ground.quantity import BATCH
 
 from .numbers import Alignment, Number
@@ -65,10 +68,12 @@ method_options = (
     ),
     click.option(
         "--preset",
-        type=click.Choice(list(PRESETS)),
+        type=click.Choice(NAMES),
         default="best",
         show_default=True,
-        help="How to choose and repair.",
+        help="How to choose and repair. "
+        + "; ".join(f"{name}: {composition.words}" for name, composition in COMPOSITIONS.items())
+        + ", where those options say nothing else, and a budget.",
     ),
     click.option(
         "--select",
@@ -136,12 +141,36 @@ repair_options = (
     click.option("--allow-partial", is_flag=True, help="Go on where sites that were asked for can't be reduced."),
     click.option(
         "--closed-loop",
-        type=click.Choice(LOOPS),
+        type=click.Choice([*LOOPS, "none"]),
         is_flag=False,
         flag_value="asymmetric",
         default=None,
         help="Block by block on the model as reduced so far: alone or asymmetric, fitted to what the dense model's "
         f"stream has, {cost(CLOSED_LOOP)}; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
+    ),
+    click.option(
+        "--polish",
+        type=click.Choice(POLISHES),
+        default=None,
+        help="Then fit by gradients, without labels, on the calibration images: each reduced layer or block to the "
+        "dense model's stream, or the whole model to its outputs and streams. Images held out judge, and the model "
+        "never ends worse on them than it began. Default: none.",
+    ),
+    click.option(
+        "--polish-steps",
+        type=Number(STEPS),
+        default=None,
+        help="Steps of each layer or block, or of the model; default: "
+        + ", ".join(f"{name} {steps}" for name, steps in DEFAULT_STEPS.items() if steps)
+        + ". "
+        + POLISH.help("polish_steps"),
+    ),
+    click.option(
+        "--polish-time",
+        type=Number(SECONDS),
+        default=None,
+        help="Seconds after which all polishing ends; without --polish-steps it is all that ends it. "
+        + POLISH.help("polish_time"),
     ),
     click.option(
         "--reads",
@@ -161,7 +190,7 @@ repair_options = (
 
 def _reduction(**options: Any) -> ReductionChoice:
     explicit = explicit_options()
-    PRESET.refuse([("", options["preset"])], explicit)
+    PRESET.refuse([("", method_of(options["preset"]))], explicit)
     with usage_errors():
         reduction = reduction_from_options(options)
     reduction.refuse_ignored(explicit)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.reduction.method import (
     DEFAULT_RIDGE_REL,
     NOT_HELD_OUT,
@@ -19,8 +20,9 @@ from corp_deploy.reduction.method import (
 )
 from ground.errors import BadInput
 
+from .compositions import method_of, with_implied
 from .limit import Limit, limit_from_text
-from .table import ATTENTION, IMAGES, LOOP, PRESET, WIDTHS
+from .table import ATTENTION, IMAGES, LOOP, POLISH, PRESET, WIDTHS
 
 if TYPE_CHECKING:
     from corp_deploy.reduction.read_tokens import Reads
@@ -56,7 +58,7 @@ class MethodChoice:
         """The method itself; heads `auto` start from padded ones."""
         select = self.select or {}
         return method_from_preset(
-            self.preset,
+            method_of(self.preset),
             mlp_sparsity=self.mlp,
             attention_sparsity=self.attn,
             geometry="padded" if self.heads == "auto" else self.heads,
@@ -102,8 +104,30 @@ class BudgetChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolishChoice:
+    """What of the reduced model is fitted by gradients, for how many steps (of each layer or block, or of the model)
+    and how many seconds at most; None is the default of `polish`.
+
+    Raises BadInput for steps or time of no polish.
+    """
+
+    polish: PolishName = "none"
+    polish_steps: int | None = None
+    polish_time: float | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.options(seed=0)
+
+    def options(self, *, seed: int) -> PolishOptions | None:
+        """As the polish takes them, its inputs drawn by the seed; None where there is none."""
+        asked = PolishOptions(how=self.polish, steps=self.polish_steps, time_s=self.polish_time, seed=seed)
+        return None if self.polish == "none" else asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionChoice:
-    """A whole reduction: method, what settles the widths, on which streams blocks are repaired, what judges the sites.
+    """A whole reduction: method, what settles the widths, on which streams blocks are repaired, what judges the sites,
+    what is polished.
 
     `within` settles the widths by what they may lose; images `judge` that, or else those that calibration left out, and
     accuracy by their `labels`. Raises BadInput where nothing is asked for, where a budget or a limit meets sparsities
@@ -113,6 +137,7 @@ class ReductionChoice:
     method: MethodChoice
     budget: BudgetChoice = field(default_factory=BudgetChoice)
     closed_loop: LoopName | None = None
+    polish: PolishChoice = field(default_factory=PolishChoice)
     reads: "Reads | None" = None
     held_out: Path | None = None
     allow_partial: bool = False
@@ -163,7 +188,8 @@ class ReductionChoice:
     def needs_images(self) -> bool:
         """Whether the reduction looks at images beside their moments."""
         planned = self.allocates or self.auto_heads
-        return planned or self.closed_loop is not None or self.method.method.merges
+        fitted = self.closed_loop is not None or self.polish.polish != "none"
+        return planned or fitted or self.method.method.merges
 
     @property
     def touches_attention(self) -> bool:
@@ -171,10 +197,11 @@ class ReductionChoice:
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options, asked for by name, that nothing of this reduction honours."""
-        PRESET.refuse([("", self.method.preset)], options)
+        PRESET.refuse([("", method_of(self.method.preset))], options)
         WIDTHS.refuse([("", self.widths)], options)
         ATTENTION.refuse([("", "reduced" if self.touches_attention else "kept")], options)
         LOOP.refuse([("", self.closed_loop or "open")], options)
+        POLISH.refuse([("", self.polish.polish)], options)
         IMAGES.refuse([("", "images" if self.needs_images else "none")], options)
 
 
@@ -183,12 +210,17 @@ def _of(fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]
 
 
 def reduction_from_options(options: Mapping[str, Any]) -> ReductionChoice:
-    """The reduction that these values of the options of `reduce` ask for; those left out have their defaults."""
+    """The reduction that these values of the options of `reduce` ask for; those left out, or None, have their defaults,
+    which a preset may imply.
+    """
+    options = with_implied(options)
+    polish = {name: options.get(name) for name in PolishChoice.__dataclass_fields__}
     within = options.get("within")
     return ReductionChoice(
         within=limit_from_text(within) if isinstance(within, str) else within,
         budget=BudgetChoice(**_of(BudgetChoice.__dataclass_fields__, options)),
         method=MethodChoice(**_of(MethodChoice.__dataclass_fields__, options)),
         closed_loop=loop_from(options.get("closed_loop")),
+        polish=PolishChoice(**{name: value for name, value in polish.items() if value is not None}),
         **_of(dict.fromkeys(("reads", "held_out", "allow_partial", "judge", "labels")), options),
     )

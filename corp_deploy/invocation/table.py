@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
 from export.engine.options import REFUSALS
 
@@ -247,7 +248,8 @@ IMAGES = Axis(
         "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
         "images": Way(
             words="what looks at images",
-            ask="a budget, --within, --heads auto, --closed-loop, or a preset that merges channels (grail-fold, fold)",
+            ask="a budget, --within, --heads auto, --closed-loop, --polish, or a preset that merges channels "
+            "(grail-fold, fold)",
             honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },
@@ -281,4 +283,17 @@ LOOP = Axis(
     },
 )
 
-AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, PRESET, ATTENTION, WIDTHS, IMAGES, INPUTS, LOOP)
+# By what of the reduced model is fitted by gradients.
+POLISH = Axis(
+    command="reduce",
+    ways={
+        name: Way(
+            words="a reduction that is not polished" if name == "none" else f"a polish of the {name}",
+            ask="no --polish" if name == "none" else f"--polish {name}",
+            honours={} if name == "none" else {"polish_steps": ANY, "polish_time": ANY},
+        )
+        for name in POLISHES
+    },
+)
+REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH)
+AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, INPUTS, *REDUCE)

@@ -2,16 +2,20 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from calib.calibrate import ALONE
+from calib.distributed import Ranks
 from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
+from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import polished
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
@@ -162,6 +166,36 @@ def _as_planned(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Polishing:
+    """How a polish is carried out: by which of several processes, with its state in which file, who hears of it."""
+
+    ranks: Ranks = ALONE
+    state: Path | None = None
+    done: Callable[[Progress], None] | None = None
+
+
+def _polished(
+    dense: Checkpoint, reduction: Reduction, asked: ReductionRequest, images: InputSet | None, how: Polishing
+) -> Reduction:
+    """The reduction with its model polished, where that was asked for."""
+    if asked.polish is None:
+        return reduction
+    assert images is not None
+    result = polished(
+        dense.model,
+        reduction.model,
+        images,
+        asked.polish,
+        reads=asked.reads,
+        state=how.state,
+        ranks=how.ranks,
+        done=how.done,
+    )
+    said = (*reduction.said, result.report.line)
+    return replace(reduction, model=result.model, said=said, polish=result.report.as_json())
+
+
 def reduce_checkpoint(
     dense: Checkpoint,
     moments: Path,
@@ -172,13 +206,23 @@ def reduce_checkpoint(
     judges: Judges | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
+    polishing: Polishing | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Reduce where the dense model is, and write; nothing is written unless all of it succeeds."""
+    """Reduce where the dense model is, polish where that was asked for, and write; of several processes the first one
+    does. Nothing is written unless all of it succeeds, but for the state of a polish, from which the same call goes on.
+    """
+    how = polishing or Polishing()
     reduction, planned = reduce_as_asked(
         dense, load_moments(moments), asked, images=images, judges=judges, held_out=held_out, done=done
     )
+    if images is not None and judges is not None:
+        images, _ = judges.apart(images, load_moments(moments))
+    reduction = _polished(dense, reduction, asked, images, how)
     reduction = replace(reduction, model=reduction.model.cpu())
-    save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)
+    if how.ranks.rank == 0:
+        save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)
+        if how.state is not None:
+            how.state.unlink(missing_ok=True)
     return reduction, planned
 
 

@@ -11,6 +11,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.modules import device
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.limit import Limit
+from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
@@ -45,8 +46,8 @@ class WithinRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRequest:
-    """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop and merged channels need
-    images.
+    """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop, a polish and merged channels
+    need images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
     closed loop's last block is fitted to, see tokens_to_fit.
@@ -60,11 +61,12 @@ class ReductionRequest:
     closed_loop: LoopName | None = None
     allow_partial: bool = False
     reads: Reads | None = None
+    polish: PolishOptions | None = None
 
     @property
     def needs_images(self) -> bool:
-        planned = self.budget is not None or self.within is not None
-        return planned or self.auto_heads or self.closed_loop is not None or self.method.merges
+        planned = self.budget is not None or self.within is not None or self.auto_heads
+        return planned or self.closed_loop is not None or self.polish is not None or self.method.merges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +191,8 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
     if asked.needs_images and images is None:
         raise BadInput(
-            "a budget, --within, --heads auto, --closed-loop and presets that merge channels (grail-fold, fold) look "
-            "at the calibration images; give them with --images, or --text for a text encoder"
+            "a budget, --within, --heads auto, --closed-loop, --polish and presets that merge channels (grail-fold, "
+            "fold) look at the calibration images; give them with --images, or --text for a text encoder"
         )
     if images is None or not (asked.budget or asked.auto_heads):
         return WidthPlan(method=asked.method, widths=None, said=())

@@ -26,8 +26,8 @@ def _within(choice: ReductionChoice) -> WithinRequest | None:
     return WithinRequest(limit=choice.within, currency="macs" if where is None else "latency", where=where)
 
 
-def request_from_choice(choice: ReductionChoice) -> ReductionRequest:
-    """The reduction as planning takes it."""
+def request_from_choice(choice: ReductionChoice, *, seed: int = 0) -> ReductionRequest:
+    """The reduction as planning takes it; the seed draws the order of a polish's inputs."""
     return ReductionRequest(
         preset=choice.method.preset,
         method=choice.method.method,
@@ -37,4 +37,5 @@ def request_from_choice(choice: ReductionChoice) -> ReductionRequest:
         closed_loop=choice.closed_loop,
         allow_partial=choice.allow_partial,
         reads=choice.reads,
+        polish=choice.polish.options(seed=seed),
     )

@@ -33,6 +33,11 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     curve: tuple[Judged, ...]
 
 
+def state_beside(directory: Path) -> Path:
+    """Where the state of the polish of a model that is written to a directory stands."""
+    return directory.absolute().with_name(f"{directory.absolute().name}.polish-unfinished.safetensors")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
     """The position of the part at work, the reports of the parts before it, and the matrices that those left."""

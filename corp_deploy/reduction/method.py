@@ -118,8 +118,10 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-def loop_from(value: "bool | LoopName | None") -> LoopName | None:
-    """Which closed loop: true is the one that is fitted to the dense stream, false and None are none."""
+def loop_from(value: "bool | LoopName | Literal['none'] | None") -> LoopName | None:
+    """Which closed loop: true is the one that is fitted to the dense stream; false, none and None are no loop."""
+    if value == "none":
+        return None
     return ("asymmetric" if value else None) if value is None or isinstance(value, bool) else value
 
 

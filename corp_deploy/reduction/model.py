@@ -33,7 +33,8 @@ class Reduction:
     """A reduced model with the report of every site that the method went through, how many of those it was asked for
     became smaller, and the notes on those that did not.
 
-    `said`: a sentence on each thing that was decided on the way.
+    `said`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after the
+    method, as plain JSON values; None without any.
     """
 
     model: nn.Module
@@ -42,16 +43,18 @@ class Reduction:
     coverage: Coverage
     notes: tuple[str, ...]
     said: tuple[str, ...] = ()
+    polish: Mapping[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Choices, sites, coverage and notes as plain JSON values."""
         sites = [asdict(site) for site in self.sites]
-        return {
+        record = {
             "choices": asdict(self.method),
             "coverage": self.coverage.as_json(),
             "sites": sites,
             "notes": list(self.notes),
         }
+        return record if self.polish is None else record | {"polish": dict(self.polish)}
 
 
 def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.invocation.compositions import method_of, with_implied
 from corp_deploy.invocation.honours import Axis
 from corp_deploy.invocation.limit import limit_from_text
-from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, ReductionChoice
-from corp_deploy.invocation.table import ATTENTION, LOOP, PRESET
+from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, PolishChoice, ReductionChoice
+from corp_deploy.invocation.table import ATTENTION, LOOP, POLISH, PRESET
+from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from ground.errors import BadInput
 
@@ -111,13 +113,22 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     align_mlp: recipe_values.Multiple = 64
     align_head: recipe_values.Multiple = 16
     ridge: recipe_values.Ridge = DEFAULT_RIDGE_REL
-    closed_loop: recipe_values.ClosedLoop = False
+    closed_loop: recipe_values.ClosedLoop | None = None
+    polish: recipe_values.Polish | None = None
+    polish_steps: recipe_values.Steps | None = None
+    polish_time: recipe_values.Seconds | None = None
     allow_partial: recipe_values.Flag = False
     reads: recipe_values.Reads | None = None
 
     def __post_init__(self) -> None:
         self._refuse_contradictions()
-        asked = {"attn": self.attn, "heads": None if self.heads == "padded" else self.heads, "reads": self.reads}
+        asked = {
+            "attn": self.attn,
+            "heads": None if self.heads == "padded" else self.heads,
+            "reads": self.reads,
+            "polish_steps": self.polish_steps,
+            "polish_time": self.polish_time,
+        }
         for axis, way in self.ways:
             refuse_ignored("[reduce]", axis, way, asked)
         try:
@@ -136,7 +147,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput(
                 "[reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), or a budget"
             )
-        if budgets and self.preset != "best":
+        if budgets and method_of(self.preset) != "best":
             raise BadInput(f"reduce.{budgets[0]} needs preset best, got {self.preset!r}")
 
     @property
@@ -148,14 +159,31 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.has_budget or self.attn is not None or self.heads == "auto"
 
     @property
+    def _implied(self) -> dict[str, Any]:
+        """The keys that a preset may imply, with what it does."""
+        return with_implied({"preset": self.preset, "closed_loop": self.closed_loop, "polish": self.polish})
+
+    @property
     def loop(self) -> LoopName | None:
-        return loop_from(self.closed_loop)
+        return loop_from(self._implied["closed_loop"])
+
+    @property
+    def said_loop(self) -> str | bool | None:
+        """As `reduce` is told of it: `none` where the preset would imply one."""
+        implied = with_implied({"preset": self.preset}).get("closed_loop")
+        return "none" if self.closed_loop is False and implied else self.closed_loop
+
+    @property
+    def polishing(self) -> PolishName:
+        name: PolishName | None = self._implied["polish"]
+        return name or "none"
 
     @property
     def ways(self) -> tuple[tuple[Axis, str], ...]:
         """What is at work in `reduce` and may not honour an option."""
         touched = "reduced" if self.touches_attention else "kept"
-        return (PRESET, self.preset), (ATTENTION, touched), (LOOP, self.loop or "open")
+        by_preset = (PRESET, method_of(self.preset))
+        return by_preset, (ATTENTION, touched), (LOOP, self.loop or "open"), (POLISH, self.polishing)
 
     @property
     def choice(self) -> ReductionChoice:
@@ -174,6 +202,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             budget=BudgetChoice(macs=self.macs, params=self.params),
             within=None if self.within is None else limit_from_text(self.within),
             closed_loop=self.loop,
+            polish=PolishChoice(polish=self.polishing, polish_steps=self.polish_steps, polish_time=self.polish_time),
             reads=self.reads,
             allow_partial=self.allow_partial,
         )

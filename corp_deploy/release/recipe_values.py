@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from msgspec import Meta
 
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
-from corp_deploy.reduction.method import PRESETS, MlpRanking, QkRanking
+from corp_deploy.invocation.compositions import NAMES
+from corp_deploy.polish.options import PolishName
+from corp_deploy.reduction.method import MlpRanking, QkRanking
 from ground import quantities
 from ground.quantity import BATCH, Count, Quantity
 
@@ -72,7 +74,8 @@ AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]
 ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description="true, false or 'symmetric'")]
 SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]
 SelectHead: TypeAlias = Annotated[QkRanking, _of(QkRanking)]
-Preset: TypeAlias = Annotated[str, _one_of(*PRESETS)]
+Preset: TypeAlias = Annotated[str, _one_of(*NAMES)]
+Polish: TypeAlias = Annotated[PolishName, _of(PolishName)]
 Interpolation: TypeAlias = Annotated[str, _one_of(*INTERPOLATIONS)]
 CropMode: TypeAlias = Annotated[str, _one_of(*CROP_MODES)]
 
@@ -84,6 +87,7 @@ Images: TypeAlias = Annotated[int, _in(quantities.IMAGES, int)]
 BadImages: TypeAlias = Annotated[int, _in(quantities.BAD_IMAGES, int)]
 Seed: TypeAlias = Annotated[int, _in(quantities.SEED, int)]
 Workers: TypeAlias = Annotated[int, _in(quantities.WORKERS, int)]
+Steps: TypeAlias = Annotated[int, _in(quantities.STEPS, int)]
 Threads: TypeAlias = Annotated[int, _in(quantities.THREADS, int)]
 Rounds: TypeAlias = Annotated[int, _in(quantities.ROUNDS, int)]
 Multiple: TypeAlias = Annotated[int, _in(quantities.ALIGNMENT, int)]

@@ -8,7 +8,7 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.carry_out import Polishing, reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
@@ -76,11 +76,12 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     reduce_checkpoint(
         dense,
         dirs.root / run["moments"],
-        request_from_choice(choice),
+        request_from_choice(choice, seed=run.options.get("seed", 0)),
         directory=dirs.into / run["output"],
         images=images,
         judges=Judges() if judged else None,
         held_out=None if run["held_out"] is None else load_moments(dirs.root / run["held_out"]),
+        polishing=Polishing(state=dirs.unfinished),
     )
 
 

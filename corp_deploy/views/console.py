@@ -1,14 +1,22 @@
 """What a command says: results on stdout (a table, or JSON for machines), progress and notes on stderr."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import click
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from ground.text import printable
@@ -29,6 +37,21 @@ def _console(*, stderr: bool) -> Console:
     if not console.is_terminal:
         console.width = WIDTH_WITHOUT_TERMINAL
     return console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A progress bar as those who do the work see it: called with how many units are done."""
+
+    progress: Progress
+    task: TaskID
+
+    def __call__(self, done: int) -> None:
+        self.progress.update(self.task, completed=done)
+
+    def renamed(self, title: str, done: int, total: int, unit: str) -> None:
+        """Other work follows, or the same has something new to say."""
+        self.progress.update(self.task, description=printable(title), completed=done, total=total, unit=unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +80,13 @@ class Output:
         click.echo(printable(f"warning: {text}"), err=True)
 
     @contextmanager
-    def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Callable[[int], None]]:
+    def progress(self, title: str, total: int | None, *, unit: str = "") -> "Iterator[Bar]":
         """A bar on stderr; yields a function that is told how many units are done."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn(unit, markup=False),
+            TextColumn("{task.fields[unit]}", markup=False),
         )
         with Progress(
             *columns,
@@ -73,5 +96,4 @@ class Output:
             disable=self.quiet,
             transient=False,
         ) as bar:
-            task = bar.add_task(printable(title), total=total)
-            yield lambda done: bar.update(task, completed=done)
+            yield Bar(progress=bar, task=bar.add_task(printable(title), total=total, unit=unit))

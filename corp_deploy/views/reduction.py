@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from corp_deploy.planning.plan import ProbedAllocation, WidthPlan
+from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.report import SiteReport
 
@@ -69,6 +70,12 @@ def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableTyp
     """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
     ways = [ways_table(plan.ways)] if plan.ways else []
     return [site_table(reduction.sites), *ways, *plan.said, *reduction.said]
+
+
+def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
+    """A polish under way: what is at work, how far it is, of how much, in which unit."""
+    errors = f"held-out error {progress.error:.4f} from {progress.error_before:.4f}"
+    return f"polishing {progress.part}, {errors}", round(100.0 * progress.share), 100, "%"
 
 
 def speedup_line(predicted: float, measured: float) -> str:
