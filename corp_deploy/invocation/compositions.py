@@ -36,5 +36,5 @@ def method_of(preset: str) -> str:
 def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `reduce` with what their preset implies where they say nothing (None) themselves."""
     preset = options.get("preset")
-    implied = COMPOSITIONS[preset].implied if preset in COMPOSITIONS else {}
+    implied = COMPOSITIONS[str(preset)].implied if preset in COMPOSITIONS else {}
     return {**options, **{name: value for name, value in implied.items() if options.get(name) is None}}
