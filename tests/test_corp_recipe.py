@@ -287,7 +287,7 @@ def test_the_starter_recipe_reads_back_as_what_was_put_into_it(tmp_path: Path) -
     recipe = load_recipe(path)
     assert (recipe.name, recipe.package.name) == (name, "odd--name-----")
     assert (recipe.calibration.images, recipe.held_out.images) == (images.resolve(), held_out.resolve())
-    assert recipe.reduce == ReduceTable(mlp=0.5, attn=0.5)
+    assert recipe.reduce == ReduceTable(macs=0.7)
     assert recipe.export == ExportTable()
     again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
     assert again == recipe

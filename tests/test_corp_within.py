@@ -21,6 +21,7 @@ from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.planning import carry_out, within
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
 from corp_deploy.planning.plan import BudgetPlanner, WidthPlan, WithinRequest, budget_planner
+from corp_deploy.planning.sweep import SweepPoint, sentence_of_sweep, smallest_by_error
 from corp_deploy.planning.within import STEPS, smallest_within
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -353,3 +354,19 @@ def test_the_record_is_json(home: Home, directory: Path, tmp_path: Path) -> None
     result = run(home, tmp_path / "reduced", "--within", "agreement 0.9", "--images", "images.npy", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["within"]["judges"] == "40 images that the calibration left out"
+
+
+def point(macs: int, error: float) -> SweepPoint:
+    shares = {"mlp_sparsity": 0.0, "attention_sparsity": 0.0, "macs_share": macs / 100, "relative_error": error}
+    counts = {"macs": macs, "parameters": macs, "sites_reduced": 1, "sites_refused": 0}
+    none = {"budget": None, "agreement": None, "accuracy": None}
+    return SweepPoint(preset="best", geometry="padded", **shares, **counts, **none)  # type: ignore[arg-type]
+
+
+def test_a_sweep_is_said_in_a_sentence() -> None:
+    points = [point(50, 0.3), point(91, 0.04), point(78, 0.09), point(95, 0.012), point(80, 0.11)]
+    said = sentence_of_sweep(points)
+    assert "0.95 at 2%, 0.91 at 5%, 0.78 at 10%;" in said
+    assert {error: trial.macs for error, trial in smallest_by_error(points).items()} == {0.02: 95, 0.05: 91, 0.1: 78}
+    only = sentence_of_sweep([point(50, 0.3), point(60, 0.25)])
+    assert only == "no model tried errs 20% or less; the least is 25.0% at 0.60 of the MACs"

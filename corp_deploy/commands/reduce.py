@@ -60,7 +60,7 @@ def reduce_command(
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
 
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
-    moments.safetensors --mlp 0.5 --attn 0.5 -o reduced
+    moments.safetensors --images calibration/ --macs 0.7 -o reduced
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments

@@ -177,7 +177,12 @@ def sweep_command(
     --min-agreement 0.99 -o sweep
     """
     from calib.store import load
-    from corp_deploy.planning.sweep import record_of_sweep, scored_inputs, smallest_that_agrees
+    from corp_deploy.planning.sweep import (
+        record_of_sweep,
+        scored_inputs,
+        sentence_of_sweep,
+        smallest_that_agrees,
+    )
     from corp_deploy.planning.sweep import sweep as sweep_of
     from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
@@ -204,7 +209,7 @@ def sweep_command(
     write_json(output / "sweep.json", record)
     write_text(output / "sweep.csv", csv_of_sweep(points))
     write_text(output / "sweep.svg", sweep_plot(points))
-    lines = []
+    lines = [sentence_of_sweep(points)]
     if answer is not None:
         words = sweep.words_of(answer, inputs, explicit_options())
         lines.append(

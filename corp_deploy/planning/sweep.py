@@ -182,6 +182,36 @@ def smallest_that_agrees(trials: Sequence[SweepPoint], least: float) -> SweepPoi
     return min(agreeing, key=lambda trial: (trial.macs, trial.relative_error))
 
 
+ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+def smallest_by_error(trials: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
+    """For round errors the trial of least MACs that errs no more; of errors with the same trial the least alone."""
+    smallest: dict[float, SweepPoint] = {}
+    for error in ERRORS:
+        holding = [trial for trial in trials if trial.relative_error <= error]
+        best = min(holding, key=lambda trial: (trial.macs, trial.relative_error), default=None)
+        if best is not None and best not in smallest.values():
+            smallest[error] = best
+    return smallest
+
+
+def sentence_of_sweep(trials: Sequence[SweepPoint]) -> str:
+    """What of the MACs which error takes, by the trials themselves: nothing is read in between them."""
+    smallest = smallest_by_error(trials)
+    if not smallest:
+        least = min(trials, key=lambda trial: trial.relative_error)
+        return (
+            f"no model tried errs {ERRORS[-1]:.0%} or less; the least is {least.relative_error:.1%} at "
+            f"{least.macs_share:.2f} of the MACs"
+        )
+    by_error = ", ".join(f"{trial.macs_share:.2f} at {error:.0%}" for error, trial in smallest.items())
+    return (
+        f"share of the MACs that an error takes, the smallest model tried for each: {by_error}; the edge between two "
+        "is found by reduce --within 'error 0.05'"
+    )
+
+
 def record_of_sweep(trials: Sequence[SweepPoint], answer: SweepPoint | None) -> dict[str, Any]:
     """The sweep as JSON values."""
     return {
@@ -189,4 +219,8 @@ def record_of_sweep(trials: Sequence[SweepPoint], answer: SweepPoint | None) -> 
         "version": 1,
         "trials": [asdict(trial) for trial in trials],
         "smallest_that_agrees": None if answer is None else asdict(answer),
+        "smallest_by_error": [
+            {"error": error, "macs_share": trial.macs_share, "relative_error": trial.relative_error}
+            for error, trial in smallest_by_error(trials).items()
+        ],
     }
