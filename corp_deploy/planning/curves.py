@@ -5,9 +5,11 @@ probe per curve, without labels, turns all into one currency: the site alone is 
 squared change of the model's outputs over the curve's value there is its weight.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import nn
 
 from calib.moments import Moments
@@ -25,6 +27,8 @@ from corp_deploy.reduction.moments import site_moments
 from ground.errors import BadInput
 
 from .probe import Probe, Trial
+
+PARTS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +58,37 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
     return {site.name: order for site, order in orders if order is not None}
 
 
-def _in_outputs(curve: ErrorCurve, effect: float) -> tuple[float, ...]:
-    """The curve scaled so that at the width that was tried it is the effect measured there."""
-    here = curve.errors[curve.at]
-    return tuple(effect * value / here if here > 0.0 else 0.0 for value in curve.errors)
+def _tried(curve: ErrorCurve) -> list[int]:
+    """The positions at which a curve is tried: at a quarter, half and three quarters of the way to the full width."""
+    narrower = len(curve.errors) - 1
+    return sorted({min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in PARTS})
+
+
+def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...]:
+    """The curve as output error: that which was measured where it was tried, and between those places its own shape.
+
+    The ratio of both is interpolated, geometrically, and kept beyond the ends.
+    """
+    tried = [
+        (at, math.log(effect / curve.errors[at]))
+        for at, effect in zip(_tried(curve), effects, strict=True)
+        if effect > 0.0 and curve.errors[at] > 0.0
+    ]
+    if not tried:
+        return (0.0,) * len(curve.errors)
+    at, logs = zip(*tried, strict=True)
+    ratios = np.interp(range(len(curve.errors)), at, logs)
+    return tuple(error * math.exp(ratio) for error, ratio in zip(curve.errors, ratios, strict=True))
 
 
 def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]) -> tuple[float, ...]:
-    """What each width loses of the outputs, all causes together; nothing where there is no choice of width."""
-    scaled = [_in_outputs(curve, effects[site.name, curve.width]) for curve in curves]
-    return tuple(map(sum, zip(*scaled, strict=True))) or (0.0,)
+    """What each offer loses of the outputs, all parts together; nothing where there is no choice of width."""
+    total: Sequence[float] = ()
+    for curve in curves:
+        scaled = _in_outputs(curve, [effects[site.name, curve.alone[at]] for at in _tried(curve)])
+        of_offers = [scaled[place] for place in curve.places]
+        total = [one + other for one, other in zip(total, of_offers, strict=True)] if total else of_offers
+    return tuple(total) or (0.0,)
 
 
 def cost_curves(probe: Probe, currency: Currency) -> list[CostCurve]:
@@ -79,16 +104,17 @@ def cost_curves(probe: Probe, currency: Currency) -> list[CostCurve]:
     def curves_at(site: Site) -> list[ErrorCurve]:
         known = probe.eliminations.get(site.name)
         kind = kind_of(site)
-        if len(kind.widths(site, method)) == 1:
+        if len(kind.offers(site, method)) == 1:
             return []
         return kind.curves(site, site_moments(site, probe.moments, where), method, known)
 
     curves = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
-    effects = probe.effects([(name, curve.width) for name, several in curves.items() for curve in several])
+    trials = [(name, curve.alone[at]) for name, several in curves.items() for curve in several for at in _tried(curve)]
+    effects = probe.linear_effects(trials)
     return [_cost_curve(site, _errors(curves[site.name], site, effects), costs, method) for site in sites]
 
 
 def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:
-    widths = kind_of(site).widths(site, method)
+    widths = kind_of(site).offers(site, method)
     prices = tuple(costs.of(site, width, method.geometry) for width in widths)
     return CostCurve(site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name])

@@ -3,6 +3,7 @@
 Legend: B images, N tokens, C channels.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,8 @@ from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import Reduced
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
+
+from .curvature import linear_effects
 
 Trial = tuple[str, Width]
 
@@ -74,6 +77,19 @@ class Probe:
                         effects[trial] = _change(self._finished(behind, steps[place + 1 :]), dense)
                 walk = walk.behind(step)
         return effects
+
+    def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+        """`effects` to first order, at the cost of a few passes however many trials there are (see curvature.py); exact
+        ones of sites that stand in no branch.
+        """
+        inside = {step.name: step for step in family_of(self.model).steps(self.model) if isinstance(step, Branch)}
+        walked = [trial for trial in trials if trial[0] in inside]
+        effects = self.effects([trial for trial in trials if trial[0] not in inside])
+        layers: dict[str, list[nn.Module]] = defaultdict(list)
+        for (name, _), new in zip(walked, self._reduced(walked), strict=True):
+            layers[name].append(with_modules(inside[name].layer, name, new.modules))
+        by_site = {name: iter(values) for name, values in linear_effects(self.model, self.inputs, layers).items()}
+        return effects | {trial: next(by_site[trial[0]]) for trial in walked}
 
     def _start(self) -> Walk:
         family = family_of(self.model)

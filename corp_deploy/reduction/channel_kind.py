@@ -39,6 +39,9 @@ class ChannelKind:
     def widths(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
         return aligned_widths(site.width, method.align_hidden)
 
+    def offers(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
+        return self.widths(site, method)
+
     def refusal(self, site: ChannelSite, method: Method) -> str:
         return ""
 
@@ -65,12 +68,11 @@ class ChannelKind:
     def curves(
         self, site: ChannelSite, moments: ChannelMoments, method: Method, known: Elimination | None
     ) -> list[ErrorCurve]:
-        widths = self.widths(site, method)
+        widths = self.offers(site, method)
         if len(widths) == 1:
             return []
         order = known or self.elimination(site, moments, method)
-        half_width = halfway(widths, site.width)
-        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), at=widths.index(half_width), width=half_width)]
+        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
     def layer(self, site: ChannelSite, layer: nn.Module, method: Method, width: int) -> nn.Module:
         return with_modules(layer, site.name, site.empty(width, output_bias=True)).eval()
@@ -105,11 +107,6 @@ class ChannelKind:
         if method.merges:
             return _merged(branch, site, moments, streams, method, width)
         return self.reduced(site, moments, method, width)
-
-
-def halfway(widths: tuple[int, ...], dense: int) -> int:
-    """The width next to half the dense one, which itself is none."""
-    return min(widths[:-1], key=lambda width: abs(2 * width - dense))
 
 
 def _merged(

@@ -1,5 +1,7 @@
 """Head sites: which widths, what each loses, and the reduction, on moments and on the streams of a closed loop."""
 
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -19,7 +21,6 @@ from corp_deploy.families.widths import (
 )
 
 from .branch_sums import dense_advanced, head_moments, inputs_sums
-from .channel_kind import halfway
 from .head_modules import reduced_heads
 from .heads import Halves
 from .kind import ErrorCurve, OnStreams, Reduced
@@ -47,6 +48,13 @@ class HeadKind:
     def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
         sizes = aligned_widths(site.size, method.align_head)
         return tuple(head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk) for size in sizes)
+
+    def offers(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
+        """Queries and keys by values, unless heads are square or one of them must stay."""
+        if site.keeps_qk or method.geometry == "square" or method.value_recovery == "keep":
+            return self.widths(site, method)
+        qk, v = (aligned_widths(size, method.align_head) for size in (site.qk, site.v))
+        return tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
 
     def refusal(self, site: HeadSite, method: Method) -> str:
         return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
@@ -78,24 +86,21 @@ class HeadKind:
     def curves(
         self, site: HeadSite, moments: HeadMoments, method: Method, known: Elimination | None
     ) -> list[ErrorCurve]:
-        """Q/K where they may shrink, and the values where they do."""
-        sizes = aligned_widths(site.size, method.align_head)
-        if len(sizes) == 1:
+        """Of Q/K where they may shrink, and of the values where they may."""
+        offers = self.offers(site, method)
+        if len(offers) == 1:
             return []
-        half_width = halfway(sizes, site.size)
-        lost: list[tuple[Tensor, HeadWidths]] = []
+        curves = []
         if not site.keeps_qk:
             lost_HD = queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
-            lost.append((lost_HD, HeadWidths(qk=half_width, v=site.v)))
-        if site.keeps_qk or method.geometry == "square":
+            alone = {width.qk: HeadWidths(qk=width.qk, v=site.v) for width in offers}
+            curves.append(_curve(lost_HD, alone, [width.qk for width in offers]))
+        if any(width.v != site.v for width in offers):
             weight_OC = site.last.weight.detach().double()
             lost_HD = values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, site.heads)
-            lost.append((lost_HD, HeadWidths(qk=site.qk, v=half_width)))
-        at = sizes.index(half_width)
-        return [
-            ErrorCurve(errors=tuple(float(lost_HD[:, size].sum()) for size in sizes), at=at, width=width)
-            for lost_HD, width in lost
-        ]
+            alone = {width.v: HeadWidths(qk=site.qk, v=width.v) for width in offers}
+            curves.append(_curve(lost_HD, alone, [width.v for width in offers]))
+        return curves
 
     def layer(self, site: HeadSite, layer: nn.Module, method: Method, width: HeadWidths) -> nn.Module:
         geometry = geometry_of_heads(width, method.geometry)
@@ -113,3 +118,13 @@ class HeadKind:
         energy = dense_advanced(step, streams)
         layer = with_modules(branch.layer, site.name, new.modules)
         return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+
+
+def _curve(lost_HD: Tensor, alone: Mapping[int, HeadWidths], offered: Sequence[int]) -> ErrorCurve:
+    """Of one part: what all heads lose at each of its sizes."""
+    sizes = sorted(alone)
+    return ErrorCurve(
+        errors=tuple(float(lost_HD[:, size].sum()) for size in sizes),
+        alone=tuple(alone[size] for size in sizes),
+        places=tuple(map(sizes.index, offered)),
+    )

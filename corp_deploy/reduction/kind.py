@@ -43,13 +43,18 @@ class OnStreams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorCurve:
-    """A site's error by width, narrowest first, in the site's own unit; `width`, at position `at`, is what a probe
-    tries to turn it into output error.
+    """What one part of a site loses by its width, narrowest first, in the part's own unit.
+
+    `alone`: the site with this part at each of these widths and all else whole, for a probe to try. `places`: where
+    each width on offer (see `Kind.offers`) stands among them.
     """
 
     errors: tuple[float, ...]
-    at: int
-    width: Width
+    alone: tuple[Width, ...]
+    places: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.errors) == len(self.alone) > max(self.places), self
 
 
 class Kind(Protocol):
@@ -70,7 +75,11 @@ class Kind(Protocol):
         ...
 
     def widths(self, site: Any, method: Method) -> tuple[Width, ...]:
-        """Every width that the site may have, narrowest first."""
+        """Every width that one number may stand for, narrowest first."""
+        ...
+
+    def offers(self, site: Any, method: Method) -> tuple[Width, ...]:
+        """Every width that a budget may choose, the site's own last; parts that can be apart have each their own."""
         ...
 
     def refusal(self, site: Any, method: Method) -> str:
@@ -102,7 +111,7 @@ class Kind(Protocol):
         ...
 
     def curves(self, site: Any, moments: Any, method: Method, known: Elimination | None) -> list[ErrorCurve]:
-        """What each width loses, a curve a cause; none where there is no choice of width."""
+        """What each width loses, a curve a part; none where there is no choice of width."""
         ...
 
     def layer(self, site: Any, layer: nn.Module, method: Method, width: Any) -> nn.Module:

@@ -1,0 +1,96 @@
+"""What a change inside a model does to its outputs, to first order: squared gradients, a few backward passes for all.
+
+For a change d of the residual stream behind a branch the outputs change by J d. With random signs v, one for each
+number that the model gives, E (v' J d)^2 = |J d|^2 (Hutchinson 1990), and v' J is one backward pass, whatever the
+change and however many are tried. No label is asked, and outputs are what the model gives: dense where it gives those.
+
+Legend: B images of a piece, N tokens, C channels, V directions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from calib.hooks import evaluating
+from calib.inputs import Inputs, each, pieces
+from corp_deploy.families.family import family_of
+from corp_deploy.families.steps import Branch, Walk
+from corp_deploy.families.token_merging import Tokens
+
+DIRECTIONS = 6
+PIECE_TOKENS = 2048  # as many tokens have their gradients by branch and direction in memory at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tangent:
+    """Of a piece of the inputs: what enters every branch, the stream behind it [B,N,C], the gradients of the outputs by
+    that stream in every direction [V,B,N,C], and the outputs' energy.
+    """
+
+    entering: Mapping[str, Tokens]
+    behind: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    energy: float
+
+    def effect(self, branch: Branch, layer: nn.Module) -> float:
+        """Squared change of the outputs, summed over the piece, with this layer in the branch's place."""
+        entering = self.entering[branch.name]
+        with torch.no_grad():
+            behind_BNC, _ = branch.passed(layer, entering.x, entering.weights)
+            change_BNC = behind_BNC - self.behind[branch.name]
+            moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[branch.name], change_BNC).double()
+        return float(moved_VB.square().mean(dim=0).sum())
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    drawn = torch.randint(0, 2, like.shape, generator=generator)
+    return (2 * drawn - 1).to(like)
+
+
+def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch.Generator) -> Tangent:
+    family = family_of(model)
+    x_BNC = family.embedded(model, inputs).detach().requires_grad_()
+    walk = Walk.of(x_BNC, family.token_weights(model, inputs), family.merging_of(model) is not None)
+    entering: dict[str, Tokens] = {}
+    behind: dict[str, Tensor] = {}
+    for step in family.steps(model):
+        before, walk = walk.tokens, walk.behind(step)
+        if isinstance(step, Branch):
+            entering[step.name] = before._replace(x=before.x.detach())
+            behind[step.name] = walk.tokens.x
+    outputs = family.finished(model, walk.tokens.x, inputs, walk.tokens.sources)
+    moved = [
+        torch.autograd.grad(outputs, tuple(behind.values()), _signs(outputs, generator), retain_graph=True)
+        for _ in range(directions)
+    ]
+    gradients = {name: torch.stack(of_branch) for name, of_branch in zip(behind, zip(*moved, strict=True), strict=True)}
+    return Tangent(
+        entering=entering,
+        behind={name: tensor.detach() for name, tensor in behind.items()},
+        gradients=gradients,
+        energy=float(outputs.detach().double().square().sum()),
+    )
+
+
+def linear_effects(
+    model: nn.Module, inputs: Inputs, layers: Mapping[str, Sequence[nn.Module]], *, directions: int = DIRECTIONS
+) -> dict[str, list[float]]:
+    """Squared relative change of the outputs, to first order, with each of these layers in its branch's place alone.
+
+    Runs the model once forwards and `directions` times backwards, and every layer once.
+    """
+    tokens = len(family_of(model).token_kinds(model))
+    generator = torch.Generator().manual_seed(0)
+    effects = {name: [0.0] * len(several) for name, several in layers.items()}
+    energy = 0.0
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        branches = {step.name: step for step in family_of(model).steps(model) if isinstance(step, Branch)}
+        for piece in pieces(inputs, max(1, PIECE_TOKENS // tokens)):
+            tangent = _tangent(model, each(piece, torch.clone), directions, generator)
+            energy += tangent.energy
+            for name, several in layers.items():
+                for place, layer in enumerate(several):
+                    effects[name][place] += tangent.effect(branches[name], layer)
+    return {name: [value / energy for value in values] for name, values in effects.items()}
