@@ -326,3 +326,27 @@ def without(site: OneKind, half: OneKind) -> OneKind:
         if value is not None and name not in NOT_SUMS
     }
     return replace(site, **left)
+
+
+def rest(whole: Moments, part: Moments) -> Moments:
+    """The moments of the images of `whole` that are not in `part`: without a half, and without per-image systems.
+
+    Raises BadInput unless all images of `part` are in `whole`, and not all of `whole` in `part`.
+    """
+    inside, stay = torch.isin(part.image_ids, whole.image_ids), ~torch.isin(whole.image_ids, part.image_ids)
+    if not len(inside) or not inside.all() or not stay.any():
+        raise BadInput(
+            f"moments to take apart: {int(inside.sum())} of {part.images} images are among the {whole.images}; "
+            "expected all, and fewer than there are"
+        )
+    sites = {name: without(_plain(whole.sites[name]), _plain(site)) for name, site in part.sites.items()}
+    groups = whole.group_ids[stay] if len(whole.group_ids) else whole.group_ids
+    return Moments(
+        sites=sites, lineage=whole.lineage, images=int(stay.sum()), image_ids=whole.image_ids[stay], group_ids=groups
+    )
+
+
+def _plain(site: SiteMoments) -> SiteMoments:
+    """Without a per-image system."""
+    systems = {"system_HTT", "kept_HK", "target_HKK", "target_energy_H"} & {each.name for each in fields(site)}
+    return replace(site, **dict.fromkeys(systems)) if systems else site

@@ -7,7 +7,7 @@ change and however many are tried. No label is asked, and outputs are what the m
 Legend: B images of a piece, N tokens, C channels, V directions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,16 @@ def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch
     )
 
 
+def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) -> Iterator[Tangent]:
+    """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
+    tokens = len(family_of(model).token_kinds(model))
+    generator = torch.Generator().manual_seed(0)
+    for piece in pieces(inputs, max(1, PIECE_TOKENS // tokens)):
+        with torch.enable_grad():
+            tangent = _tangent(model, each(piece, torch.clone), directions, generator)
+        yield tangent
+
+
 def linear_effects(
     model: nn.Module, inputs: Inputs, layers: Mapping[str, Sequence[nn.Module]], *, directions: int = DIRECTIONS
 ) -> dict[str, list[float]]:
@@ -81,14 +91,11 @@ def linear_effects(
 
     Runs the model once forwards and `directions` times backwards, and every layer once.
     """
-    tokens = len(family_of(model).token_kinds(model))
-    generator = torch.Generator().manual_seed(0)
     effects = {name: [0.0] * len(several) for name, several in layers.items()}
     energy = 0.0
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+    with torch.inference_mode(False), evaluating(model):
         branches = {step.name: step for step in family_of(model).steps(model) if isinstance(step, Branch)}
-        for piece in pieces(inputs, max(1, PIECE_TOKENS // tokens)):
-            tangent = _tangent(model, each(piece, torch.clone), directions, generator)
+        for tangent in tangents(model, inputs, directions=directions):
             energy += tangent.energy
             for name, several in layers.items():
                 for place, layer in enumerate(several):

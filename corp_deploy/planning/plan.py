@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from calib.input_set import InputSet
-from calib.inputs import moved
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.modules import device
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.polish.options import PolishOptions
@@ -17,13 +15,12 @@ from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
+from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, uniform_for_share
 from .curves import CostCurve, cost_curves, eliminations
 from .head_choice import choose_heads
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
-
-PROBE_IMAGES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +96,9 @@ class WidthPlan:
 
 
 def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
-    inputs = moved(next(iter(images.batches(min(PROBE_IMAGES, images.count)))), device(dense.model))
+    apart = set_apart(dense, moments, images)
     known = eliminations(dense.model, moments, method)
-    return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
+    return Probe(model=dense.model, moments=apart.moments, method=method, inputs=apart.inputs, eliminations=known)
 
 
 def _probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:

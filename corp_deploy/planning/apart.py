@@ -1,0 +1,86 @@
+"""Which images a budget looks at, and the moments of all others: what a fit promises must hold on images it never saw.
+
+A fit to few images promises more than it keeps, an MLP's more than that of queries and keys, so that curves measured on
+its own images would spare the wrong sites. Moments are sums: those of the images looked at are taken out again.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from calib.input_set import InputSet
+from calib.inputs import Inputs, moved
+from calib.moments import Moments, rest
+from corp_deploy.families.modules import device
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.store.checkpoint import Checkpoint
+
+IMAGES = 32
+ALL_BELOW = 16
+RUNS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Inputs to look at, and moments without them."""
+
+    inputs: Inputs
+    moments: Moments
+
+
+def _positions(count: int) -> list[int]:
+    """At most IMAGES, and a quarter of them all at most, in a few runs: neighbours are often cut from one picture."""
+    run = max(min(IMAGES, count // 4) // RUNS, 1)
+    return sorted({start * count // RUNS + place for start in range(RUNS) for place in range(run)})
+
+
+def _of_groups(images: InputSet, moments: Moments) -> list[int]:
+    """The positions of whole groups, at least as many images as otherwise, drawn evenly from the groups."""
+    order = {image: group for image, group in zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True)}
+    groups = [order.get(image) for image in images.ids.tolist()]
+    names = list(dict.fromkeys(group for group in groups if group is not None))
+    wanted, chosen = min(IMAGES, images.count // 4), set()
+    # Every so many groups, then those next to them, until there are images enough.
+    for name in sorted(names, key=lambda each: (names.index(each) % RUNS, names.index(each))):
+        if sum(group in chosen for group in groups) >= wanted or len(chosen) + 1 >= len(names):
+            break
+        chosen.add(name)
+    return [place for place, group in enumerate(groups) if group in chosen]
+
+
+def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
+    """The moments without these images, and their half without those of them that are in it."""
+    where, half = device(dense.model), moments.half
+    in_half = torch.zeros(chosen.count, dtype=torch.bool) if half is None else torch.isin(chosen.ids, half.image_ids)
+    left = moments
+    for is_half in (False, True):
+        places = (torch.isin(chosen.ids, left.image_ids) & (in_half == is_half)).nonzero().squeeze(1).tolist()
+        if places:
+            part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type)
+            left = rest(left, part)
+            half = rest(half, part) if is_half and half is not None else half
+    return replace(left, half=half)
+
+
+def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
+    """A few images, of groups of their own where groups are known, and the moments of the others.
+
+    Of fewer than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
+    """
+    where = device(dense.model)
+    few = images.count < ALL_BELOW
+    by_group = moments.half is not None and not few
+    chosen = images if few else images.subset(_of_groups(images, moments) if by_group else _positions(images.count))
+    (inputs,) = chosen.subset(_spread(chosen.count)).batches(chosen.count)
+    apart = Apart(inputs=moved(inputs, where), moments=moments)
+    if few or not torch.isin(chosen.ids, moments.image_ids).any():
+        return apart
+    left = [moments] if moments.half is None else [moments, moments.half]
+    if any(torch.isin(each.image_ids, chosen.ids).all() for each in left):
+        return apart
+    return replace(apart, moments=_left(dense, moments, chosen))
+
+
+def _spread(count: int) -> list[int]:
+    """At most IMAGES positions, evenly."""
+    return sorted({place * count // IMAGES for place in range(IMAGES)}) if count > IMAGES else list(range(count))
