@@ -38,7 +38,7 @@ class Tangent:
         """Squared change of the outputs, summed over the piece, with this layer in the branch's place."""
         entering = self.entering[branch.name]
         with torch.no_grad():
-            behind_BNC, _ = branch.passed(layer, entering.x, entering.weights)
+            behind_BNC, _ = branch.passed(layer, entering.x, entering.sizes)
             change_BNC = behind_BNC - self.behind[branch.name]
             moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[branch.name], change_BNC).double()
         return float(moved_VB.square().mean(dim=0).sum())

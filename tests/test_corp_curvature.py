@@ -1,0 +1,172 @@
+"""A budget's look at a model: first-order effects, curves between the widths that were tried, images set apart."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from calib.moments import ChannelMoments, HeadMoments, Moments, without
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.modules import replaced
+from corp_deploy.families.widths import HeadWidths
+from corp_deploy.planning.apart import set_apart
+from corp_deploy.planning.curvature import linear_effects
+from corp_deploy.planning.curves import _in_outputs, _tried, cost_curves, eliminations
+from corp_deploy.planning.probe import Probe
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.kind import ErrorCurve
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
+
+from . import tiny
+
+METHOD = method_from_preset("best", align_hidden=16, align_head=8)
+
+
+def _slightly_other(layer: nn.Module, scale: float) -> nn.Module:
+    other = replaced(layer, {})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(scale * parameter.std() * torch.randn_like(parameter))
+    return other
+
+
+def test_first_order_effects_are_those_of_small_changes_run_through_the_model() -> None:
+    model = tiny.checkpoint().model
+    images = torch.from_numpy(tiny.images(12))
+    names = ["blocks.0.attn", "blocks.1.mlp"]
+    layers = {name: [_slightly_other(model.get_submodule(name), scale) for scale in (0.005, 0.02)] for name in names}
+    effects = linear_effects(model, images, layers, directions=400)
+    double = replaced(model, {}).double()
+    with torch.no_grad():
+        dense = double(images.double())
+        for name, several in layers.items():
+            for layer, effect in zip(several, effects[name], strict=True):
+                changed = replaced(double, {name: replaced(layer, {}).double()})(images.double())
+                exact = float((changed - dense).square().sum() / dense.square().sum())
+                assert effect == pytest.approx(exact, rel=0.15)
+    assert effects["blocks.0.attn"][1] > 10 * effects["blocks.0.attn"][0] > 0.0
+
+
+def test_gradients_are_taken_inside_inference_mode_too() -> None:
+    model = tiny.checkpoint().model
+    layers = {"blocks.0.mlp": [_slightly_other(model.get_submodule("blocks.0.mlp"), 0.01)]}
+    images = torch.from_numpy(tiny.images(4))
+    outside = linear_effects(model, images, layers)
+    with torch.inference_mode():
+        assert linear_effects(model, images.clone(), layers) == outside
+
+
+def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_between() -> None:
+    errors = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0)
+    curve = ErrorCurve(errors=errors, alone=tuple(range(1, 9)), places=tuple(range(8)))
+    tried = _tried(curve)
+    assert tried == [1, 3, 5]
+    ratios = (3.0, 3.0, 12.0)
+    scaled = _in_outputs(curve, [ratio * errors[at] for ratio, at in zip(ratios, tried, strict=True)])
+    assert scaled == pytest.approx([24.0, 12.0, 6.0, 3.0, 3.0, 3.0, 1.5, 0.0])
+    assert _in_outputs(curve, [0.0, 0.0, 0.0]) == (0.0,) * 8
+    short = ErrorCurve(errors=(1.0, 0.0), alone=(8, 16), places=(0, 1))
+    assert _tried(short) == [0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("curvature")
+    np.save(path / "images.npy", tiny.images(40))
+    return path
+
+
+def _assert_same(one: Moments, other: Moments) -> None:
+    assert one.images == other.images
+    assert torch.equal(one.image_ids, other.image_ids)
+    for name, left in one.sites.items():
+        right = other.sites[name]
+        assert left.tokens == right.tokens
+        if isinstance(left, ChannelMoments):
+            assert isinstance(right, ChannelMoments)
+            torch.testing.assert_close(left.gram_FF, right.gram_FF, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(left.active_F, right.active_F)
+        else:
+            assert isinstance(right, HeadMoments)
+            torch.testing.assert_close(left.kk_centred_HDD, right.kk_centred_HDD, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(left.z_sum_C, right.z_sum_C, rtol=1e-5, atol=1e-4)
+
+
+def test_moments_without_some_images_are_those_of_the_rest(folder: Path) -> None:
+    dense = tiny.checkpoint()
+    images = images_for_model(dense.model, folder / "images.npy")
+    whole = calibrate(dense, images, batch_size=8)
+    part, rest = list(range(0, 40, 5)), [place for place in range(40) if place % 5]
+    apart = calibrate(dense, images.subset(part), batch_size=8)
+    _assert_same(without(whole, apart), calibrate(dense, images.subset(rest), batch_size=8))
+    with pytest.raises(BadInput, match="moments to take apart"):
+        without(apart, whole)
+    with pytest.raises(BadInput, match="moments to take apart"):
+        without(whole, whole)
+
+
+def test_a_budget_looks_at_images_that_its_moments_leave_out(folder: Path) -> None:
+    dense = tiny.checkpoint()
+    images = images_for_model(dense.model, folder / "images.npy")
+    moments = calibrate(dense, images, batch_size=8)
+    apart = set_apart(dense, moments, images)
+    assert isinstance(apart.inputs, torch.Tensor)
+    assert len(apart.inputs) == 8
+    assert apart.moments.images == 32
+    again = set_apart(dense, apart.moments, images)
+    assert torch.equal(again.inputs, apart.inputs)  # type: ignore[arg-type]
+    assert again.moments is apart.moments, "they are left out already"
+    few = images.subset(range(10))
+    of_few = calibrate(dense, few, batch_size=8)
+    every = set_apart(dense, of_few, few)
+    assert isinstance(every.inputs, torch.Tensor)
+    assert len(every.inputs) == 10
+    assert every.moments is of_few
+
+
+def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(folder: Path) -> None:
+    dense = tiny.checkpoint()
+    site = vit.sites(dense.model).heads[0]
+    assert site.v == 16
+    attention = dense.model.get_submodule(site.name)
+    qkv = attention.get_submodule("qkv")
+    assert isinstance(qkv, nn.Linear)
+    rows = slice(2 * site.heads * site.qk, None)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # values of rank 8 in every head
+        for head in qkv.weight[rows].view(site.heads, site.v, -1):
+            head[8:] = torch.randn(8, 8, generator=generator) @ head[:8] / 4.0
+        if qkv.bias is not None:
+            for bias in qkv.bias[rows].view(site.heads, site.v):
+                bias.zero_()
+    images = images_for_model(dense.model, folder / "images.npy")
+    moments = calibrate(dense, images, batch_size=8)
+    for geometry in ("padded", "ragged"):
+        method = replace(METHOD, geometry=geometry)
+        new = reduce(dense.model, moments, method, widths={site.name: HeadWidths(qk=site.qk, v=8)}).model
+        assert vit.sites(new).heads[0].width == HeadWidths(qk=site.qk, v=8)
+        shown = torch.from_numpy(tiny.images(6))
+        with torch.no_grad():
+            torch.testing.assert_close(new(shown), dense.model(shown), rtol=1e-3, atol=1e-4)
+    probe = Probe(
+        model=dense.model,
+        moments=moments,
+        method=METHOD,
+        inputs=shown,
+        eliminations=eliminations(dense.model, moments, METHOD),
+    )
+    (curve,) = (each for each in cost_curves(probe, "macs") if each.site == site.name)
+    of_width = dict(zip(curve.widths, zip(curve.costs, curve.errors, strict=True), strict=True))
+    whole, narrow = HeadWidths(qk=16, v=16), HeadWidths(qk=16, v=8)
+    assert of_width[narrow][1] <= 1e-3 * of_width[HeadWidths(qk=8, v=16)][1]
+    assert of_width[narrow][0] < of_width[whole][0]
+    assert of_width[HeadWidths(qk=8, v=8)][1] == pytest.approx(
+        of_width[HeadWidths(qk=8, v=16)][1] + of_width[narrow][1]
+    )
