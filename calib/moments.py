@@ -349,4 +349,5 @@ def rest(whole: Moments, part: Moments) -> Moments:
 def _plain(site: SiteMoments) -> SiteMoments:
     """Without a per-image system."""
     systems = {"system_HTT", "kept_HK", "target_HKK", "target_energy_H"} & {each.name for each in fields(site)}
-    return replace(site, **dict.fromkeys(systems)) if systems else site
+    nothing: dict[str, Any] = dict.fromkeys(systems)
+    return replace(site, **nothing)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from calib.moments import ChannelMoments, HeadMoments, Moments, without
+from calib.moments import ChannelMoments, HeadMoments, Moments, merge, rest
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import HeadWidths
@@ -103,13 +103,13 @@ def test_moments_without_some_images_are_those_of_the_rest(folder: Path) -> None
     dense = tiny.checkpoint()
     images = images_for_model(dense.model, folder / "images.npy")
     whole = calibrate(dense, images, batch_size=8)
-    part, rest = list(range(0, 40, 5)), [place for place in range(40) if place % 5]
+    part, others = list(range(0, 40, 5)), [place for place in range(40) if place % 5]
     apart = calibrate(dense, images.subset(part), batch_size=8)
-    _assert_same(without(whole, apart), calibrate(dense, images.subset(rest), batch_size=8))
+    _assert_same(rest(whole, apart), calibrate(dense, images.subset(others), batch_size=8))
     with pytest.raises(BadInput, match="moments to take apart"):
-        without(apart, whole)
+        rest(apart, whole)
     with pytest.raises(BadInput, match="moments to take apart"):
-        without(whole, whole)
+        rest(whole, whole)
 
 
 def test_a_budget_looks_at_images_that_its_moments_leave_out(folder: Path) -> None:
@@ -129,6 +129,29 @@ def test_a_budget_looks_at_images_that_its_moments_leave_out(folder: Path) -> No
     assert isinstance(every.inputs, torch.Tensor)
     assert len(every.inputs) == 10
     assert every.moments is of_few
+
+
+def test_whole_groups_are_looked_at_where_they_are_known(folder: Path) -> None:
+    dense = tiny.checkpoint()
+    images = images_for_model(dense.model, folder / "images.npy")
+    in_half = list(range(0, 40, 2))
+    half, other = (calibrate(dense, images.subset(places), batch_size=8) for places in (in_half, range(1, 40, 2)))
+    whole = merge(half, other)
+    place_of = {image: place for place, image in enumerate(images.ids.tolist())}
+    places = [place_of[image] for image in whole.image_ids.tolist()]
+    groups = torch.tensor([2 * (place // 8) + place % 2 for place in places])  # ten, of four images, each in one half
+    grouped = replace(whole, group_ids=groups, half=half)
+    apart = set_apart(dense, grouped, images)
+    assert apart.moments.images == 40 - 12
+    assert not torch.isin(
+        grouped.group_ids[~torch.isin(whole.image_ids, apart.moments.image_ids)], apart.moments.group_ids
+    ).any()
+    left = [place_of[image] for image in apart.moments.image_ids.tolist()]
+    _assert_same(apart.moments, calibrate(dense, images.subset(sorted(left)), batch_size=8))
+    assert apart.moments.half is not None
+    left_half = [place_of[image] for image in apart.moments.half.image_ids.tolist()]
+    assert set(left_half) == set(left) & set(in_half)
+    _assert_same(apart.moments.half, calibrate(dense, images.subset(sorted(left_half)), batch_size=8))
 
 
 def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(folder: Path) -> None:

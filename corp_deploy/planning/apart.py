@@ -36,10 +36,11 @@ def _positions(count: int) -> list[int]:
 
 def _of_groups(images: InputSet, moments: Moments) -> list[int]:
     """The positions of whole groups, at least as many images as otherwise, drawn evenly from the groups."""
-    order = {image: group for image, group in zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True)}
-    groups = [order.get(image) for image in images.ids.tolist()]
+    group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
+    groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
-    wanted, chosen = min(IMAGES, images.count // 4), set()
+    wanted = min(IMAGES, images.count // 4)
+    chosen: set[int] = set()
     # Every so many groups, then those next to them, until there are images enough.
     for name in sorted(names, key=lambda each: (names.index(each) % RUNS, names.index(each))):
         if sum(group in chosen for group in groups) >= wanted or len(chosen) + 1 >= len(names):
