@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .hooks import evaluating, listening
+from .hooks import evaluating, listening, listening_to_merges
 from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
 from .moments import Moments
 from .products import Kernel, kernel_for
 from .sites import Role, Site, SiteKind
 from .sums import ChannelSums, HeadSums, SiteSums
-from .weights import TokenWeights, Weights, weights_by_tokens
+from .weights import TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
@@ -41,6 +41,7 @@ class _AllHeard(Exception):
 class Collector:
     """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
 
+    Where tokens are merged before a site, each counts there as often as tokens stand in it.
     On a CPU every batch is cut into pieces of 8 inputs and the last one is filled up with repeats that are not
     counted, so that no kernel sees a shape that depends on the batch size; that is also faster than large batches.
     Elsewhere a forward pass takes a whole batch. The inputs of a piece share their float32 products: the same pieces
@@ -68,6 +69,8 @@ class Collector:
         self._model, self._sites, self._precision = model, sites, precision
         self._token_weights = token_weights
         self._weights: Mapping[int, Weights] | None = None
+        self._merges = {site.name: site.merge for site in sites if site.merge is not None}
+        self._merged: dict[nn.Module, Weights | None] = {}
         self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
         self._counted = self._ran = 0
@@ -84,6 +87,7 @@ class Collector:
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
             stack.enter_context(listening(self._sites, self._hear))
+            stack.enter_context(listening_to_merges(self._sites, self._hear_merge))
             self._stack = stack.pop_all()
         return self
 
@@ -159,10 +163,19 @@ class Collector:
             )
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
-            weights = _weights_for(activation.shape[-2], self._weights, f"{name}: {role}")
+            weights = self._weights_at(name, role, activation.shape[-2])
             self.sums[name].add(role, activation[: self._counted], weights)
         if len(self._heard) == self._stop_after:
             raise _AllHeard
+
+    def _hear_merge(self, merge: nn.Module, sizes_BN: Tensor | None) -> None:
+        self._merged[merge] = None if sizes_BN is None else weights_of(sizes_BN[: self._counted], self.device)
+
+    def _weights_at(self, name: str, role: Role, tokens: int) -> Weights | None:
+        """Those of the merge before a site, else those of its tokens as they entered the model."""
+        if name in self._merges:
+            return self._merged[self._merges[name]]
+        return _weights_for(tokens, self._weights, f"{name}: {role}")
 
 
 def _new_sums(

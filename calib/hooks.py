@@ -22,6 +22,19 @@ def listening(sites: Sequence[Site], hear: Hear) -> Iterator[None]:
 
 
 @contextmanager
+def listening_to_merges(sites: Sequence[Site], hear: Callable[[nn.Module, Tensor | None], None]) -> Iterator[None]:
+    """Calls hear(merge, sizes [B,N] of the tokens it gives, or None) when a merge before one of the sites has run."""
+
+    def hook(merge: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+        hear(merge, outputs[1])
+
+    with ExitStack() as stack:
+        for merge in {id(site.merge): site.merge for site in sites if site.merge is not None}.values():
+            stack.callback(merge.register_forward_hook(hook).remove)
+        yield
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and every submodule's own mode again afterwards."""
     training = [module for module in model.modules() if module.training]

@@ -17,7 +17,7 @@ from ground.errors import BadInput
 
 from .sites import SiteKind
 
-MUST_MATCH = ("model", "preprocessing", "dtype")
+MUST_MATCH = ("model", "preprocessing", "dtype", "merging")
 NOT_SUMS = ("eps", "kept_HK")
 
 

@@ -161,7 +161,7 @@ def by_loops(model: nn.Module, x: Tensor, merging: Merging) -> Tensor:
                 heads.append(scores.softmax(-1) @ v[:, head])
             x_NC = x_NC + block.ls1(attention.proj(torch.cat(heads, dim=-1)))
             if count:
-                compared = k.flatten(1) if merging.metric == "keys" else block.norm2(x_NC)
+                compared = k.flatten(1) if merging.metric == "keys" else x_NC
                 x_NC, sizes_N, went = merged_by_loops(x_NC, sizes_N, compared, count, protected)
                 went_N = went[went_N]
             x_NC = x_NC + block.ls2(block.mlp(block.norm2(x_NC)))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.table import CALIBRATE
 from corp_deploy.views.console import Output
 from ground.quantities import IMAGES, SHARE_REMOVED
@@ -18,6 +19,7 @@ from .input_choice import (
     input_options,
     text_option,
 )
+from .merging_choice import merging_of_statistics
 from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number, Numbers
 from .options import FILE, batch_size_option, explicit_options, output_options, value_options
@@ -142,6 +144,7 @@ pass_options = value_options(
     help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar shard "
     "is one), or a .json or .npy file with a label an image.",
 )
+@merging_of_statistics
 @pass_options
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
@@ -152,6 +155,7 @@ def calibrate(
     statistics: StatisticsChoice,
     hold_out: int | None,
     groups: str | None,
+    merging: MergingChoice,
     passes: PassChoice,
     summary: Path | None,
     out: Output,
@@ -172,9 +176,13 @@ def calibrate(
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
     takes it for the kept ones alone, exactly, and for every larger share; moments ranked by the same --moments merge.
 
+    With --merge-tokens the statistics are those of the model that merges so, each token counted as often as tokens
+    stand in it; give reduce the same.
+
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
+    from corp_deploy.planning.merging import merging_checkpoint
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.reduction.moments_files import (
         CalibrationRequest,
@@ -200,7 +208,7 @@ def calibrate(
     )
     with ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        checkpoint = model.load(out)
+        checkpoint = merging_checkpoint(model.load(out), merging)
         source = inputs.open(checkpoint)
         run = CalibrationRun(
             ranks=ranks,

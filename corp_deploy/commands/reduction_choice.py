@@ -15,6 +15,7 @@ from ground.errors import BadInput
 from ground.quantities import RIDGE, SECONDS, SHARE_KEPT, SHARE_REMOVED, STEPS
 from ground.quantity import BATCH
 
+from .merging_choice import merging_of_reduction
 from .numbers import Alignment, Number
 from .options import ANY_PATH, DIRECTORY, FILE, explicit_options, usage_errors, value_options
 from .passes import BUDGET, CLOSED_LOOP, cost
@@ -197,5 +198,7 @@ def _reduction(**options: Any) -> ReductionChoice:
     return reduction
 
 
-reduction_options = value_options("reduction", _reduction, *method_options, *budget_options, *repair_options)
-"""Adds what settles method and widths, and hands the command a `ReductionChoice` as `reduction`."""
+reduction_options = value_options(
+    "reduction", _reduction, *method_options, *budget_options, *repair_options, *merging_of_reduction
+)
+"""Adds what settles method, widths and tokens, and hands the command a `ReductionChoice` as `reduction`."""

@@ -19,10 +19,11 @@ MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 class Merging:
     """What happens between the attention and the MLP of each block.
 
-    `schedule`: tokens merged away, an entry a block, 0 none. `metric`: what tokens are compared by, the stream as the
-    MLP's norm gives it, or the keys of all heads side by side. `how`: `merge` takes the mean of tokens that are alike,
-    weighted by how many stand in each; with `drop` those go that the class token attends to least. `unmerged`: dense
-    outputs, every source token has the value of the token that it was merged into. Raises BadInput for what is none.
+    `schedule`: tokens merged away, an entry a block, 0 none. `metric`: whose cosine says how alike tokens are,
+    the stream behind the attention, or the keys of all heads side by side. `how`: `merge` takes the mean of tokens that
+    are alike, weighted by how many stand in each; with `drop` those go that the class token attends to least.
+    `unmerged`: dense outputs, every source token has the value of the token that it was merged into. Raises BadInput
+    for what is none.
     """
 
     schedule: tuple[int, ...]
@@ -79,6 +80,15 @@ def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ..
         tokens -= count
         behind.append(tokens)
     return tuple(behind)
+
+
+def capped(schedule: tuple[int, ...], how: How, tokens: int, protected: int) -> tuple[int, ...]:
+    """The same, with no more in a block than it can merge away."""
+    fitting = []
+    for count in schedule:
+        fitting.append(min(count, most_merged(how, tokens, protected)))
+        tokens -= fitting[-1]
+    return tuple(fitting)
 
 
 def grown(last: int, depth: int) -> tuple[int, ...]:

@@ -67,15 +67,13 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Tokens merged away between two branches, by what `norm` makes of the stream or what lay beside the branch."""
+    """Tokens merged away between two branches, by the stream itself or what lay beside the branch."""
 
     name: str
     merge: TokenMerge
-    norm: nn.Module
 
     def __call__(self, tokens: Tokens, compared_BNX: Tensor | None) -> Tokens:
-        compared_BNX = self.norm(tokens.x) if compared_BNX is None else compared_BNX
-        return Tokens(*self.merge(*tokens, compared_BNX))
+        return Tokens(*self.merge(*tokens, tokens.x if compared_BNX is None else compared_BNX))
 
 
 Step = Branch | Merge | Passage

@@ -18,7 +18,7 @@ PARTS = ("norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path
 class MergingBlock(nn.Module):
     """x + ls1(attn(norm1(x))), tokens merged, x + ls2(mlp(norm2(x))): timm's Block in evaluation.
 
-    `beside`: what of the attention tokens are compared by; None: the stream as norm2 gives it. Without `merge` nothing
+    `beside`: what of the attention tokens are compared by; None: the stream. Without `merge` nothing
     is merged here.
     """
 
@@ -42,7 +42,7 @@ class MergingBlock(nn.Module):
             out, compared = self.attn(entering, sizes, beside=self.beside)
         x = x + self.ls1(out)
         if self.merge is not None:
-            x, sizes, sources = self.merge(x, sizes, sources, self.norm2(x) if compared is None else compared)
+            x, sizes, sources = self.merge(x, sizes, sources, x if compared is None else compared)
         return x + self.ls2(self.mlp(self.norm2(x))), sizes, sources
 
 

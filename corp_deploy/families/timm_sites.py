@@ -146,5 +146,5 @@ def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
         before = counted if merge is None else _read_before(merge, counted)
         yield _branch(name, block, ("norm1", "attn", "ls1"), before)
         if merge is not None:
-            yield Merge(name=f"{name}.merge", merge=merge, norm=block.get_submodule("norm2"))
+            yield Merge(name=f"{name}.merge", merge=merge)
         yield _branch(name, block, ("norm2", "mlp", "ls2"), counted)

@@ -4,7 +4,7 @@ Fields have the names of the options of `reduce`, and a refusal spells them so.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from ground.errors import BadInput
 
 from .compositions import method_of, with_implied
 from .limit import Limit, limit_from_text
+from .merging import MergingChoice, merging_from_options
 from .table import ATTENTION, IMAGES, LOOP, POLISH, PRESET, WIDTHS
 
 if TYPE_CHECKING:
@@ -144,13 +145,14 @@ class ReductionChoice:
     within: Limit | None = None
     judge: Path | None = None
     labels: Path | None = None
+    merging: MergingChoice = field(default_factory=MergingChoice)
 
     def __post_init__(self) -> None:
         sparsities = (self.method.mlp, self.method.attn)
-        if not self.allocates and sparsities == (None, None):
+        if not self.allocates and sparsities == (None, None) and not self.merging.asked:
             raise BadInput(
-                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), a budget: --macs 0.6, or "
-                "a limit: --within 'error 0.05'"
+                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), a budget: --macs 0.6, a "
+                "limit: --within 'error 0.05', or tokens to merge: --merge-tokens 12"
             )
         self._refuse_beside_within()
         if self.budget.currency is not None and any(sparsities):
@@ -181,6 +183,15 @@ class ReductionChoice:
         return "within" if self.within is not None else self.budget.currency or "sparsities"
 
     @property
+    def method_asked(self) -> Method:
+        """The method; where tokens alone are merged, a closed loop repairs every site at its full width."""
+        method = self.method.method
+        repairs = self.merging.asked and self.closed_loop is not None and not self.allocates
+        if not repairs or (self.method.mlp, self.method.attn) != (None, None):
+            return method
+        return replace(method, mlp_sparsity=0.0, attention_sparsity=0.0)
+
+    @property
     def auto_heads(self) -> bool:
         return self.method.heads == "auto"
 
@@ -203,6 +214,7 @@ class ReductionChoice:
         LOOP.refuse([("", self.closed_loop or "open")], options)
         POLISH.refuse([("", self.polish.polish)], options)
         IMAGES.refuse([("", "images" if self.needs_images else "none")], options)
+        self.merging.refuse_ignored(options)
 
 
 def _of(fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,5 +234,6 @@ def reduction_from_options(options: Mapping[str, Any]) -> ReductionChoice:
         method=MethodChoice(**_of(MethodChoice.__dataclass_fields__, options)),
         closed_loop=loop_from(options.get("closed_loop")),
         polish=PolishChoice(**{name: value for name, value in polish.items() if value is not None}),
+        merging=merging_from_options(options),
         **_of(dict.fromkeys(("reads", "held_out", "allow_partial", "judge", "labels")), options),
     )

@@ -295,5 +295,19 @@ POLISH = Axis(
         for name in POLISHES
     },
 )
-REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH)
+# By what becomes of tokens.
+MERGING = Axis(
+    command="reduce",
+    ways={
+        "none": Way(words="a model that keeps its tokens", ask="no --merge-tokens", honours={}),
+        "merge": Way(
+            words="merged tokens",
+            ask="--merge-tokens 12",
+            honours={"merge_metric": ANY, "merge_how": ANY, "merge_outputs": ANY},
+        ),
+        "drop": Way(words="dropped tokens", ask="--merge-tokens 12 --merge-how drop", honours={"merge_how": ANY}),
+    },
+)
+
+REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH, MERGING)
 AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, INPUTS, *REDUCE)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
 from corp_deploy.proof.speed import measure
@@ -21,7 +22,7 @@ from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
-from corp_deploy.reduction.moments import require_apart, require_same_model
+from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
@@ -31,6 +32,7 @@ from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
 from .judging import Judges
+from .merging import merging_checkpoint
 from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, plan
 from .within import smallest_within
 
@@ -78,6 +80,13 @@ def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
+def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments) -> WidthPlan:
+    """With a sentence on the tokens that are merged, and on moments that were taken otherwise."""
+    merging = family_of(model).merging_of(model)
+    words = ("" if merging is None else f"tokens {merging.words()}", merging_note(model, moments))
+    return replace(planned, said=(*planned.said, *filter(None, words)))
+
+
 def reduce_as_asked(
     dense: Checkpoint,
     moments: Moments,
@@ -94,6 +103,7 @@ def reduce_as_asked(
     holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
     for a model of which less would be removed than was asked for, unless that is allowed.
     """
+    dense = merging_checkpoint(dense, asked.merging)
     require_same_model(dense.model, moments)
     if asked.closed_loop is not None and held_out is not None:
         raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
@@ -104,7 +114,7 @@ def reduce_as_asked(
     if asked.within is not None:
         return _within(dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done)
     with torch.inference_mode():
-        planned = plan(dense, moments, asked, images)
+        planned = _with_words(plan(dense, moments, asked, images), dense.model, moments)
     return _as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
 
 

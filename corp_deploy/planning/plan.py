@@ -1,7 +1,7 @@
 """Settle what a reduction does before it is done: the widths of a budget, the geometry of the heads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from calib.input_set import InputSet
@@ -9,6 +9,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.limit import Limit
+from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
@@ -47,7 +48,7 @@ class ReductionRequest:
     need images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
-    closed loop's last block is fitted to, see tokens_to_fit.
+    closed loop's last block is fitted to, see tokens_to_fit; `merging`: which tokens are merged away.
     """
 
     preset: str
@@ -59,6 +60,7 @@ class ReductionRequest:
     allow_partial: bool = False
     reads: Reads | None = None
     polish: PolishOptions | None = None
+    merging: MergingChoice = field(default_factory=MergingChoice)
 
     @property
     def needs_images(self) -> bool:

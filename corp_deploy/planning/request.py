@@ -30,7 +30,7 @@ def request_from_choice(choice: ReductionChoice, *, seed: int = 0) -> ReductionR
     """The reduction as planning takes it; the seed draws the order of a polish's inputs."""
     return ReductionRequest(
         preset=choice.method.preset,
-        method=choice.method.method,
+        method=choice.method_asked,
         budget=_budget(choice.budget),
         within=_within(choice),
         auto_heads=choice.auto_heads,
@@ -38,4 +38,5 @@ def request_from_choice(choice: ReductionChoice, *, seed: int = 0) -> ReductionR
         allow_partial=choice.allow_partial,
         reads=choice.reads,
         polish=choice.polish.options(seed=seed),
+        merging=choice.merging,
     )

@@ -5,7 +5,7 @@ from torch import nn
 
 from calib.moments import Moments, OneKind, SiteMoments, on_device, without
 from corp_deploy.families.site import Site
-from corp_deploy.store.inputs import model_digest, preprocessing_text
+from corp_deploy.store.inputs import MERGING, merging_text, model_digest, preprocessing_text
 from ground.errors import BadInput
 
 from .kinds import kind_of
@@ -38,6 +38,15 @@ def require_apart(moments: Moments, held_out: Moments) -> None:
             f"held-out moments: {common} of their {held_out.images} images are calibration images too; calibrate them "
             "apart: calibrate --hold-out N writes both"
         )
+
+
+def merging_note(model: nn.Module, moments: Moments) -> str:
+    """What is to be said where tokens are merged otherwise than they were when the moments were taken, or nothing."""
+    here, there = merging_text(model), moments.lineage.get(MERGING, "")
+    if here == there:
+        return ""
+    was = f"while tokens were merged as {there}" if there else "without merged tokens"
+    return f"the moments were taken {was}; calibrate with the same --merge-tokens, --merge-metric and --merge-how"
 
 
 def require_same_model(model: nn.Module, moments: Moments) -> None:

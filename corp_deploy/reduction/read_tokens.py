@@ -27,8 +27,8 @@ def _random_stream(like_1NC: Tensor) -> Tensor:
     return stream_BNC.to(like_1NC).requires_grad_()
 
 
-def tokens_read(model: nn.Module) -> Tensor:
-    """Numbers of the tokens, ascending: the outputs' gradient by random last streams is not zero there."""
+def _is_read(model: nn.Module) -> Tensor:
+    """Of each token of the last stream: whether the outputs' gradient by random last streams is not zero there."""
     family = family_of(model)
     streams: list[Tensor] = []
 
@@ -46,7 +46,12 @@ def tokens_read(model: nn.Module) -> Tensor:
             (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), streams)
     finally:
         handle.remove()
-    return (gradient_BNC != 0.0).any(dim=2).any(dim=0).nonzero().squeeze(1)
+    return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
+
+
+def tokens_read(model: nn.Module) -> Tensor:
+    """Numbers of the tokens of the last stream that the outputs read, ascending."""
+    return _is_read(model).nonzero().squeeze(1)
 
 
 def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
@@ -57,8 +62,9 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     """
     if reads == "all" or (reads is None and family_of(model).classes(model) == 0):
         return None
-    tokens = tokens_read(model)
-    return None if len(tokens) in (0, len(family_of(model).token_kinds(model))) else tokens
+    is_read_N = _is_read(model)
+    tokens = is_read_N.nonzero().squeeze(1)
+    return None if len(tokens) in (0, len(is_read_N)) else tokens
 
 
 def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:

@@ -14,8 +14,9 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.invocation.compositions import method_of, with_implied
 from corp_deploy.invocation.honours import Axis
 from corp_deploy.invocation.limit import limit_from_text
+from corp_deploy.invocation.merging import merging_from_options
 from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, PolishChoice, ReductionChoice
-from corp_deploy.invocation.table import ATTENTION, LOOP, POLISH, PRESET
+from corp_deploy.invocation.table import ATTENTION, LOOP, MERGING, POLISH, PRESET
 from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from ground.errors import BadInput
@@ -119,6 +120,10 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     polish_time: recipe_values.Seconds | None = None
     allow_partial: recipe_values.Flag = False
     reads: recipe_values.Reads | None = None
+    merge_tokens: recipe_values.MergeTokens | None = None
+    merge_metric: recipe_values.MergeMetric | None = None
+    merge_how: recipe_values.MergeHow | None = None
+    merge_outputs: recipe_values.MergeOutputs | None = None
 
     def __post_init__(self) -> None:
         self._refuse_contradictions()
@@ -130,7 +135,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "polish_time": self.polish_time,
         }
         for axis, way in self.ways:
-            refuse_ignored("[reduce]", axis, way, asked)
+            refuse_ignored("[reduce]", axis, way, asked | self.merging)
         try:
             _ = self.choice
         except BadInput as error:
@@ -143,9 +148,10 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput(f"[reduce] has {' and '.join(budgets)}; give one budget")
         if budgets and (self.mlp or self.attn):
             raise BadInput(f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
-        if not budgets and self.mlp is None and self.attn is None:
+        if not budgets and self.mlp is None and self.attn is None and self.merge_tokens is None:
             raise BadInput(
-                "[reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), or a budget"
+                "[reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), a budget, or "
+                "merge_tokens"
             )
         if budgets and method_of(self.preset) != "best":
             raise BadInput(f"reduce.{budgets[0]} needs preset best, got {self.preset!r}")
@@ -183,7 +189,20 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """What is at work in `reduce` and may not honour an option."""
         touched = "reduced" if self.touches_attention else "kept"
         by_preset = (PRESET, method_of(self.preset))
-        return by_preset, (ATTENTION, touched), (LOOP, self.loop or "open"), (POLISH, self.polishing)
+        tokens = "none" if self.merge_tokens is None else self.merge_how or "merge"
+        on_streams = (LOOP, self.loop or "open"), (POLISH, self.polishing)
+        return by_preset, (ATTENTION, touched), *on_streams, (MERGING, tokens)
+
+    @property
+    def merging(self) -> dict[str, str]:
+        """The options of token merging that are set, as the command takes them."""
+        values = {
+            "merge_tokens": None if self.merge_tokens is None else str(self.merge_tokens),
+            "merge_metric": self.merge_metric,
+            "merge_how": self.merge_how,
+            "merge_outputs": self.merge_outputs,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def choice(self) -> ReductionChoice:
@@ -205,6 +224,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             polish=PolishChoice(polish=self.polishing, polish_steps=self.polish_steps, polish_time=self.polish_time),
             reads=self.reads,
             allow_partial=self.allow_partial,
+            merging=merging_from_options(self.merging),
         )
 
     @property
@@ -215,7 +235,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def method(self) -> Method:
         """How sites are reduced; heads = auto starts from padded ones."""
-        return self.choice.method.method
+        return self.choice.method_asked
 
 
 class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

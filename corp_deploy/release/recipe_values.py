@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from msgspec import Meta
 
+from corp_deploy.families.merging import How, Metric
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
 from corp_deploy.invocation.compositions import NAMES
 from corp_deploy.polish.options import PolishName
@@ -60,6 +61,7 @@ _Heads = Literal["padded", "square", "ragged", "auto"]
 _Precision = Literal["fp32", "fp16", "mixed"]
 _Groups = Literal["image", "folder", "file"]
 _Reads = Literal["all", "pooled"]
+_Outputs = Literal["merged", "unmerged"]
 _System = Literal["whole", "kept"]
 
 Device: TypeAlias = Annotated[_Device, _of(_Device)]
@@ -70,6 +72,12 @@ Precisions: TypeAlias = Annotated[
 ]
 Groups: TypeAlias = Annotated[_Groups, _of(_Groups)]
 Reads: TypeAlias = Annotated[_Reads, _of(_Reads)]
+MergeTokens: TypeAlias = Annotated[
+    int | str, Meta(description="how many tokens each block merges away: 12, 'grow:36' or '0,4,8,...'")
+]
+MergeMetric: TypeAlias = Annotated[Metric, _of(Metric)]
+MergeHow: TypeAlias = Annotated[How, _of(How)]
+MergeOutputs: TypeAlias = Annotated[_Outputs, _of(_Outputs)]
 AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]
 ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description="true, false or 'symmetric'")]
 SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]

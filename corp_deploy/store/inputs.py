@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from ground.errors import BadInput
 from ground.files import regular
 
 from .checkpoint import Checkpoint
+
+MERGING = "merging"
 
 
 def images_for_model(
@@ -68,9 +71,16 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def merging_text(model: nn.Module) -> str:
+    """How the model merges tokens as one text, to be kept and compared; empty for one that merges none."""
+    merging = family_of(model).merging_of(model)
+    return "" if merging is None else json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
+
+
 def lineage_of_model(model: nn.Module) -> dict[str, str]:
-    """What must agree before moments are used for a model: its weights, and how images are prepared for it."""
-    return {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+    """What tells moments which model they are of: its weights, how images are prepared for it, which tokens merge."""
+    lineage = {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+    return lineage | ({MERGING: text} if (text := merging_text(model)) else {})
 
 
 def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet) -> dict[str, str]:

@@ -1,0 +1,39 @@
+"""Which tokens a model is to merge away, settled from what was asked for."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from corp_deploy.families.family import family_of
+from corp_deploy.families.merging import Merging, capped, schedule_from_text
+from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.store.checkpoint import Checkpoint
+
+
+def merging_from_choice(choice: MergingChoice, model: nn.Module) -> Merging | None:
+    """What a model merges as it was asked for, None where nothing was.
+
+    Where one number stands for all blocks, a block merges no more than it can. Raises BadInput for a text that is no
+    schedule of its blocks.
+    """
+    if choice.merge_tokens is None:
+        return None
+    family = family_of(model)
+    kinds = family.token_kinds(model)
+    schedule = schedule_from_text(choice.merge_tokens, family.depth(model))
+    if "," not in choice.merge_tokens:
+        schedule = capped(schedule, choice.merge_how, len(kinds), len(kinds) - kinds.count("patch"))
+    return Merging(
+        schedule=schedule,
+        metric=choice.merge_metric,
+        how=choice.merge_how,
+        unmerged=choice.merge_outputs == "unmerged",
+    )
+
+
+def merging_checkpoint(checkpoint: Checkpoint, choice: MergingChoice) -> Checkpoint:
+    """The checkpoint with a model that merges as asked for; itself where nothing was asked for."""
+    merging = merging_from_choice(choice, checkpoint.model)
+    if merging is None:
+        return checkpoint
+    return replace(checkpoint, model=family_of(checkpoint.model).with_merging(checkpoint.model, merging))
