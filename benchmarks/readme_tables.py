@@ -1,4 +1,4 @@
-"""Write the README's tables from the recorded results, between the two marker lines.
+"""Write the README's tables from the recorded results, between the marker lines of each part.
 
 python -m benchmarks.readme_tables            writes README.md
 python -m benchmarks.readme_tables --check    fails when README.md is not what the records say
@@ -6,7 +6,7 @@ python -m benchmarks.readme_tables --check    fails when README.md is not what t
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from benchmarks.gpu import page as gpu_page
+from benchmarks.real import page as real_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+MARKS = {part: (f"<!-- {part}: begin -->", f"<!-- {part}: end -->") for part in ("real encoder", "measured")}
 METHODS = ("best, closed loop", "best", "corp", "corp-v1", "none")
 MLP_METHODS = (
     "best",
@@ -194,6 +195,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+# What stands first: real weights and real photographs.
+REAL: dict[str, Callable[[dict[str, Any]], str]] = {
+    "real_vit.json": real_page.real_vit,
+    "real_vit_engines.json": real_page.real_vit_engines,
+}
+
+
 def on_gpus(results: Path) -> list[str]:
     """Goals and tables of the records that were measured on a GPU; nothing where there are none."""
     read = {part: results / f"gpu_{part}.json" for part in gpu_page.PARTS}
@@ -206,21 +214,34 @@ def on_gpus(results: Path) -> list[str]:
     return ["Goals on a GPU:\n\n" + gpu_page.goals(records), *tables] if records else []
 
 
-def measured(results: Path = RESULTS) -> str:
-    """All tables whose record is there."""
+def _tables(tables: Mapping[str, Callable[[dict[str, Any]], str]], results: Path) -> list[str]:
+    """Those whose record is there and says something."""
     parts = []
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         path = results / name
         if path.is_file():
             parts.append(table(json.loads(path.read_text(encoding="utf-8"))))
-    return "\n\n".join([part for part in parts if part] + on_gpus(results))
+    return [part for part in parts if part]
+
+
+def measured(results: Path = RESULTS) -> str:
+    """All tables whose record is there, beside those of the real encoder."""
+    return "\n\n".join(_tables(TABLES, results) + on_gpus(results))
+
+
+def real_encoder(results: Path = RESULTS) -> str:
+    """The tables of real weights and real photographs."""
+    return "\n\n".join(_tables(REAL, results))
 
 
 def readme_with_tables(text: str) -> str:
     """The README with what stands between the markers made anew."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{measured()}\n\n{END}{after}"
+    for part, content in (("real encoder", real_encoder()), ("measured", measured())):
+        begin, end = MARKS[part]
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n\n{content}\n\n{end}{after}"
+    return text
 
 
 @click.command()

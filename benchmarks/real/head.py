@@ -1,6 +1,8 @@
 """The saliency head that reads a DINOv2's patch tokens; it is never reduced, and never told what was."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from math import isqrt
 from pathlib import Path
 
 import torch
@@ -10,30 +12,32 @@ from torch.nn import functional
 
 
 class SaliencyHead(nn.Module):
-    """Patch tokens after the last norm [B,256,384] to saliency in [0,1], [B,224,224]."""
+    """Patch tokens after the last norm [B,N,C], N a square, to saliency in [0,1], [B,S,S] at the images' size."""
 
-    def __init__(self, widths: tuple[int, ...] = (384, 256, 128, 64), grid: int = 16, side: int = 224) -> None:
+    def __init__(self, widths: Sequence[int] = (384, 256, 128, 64), patch: int = 14) -> None:
         super().__init__()
-        self.grid, self.side, self.stages = grid, side, len(widths) - 1
+        self.patch, self.stages = patch, len(widths) - 1
         for stage, (inner, outer) in enumerate(pairwise(widths), 1):
             self.add_module(f"upconv{stage}", nn.ConvTranspose2d(inner, outer, 4, stride=2, padding=1))
             self.add_module(f"bn{stage}", nn.BatchNorm2d(outer))
         self.final_conv = nn.Conv2d(widths[-1], 1, 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        maps = tokens.transpose(1, 2).unflatten(2, (self.grid, self.grid))
+        grid = isqrt(tokens.shape[1])
+        maps = tokens.transpose(1, 2).unflatten(2, (grid, grid))
         for stage in range(1, self.stages + 1):
             upsampled = self.get_submodule(f"upconv{stage}")(maps)
             maps = functional.relu(self.get_submodule(f"bn{stage}")(upsampled))
-        size = (self.side, self.side)
+        size = (grid * self.patch, grid * self.patch)
         scaled = functional.interpolate(self.final_conv(maps), size=size, mode="bilinear", align_corners=False)
         return torch.sigmoid(scaled).squeeze(1)
 
 
 def load_head(path: Path) -> SaliencyHead:
     """From its weights, in eval mode."""
-    head = SaliencyHead()
-    missing = head.load_state_dict(load_file(path), strict=False).missing_keys
-    if any("num_batches_tracked" not in name for name in missing):
-        raise KeyError(f"{path}: no {', '.join(missing)}")
+    state = load_file(path)
+    stages = sum(name.startswith("upconv") and name.endswith(".weight") for name in state)
+    kernels = [state[f"upconv{stage}.weight"] for stage in range(1, stages + 1)]
+    head = SaliencyHead([kernels[0].shape[0], *(kernel.shape[1] for kernel in kernels)])
+    head.load_state_dict(state)
     return head.eval()

@@ -98,8 +98,11 @@ def backbone(model: onnx.ModelProto) -> dict[str, Tensor]:
 
 def head(model: onnx.ModelProto) -> dict[str, Tensor]:
     """The state of the saliency head."""
-    return {
+    state = {
         name.removeprefix("decoder."): torch.from_numpy(numpy_helper.to_array(tensor).copy())
         for tensor in model.graph.initializer
         if (name := tensor.name).startswith("decoder.")
     }
+    # How many batches a norm has seen is no weight, and the graph has left it out.
+    seen = {name.replace("running_mean", "num_batches_tracked") for name in state if name.endswith("running_mean")}
+    return state | {name: torch.tensor(0) for name in seen}

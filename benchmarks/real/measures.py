@@ -1,0 +1,87 @@
+"""How far a reduced encoder is from the dense one: tokens after the last norm, and what an untouched head reads there.
+
+B images, N patches, C channels, S pixels a side.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.real.head import SaliencyHead
+from corp_deploy.families.family import family_of
+from perf.parity.measures import measures
+
+BATCH = 16
+THRESHOLD = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Class tokens [B,C], patch tokens [B,N,C] and saliency [B,S,S]; the last two are None where tokens are dropped."""
+
+    class_BC: Tensor
+    patches_BNC: Tensor | None
+    saliency_BSS: Tensor | None
+
+
+def _with_every_token(model: nn.Module) -> tuple[nn.Module, bool]:
+    """The model with merged tokens given back to every patch, and whether every patch has one."""
+    family = family_of(model)
+    merging = family.merging_of(model)
+    if merging is None or merging.unmerged:
+        return model, True
+    if merging.how == "drop":
+        return model, False
+    return family.with_merging(model, replace(merging, unmerged=True)), True
+
+
+def outputs(model: nn.Module, images: Tensor, head: SaliencyHead) -> Outputs:
+    """Of all images [B,3,S,S], a few at a time; merged tokens stand in for the patches that they came from."""
+    whole, every = _with_every_token(model)
+    normed: list[Tensor] = []
+    hook = whole.get_submodule("norm").register_forward_hook(lambda _, __, tokens: normed.append(tokens))
+    with torch.inference_mode():
+        for batch in images.split(BATCH):
+            whole(batch)
+        hook.remove()
+        tokens = torch.cat(normed)
+        patches = tokens[:, 1:] if every else None
+        saliency = None if patches is None else torch.cat([head(part) for part in patches.split(BATCH)])
+    return Outputs(class_BC=tokens[:, 0], patches_BNC=patches, saliency_BSS=saliency)
+
+
+def relative_error(reduced: Tensor, dense: Tensor) -> float:
+    """||reduced - dense|| / ||dense||, over all images together."""
+    return float((reduced.double() - dense.double()).norm() / dense.double().norm())
+
+
+def overlap(reduced_BSS: Tensor, dense_BSS: Tensor) -> float:
+    """Intersection over union of what is salient in each, all images together; 1 where nothing is in either."""
+    one, other = reduced_BSS > THRESHOLD, dense_BSS > THRESHOLD
+    union = int((one | other).sum())
+    return int((one & other).sum()) / union if union else 1.0
+
+
+def figures(reduced: Outputs, dense: Outputs) -> Mapping[str, Any]:
+    """All measures of a row; null for those of patches that were dropped."""
+    neighbours = measures(dense.class_BC.numpy(), reduced.class_BC.numpy(), role="embedding").agreement
+    row: dict[str, Any] = {
+        "class_error": relative_error(reduced.class_BC, dense.class_BC),
+        "neighbour_agreement": neighbours,
+    }
+    if reduced.patches_BNC is None or reduced.saliency_BSS is None:
+        names = "patch_error", "cosine_mean", "cosine_low", "saliency_error", "saliency_iou"
+        return row | dict.fromkeys(names)
+    assert dense.patches_BNC is not None, "the dense model has every patch"
+    assert dense.saliency_BSS is not None, "the dense model has every patch"
+    cosines = torch.cosine_similarity(reduced.patches_BNC.double(), dense.patches_BNC.double(), dim=-1).flatten()
+    return row | {
+        "patch_error": relative_error(reduced.patches_BNC, dense.patches_BNC),
+        "cosine_mean": float(cosines.mean()),
+        "cosine_low": float(cosines.quantile(0.01)),
+        "saliency_error": relative_error(reduced.saliency_BSS, dense.saliency_BSS),
+        "saliency_iou": overlap(reduced.saliency_BSS, dense.saliency_BSS),
+    }

@@ -1,0 +1,131 @@
+"""The tables of a record of real_vit.py and real_vit_engines.py, for the README."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+SHOWN_SHARE = 0.8
+Row = Mapping[str, Any]
+FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "macs_share": ("MACs", "{:.2f}".format),
+    "class_error": ("class token", "{:.3f}".format),
+    "patch_error": ("patch tokens", "{:.3f}".format),
+    "cosine_mean": ("cosine", "{:.3f}".format),
+    "cosine_low": ("lowest 1 %", "{:.3f}".format),
+    "saliency_error": ("saliency", "{:.3f}".format),
+    "saliency_iou": ("IoU", "{:.3f}".format),
+    "neighbour_agreement": ("neighbours", "{:.0%}".format),
+    "cpu_s": ("CPU s", "{:.0f}".format),
+    "passes": ("passes", "{:.1f}".format),
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _by_share(rows: Sequence[Row]) -> str:
+    """The class token's error, a method a line."""
+    shares = sorted({row["share"] for row in rows}, reverse=True)
+    errors = {(row["method"], row["share"]): f"{row['class_error']:.3f}" for row in rows}
+    methods = dict.fromkeys(row["method"] for row in rows)
+    lines = [[method, *(errors.get((method, share), "-") for share in shares)] for method in methods]
+    return table(["share of the MACs", *(f"{share:g}" for share in shares)], lines)
+
+
+def _figures(rows: Sequence[Row]) -> str:
+    """Every figure of the rows at one share."""
+    lines = [
+        [row["method"], *("-" if row[name] is None else words(row[name]) for name, (_, words) in FIGURES.items())]
+        for row in rows
+        if row["share"] == SHOWN_SHARE
+    ]
+    return table([f"at {SHOWN_SHARE:g} of the MACs", *(name for name, _ in FIGURES.values())], lines)
+
+
+def _photographs(rows: Sequence[Row]) -> str:
+    """What fewer photographs do: the error on the crops that a method was fitted to, and on the held-out ones."""
+    counts = sorted({row["photographs"] for row in rows})
+    cells = {
+        (row["method"], row["photographs"]): f"{row['fitted_class_error']:.3f} / {row['class_error']:.3f}"
+        for row in rows
+    }
+    methods = dict.fromkeys(row["method"] for row in rows)
+    lines = [[method, *(cells.get((method, count), "-") for count in counts)] for method in methods]
+    return table(["photographs", *map(str, counts)], lines)
+
+
+def real_vit(record: Mapping[str, Any]) -> str:
+    """What all methods do to real weights."""
+    calibration, held_out = record["calibration"], record["held_out"]
+    rows = record["rows"]
+    text = (
+        f"**A real {record['model']}** (`make real`), fitted to {calibration['crops']} crops of "
+        f"{calibration['photographs']} photographs, judged on {held_out['crops']} crops of {held_out['photographs']} "
+        "others: relative error of the class token, ‖reduced − dense‖ / ‖dense‖, by the share of the dense MACs that "
+        "may stay. Presets take the least uniform sparsity that leaves at most that share, of MLPs and Q/K alike; `by "
+        "site` is `--macs`:"
+    )
+    parts = [text, _by_share(rows)]
+    if any(row["share"] == SHOWN_SHARE for row in rows):
+        more = (
+            "All figures: errors of class and patch tokens, cosine of patch tokens (mean, and what 1 % fall below), "
+            "error and overlap of the untouched saliency head's maps, images whose nearest neighbour stays, CPU "
+            f"seconds of `reduce` with {record['threads']} threads, and the same in bare forward passes over the "
+            "calibration crops:"
+        )
+        parts += [more, _figures(rows)]
+    if record.get("photographs"):
+        (share,) = {row["share"] for row in record["photographs"]}
+        parts.append(
+            f"Over-fitting: the class token's error at {share:g} of the MACs, uniform widths, on the very crops that "
+            "were fitted to / on the held-out ones, by the number of photographs:"
+        )
+        parts.append(_photographs(record["photographs"]))
+    return "\n\n".join([*parts, *record.get("remarks", [])])
+
+
+def _interval(value: Sequence[float | None] | None, digits: int) -> str:
+    if value is None or value[0] is None:
+        return "-"
+    low, high = value[1], value[2]
+    span = "" if low is None or high is None else f" ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{value[0]:.{digits}f}{span}"
+
+
+def real_vit_engines(record: Mapping[str, Any]) -> str:
+    """What engines make of it."""
+    lines = []
+    engines = [("dense", record["dense_engine"]), *((row["name"], row["engine"]) for row in record["rows"])]
+    for row in record["rows"]:
+        head = [row["name"], f"{row['macs_share']:.2f}", f"{row['class_error']:.3f}"]
+        for line in row["latency"]["rows"]:
+            p50 = [_interval(line["p50_ms"][side], 1) for side in ("dense", "reduced")]
+            rates = [_interval(line["images_per_s"][side], 1) for side in ("dense", "reduced")]
+            lines.append([*head, str(line["batch"]), *p50, *rates, _interval(line["speedup"], 2)])
+    text = (
+        f"What engines make of it: ONNX Runtime, FP32, {record['threads']} threads of an {record['cpu']}, each model "
+        "interleaved with the dense one in one process (95 % intervals in brackets):"
+    )
+    names = [
+        "model",
+        "MACs",
+        "class token",
+        "batch",
+        "dense p50 ms",
+        "p50 ms",
+        "dense images/s",
+        "images/s",
+        "speed-up",
+    ]
+    parts = [text, table(names, lines)]
+    if all(engine is not None for _, engine in engines):
+        parts.append("The same as TensorRT-RTX engines, FP16, SM86, built without a GPU:")
+        parts.append(table(["model", "fused attention", "kernels", "plan MB"], map(_engine, engines)))
+    return "\n\n".join([*parts, *record.get("remarks", [])])
+
+
+def _engine(named: tuple[str, Mapping[str, Any]]) -> list[str]:
+    name, engine = named
+    fused = f"{engine['fused_attention']} of {len(engine['attention_sites'])}"
+    return [name, fused, str(engine["kernels"]), f"{engine['plan_bytes'] / 1e6:.1f}"]

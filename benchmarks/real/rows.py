@@ -1,0 +1,92 @@
+"""What is measured: every method as the words that `reduce` is given, at every share of the MACs.
+
+`{joint}` stands for the uniform sparsity of MLPs and Q/K together that leaves at most the share of the dense MACs,
+`{mlp}` for that of MLPs alone, where a preset reduces nothing else; `{share}` for the share itself.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import uniform_widths
+from ground.errors import BadInput
+
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
+UNIFORM = "--mlp {joint} --attn {joint}"
+OVERFITTING_SHARE = 0.8
+PHOTOGRAPHS = (5, 10, 20, 37)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A line of the table: the words for `reduce`, those for `calibrate`, and whether `reduce` looks at images."""
+
+    name: str
+    reduce: str
+    calibrate: str = ""
+    images: bool = False
+    shares: tuple[float, ...] = SHARES
+
+
+METHODS = (
+    Method(name="none", reduce=f"--preset none {UNIFORM}"),
+    Method(name="vbp, MLPs alone", reduce="--preset vbp --mlp {mlp}"),
+    Method(name="grail, MLPs alone", reduce="--preset grail --mlp {mlp}"),
+    Method(name="corp-v1", reduce=f"--preset corp-v1 {UNIFORM}"),
+    Method(name="corp", reduce=f"--preset corp {UNIFORM}", calibrate="--attention-system"),
+    Method(name="best", reduce=f"--preset best {UNIFORM}"),
+    Method(name="best, closed loop", reduce=f"--preset best {UNIFORM} --closed-loop asymmetric", images=True),
+    Method(name="best, by site", reduce="--preset best --macs {share}", images=True),
+    Method(
+        name="best, by site, closed loop",
+        reduce="--preset best --macs {share} --closed-loop asymmetric",
+        images=True,
+    ),
+)
+OVERFITTING = (
+    Method(name="best", reduce=f"--preset best {UNIFORM}", shares=(OVERFITTING_SHARE,)),
+    Method(
+        name="best, closed loop",
+        reduce=f"--preset best {UNIFORM} --closed-loop asymmetric",
+        images=True,
+        shares=(OVERFITTING_SHARE,),
+    ),
+)
+
+
+class Sparsities:
+    """The least uniform sparsity, in percent steps, that leaves at most a share of the dense MACs.
+
+    Widths are rounded as the presets do it; all presets round alike.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.costs, self.dense = model, site_costs(model, "macs"), macs(model)
+
+    def left(self, mlp: float, attention: float | None) -> float:
+        """The share of the dense MACs that stays."""
+        method = method_from_preset("none", mlp_sparsity=mlp, attention_sparsity=attention)
+        widths = uniform_widths(self.model, method)
+        sites = [site for site in sites_of(self.model).every if site.name in widths]
+        now = sum(self.costs.now[site.name] for site in sites)
+        kept = sum(self.costs.of(site, widths[site.name], method.geometry) for site in sites)
+        return 1.0 - (now - kept) / self.dense
+
+    def of(self, which: Literal["joint", "mlp"], share: float) -> float:
+        """Raises BadInput for a share that no sparsity reaches."""
+        for sparsity in (percent / 100 for percent in range(100)):
+            if self.left(sparsity, sparsity if which == "joint" else None) <= share:
+                return sparsity
+        raise BadInput(f"no uniform {which} sparsity leaves {share:g} of the MACs; expected a larger share")
+
+
+def words(method: Method, share: float, sparsities: Sparsities) -> list[str]:
+    """What `reduce` is given for one row, beside the model, moments, images and output."""
+    kinds: tuple[Literal["joint", "mlp"], ...] = ("joint", "mlp")
+    uniform = {which: f"{sparsities.of(which, share):g}" for which in kinds if f"{{{which}}}" in method.reduce}
+    return method.reduce.format(share=f"{share:g}", **uniform).split()

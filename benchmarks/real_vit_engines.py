@@ -1,0 +1,133 @@
+"""What engines make of reduced real encoders: ONNX Runtime on a CPU, and TensorRT-RTX plans built without a GPU.
+
+    make real
+    python -m benchmarks.real_vit_engines --output benchmarks/results/real_vit_engines.json
+
+Each model is one of real_vit.py's rows, made anew by the same command. It is timed interleaved with the dense one in
+one process, on an otherwise quiet machine; medians stand with their intervals, the dense model against itself beside
+them. FP16 graphs of both become plans, whose kernels and fused attention are counted. A run goes on where another
+stopped.
+"""
+
+import fnmatch
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.real.commands import run
+from benchmarks.real.place import ROOT, assembled
+from benchmarks.real.record import Record
+from benchmarks.real.rows import METHODS
+from benchmarks.real.setting import setting
+from benchmarks.real.subject import Calibration, Subject
+from corp_deploy.invocation.running import RunOptions
+from corp_deploy.proof.speed import measure
+from corp_deploy.views.speed import speed_record
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from ground.errors import Missing
+from perf.timing.laps import Plan
+
+KIND = "benchmarks/real-vit-engines"
+GRAPH, FP16 = "model.onnx", "model.fp16.onnx"
+PROFILE = BatchProfile(smallest=1, tuned=8, largest=64)
+TARGET = "86"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A model to be timed: a method of the table at one share of the MACs."""
+
+    name: str
+    method: str
+    share: float
+
+
+VARIANTS = tuple(
+    Variant(name=f"{name} at {share:g}", method=method, share=share)
+    for share in (0.8, 0.6)
+    for name, method in (("widths", "best, by site, closed loop"),)
+)
+
+
+def exported(words: list[str], directory: Path, threads: int) -> Path:
+    """FP32 and FP16 graphs of a model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    run(["export", *words, "--output", str(directory / GRAPH), "--precision", "fp32,fp16"], threads)
+    return directory
+
+
+def engine(directory: Path) -> dict[str, Any] | None:
+    """Kernels and fused attention of the FP16 graph's plan; None where TensorRT-RTX is not installed."""
+    try:
+        options = BuildOptions(backend="tensorrt-rtx", profiles=(PROFILE,), sms=(TARGET,))
+        built = build_engine(directory / FP16, options).record
+    except Missing as reason:
+        click.echo(f"no engine: {reason}")
+        return None
+    return {
+        "library_version": built.library_version,
+        "attention_sites": list(built.attention_sites),
+        "fused_attention": built.fused_attention,
+        "kernels": built.kernels,
+        "plan_bytes": built.plan_bytes,
+    }
+
+
+def made(subject: Subject, calibration: Calibration, variant: Variant, dense: Path, plan: Plan) -> dict[str, Any]:
+    """One model: reduced, judged, exported, timed and built."""
+    (method,) = (method for method in METHODS if method.name == variant.method)
+    directory = subject.work / "timed"
+    row = subject.row(method, variant.share, calibration, directory=directory)
+    exported(["--model", str(directory)], directory, subject.threads)
+    running = RunOptions(threads=subject.threads)
+    bench = measure(dense / GRAPH, directory / GRAPH, batches=(1, 8, 32), plan=plan, running=running)
+    own = {name: row[name] for name in ("command", "macs_share", "class_error")}
+    return {"name": variant.name, **own, "latency": speed_record(bench), "engine": engine(directory)}
+
+
+@click.command(help=__doc__)
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--rows", "pattern", default="*", show_default=True, help="Models whose name fits this pattern.")
+@click.option("--again", is_flag=True, help="Make rows that are there anew.")
+@click.option("--crops", type=click.IntRange(1, 512), default=512, show_default=True, help="To calibrate on.")
+@click.option("--held-out", type=click.IntRange(1, 128), default=128, show_default=True, help="Crops to judge by.")
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--time-limit", type=float, default=30.0, show_default=True, help="Seconds per batch size.")
+@click.option("--rounds", type=int, default=8, show_default=True, help="Least rounds per batch size.")
+@click.option("--ready", type=click.Path(path_type=Path, file_okay=False), default=assembled())
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), default=ROOT / "work")
+def main(
+    output: Path,
+    pattern: str,
+    again: bool,
+    crops: int,
+    held_out: int,
+    threads: int,
+    time_limit: float,
+    rounds: int,
+    ready: Path,
+    work: Path,
+) -> None:
+    try:
+        subject = Subject(ready, work, held_out, threads)
+    except Missing as reason:
+        click.echo(f"skipped: {reason}")
+        return
+    calibration = Calibration(ready, work, crops)
+    record = Record(output, KIND, setting(subject, calibration))
+    plan = Plan(time_limit_s=time_limit, min_rounds=rounds, noise_rounds=rounds)
+    dense = exported(subject.model_words, work / "dense", threads)
+    if "dense_engine" not in record or again:
+        record.set("dense_engine", engine(dense))
+    for variant in VARIANTS:
+        if not fnmatch.fnmatchcase(variant.name, pattern) or (record.has("rows", {"name": variant.name}) and not again):
+            continue
+        record.put("rows", made(subject, calibration, variant, dense, plan), ("name",))
+        click.echo(f"{variant.name}: done")
+
+
+if __name__ == "__main__":
+    main()
