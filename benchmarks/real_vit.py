@@ -28,9 +28,9 @@ KEY, PHOTOGRAPHS_KEY = ("method", "share"), ("method", "share", "photographs")
 
 
 def chosen(methods: Sequence[Method], pattern: str, shares: Sequence[float]) -> list[tuple[Method, float]]:
-    """The rows whose method fits the pattern, at those of its shares that are asked for."""
+    """The rows whose method fits the pattern, at those of its shares that are asked for, or at all."""
     fitting = [method for method in methods if fnmatch.fnmatchcase(method.name, pattern)]
-    return [(method, share) for method in fitting for share in method.shares if share in shares]
+    return [(method, share) for method in fitting for share in method.shares if not shares or share in shares]
 
 
 def bare_pass_s(record: Record, subject: Subject, calibration: Calibration) -> float:
@@ -75,7 +75,7 @@ def _numbers(kind: type) -> Any:
 @click.command(help=__doc__)
 @click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--rows", "pattern", default="*", show_default=True, help="Methods whose name fits this pattern.")
-@click.option("--shares", callback=_numbers(float), default=",".join(map(str, SHARES)), show_default=True)
+@click.option("--shares", callback=_numbers(float), default="", help=f"Default: {','.join(map(str, SHARES))}.")
 @click.option("--photographs", callback=_numbers(int), default="", help=f"Such as {','.join(map(str, PHOTOGRAPHS))}.")
 @click.option("--again", is_flag=True, help="Make rows that are there anew.")
 @click.option("--crops", type=click.IntRange(1, 512), default=512, show_default=True, help="To calibrate on.")

@@ -1,7 +1,8 @@
 """What is measured: every method as the words that `reduce` is given, at every share of the MACs.
 
 `{joint}` stands for the uniform sparsity of MLPs and Q/K together that leaves at most the share of the dense MACs,
-`{mlp}` for that of MLPs alone, where a preset reduces nothing else; `{share}` for the share itself.
+`{mlp}` for that of MLPs alone, where a preset reduces nothing else; `{share}` for the share itself. For `calibrate`,
+`{groups}` stands for the file that says of which photograph each crop is.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from ground.errors import BadInput
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
 UNIFORM = "--mlp {joint} --attn {joint}"
+BY_SITE = "--preset best --macs {share}"
+LOOP = "--closed-loop asymmetric"
+GROUPED = "--groups {groups}"
 OVERFITTING_SHARE = 0.8
 PHOTOGRAPHS = (5, 10, 20, 37)
 
@@ -40,19 +44,25 @@ METHODS = (
     Method(name="corp-v1", reduce=f"--preset corp-v1 {UNIFORM}"),
     Method(name="corp", reduce=f"--preset corp {UNIFORM}", calibrate="--attention-system"),
     Method(name="best", reduce=f"--preset best {UNIFORM}"),
-    Method(name="best, closed loop", reduce=f"--preset best {UNIFORM} --closed-loop asymmetric", images=True),
-    Method(name="best, by site", reduce="--preset best --macs {share}", images=True),
+    Method(name="best, closed loop", reduce=f"--preset best {UNIFORM} {LOOP}", images=True),
+    Method(name="best, by site", reduce=BY_SITE, images=True),
+    Method(name="best, by site, closed loop", reduce=f"{BY_SITE} {LOOP}", images=True),
+    Method(name="best, grouped", reduce=f"--preset best {UNIFORM}", calibrate=GROUPED),
+    Method(name="best, by site, grouped", reduce=BY_SITE, calibrate=GROUPED, images=True),
+    Method(name="best, by site, grouped, closed loop", reduce=f"{BY_SITE} {LOOP}", calibrate=GROUPED, images=True),
     Method(
-        name="best, by site, closed loop",
-        reduce="--preset best --macs {share} --closed-loop asymmetric",
+        name="best, by site, grouped, closed loop, blocks polished",
+        reduce=f"{BY_SITE} {LOOP} --polish block",
+        calibrate=GROUPED,
         images=True,
     ),
+    Method(name="thorough, grouped", reduce="--preset thorough --macs {share}", calibrate=GROUPED, images=True),
 )
 OVERFITTING = (
     Method(name="best", reduce=f"--preset best {UNIFORM}", shares=(OVERFITTING_SHARE,)),
     Method(
         name="best, closed loop",
-        reduce=f"--preset best {UNIFORM} --closed-loop asymmetric",
+        reduce=f"--preset best {UNIFORM} {LOOP}",
         images=True,
         shares=(OVERFITTING_SHARE,),
     ),

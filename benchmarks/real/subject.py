@@ -22,7 +22,7 @@ from benchmarks.real.weights import ARCHITECTURE
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from ground.errors import Missing
-from ground.files import sha256_of_file, write_json
+from ground.files import sha256_of_file, write_json, write_text
 
 WEIGHTS = "dinov2_s.safetensors"
 NEEDED = (WEIGHTS, "head.safetensors", "calib.npy", "calib_groups.json", "held.npy", "held_groups.json")
@@ -43,6 +43,8 @@ class Calibration:
         self.positions = [position for position, name in enumerate(names) if name in kept]
         self.photographs = len(kept)
         self.path = work / f"calib-{crops}-{self.photographs}.npy"
+        self.groups = self.path.with_suffix(".json")
+        write_text(self.groups, json.dumps([names[position] for position in self.positions]))
         if not self.path.is_file():
             partial = self.path.with_suffix(".partial.npy")
             np.save(partial, np.load(ready / "calib.npy", mmap_mode="r")[self.positions])
@@ -112,12 +114,13 @@ class Subject:
 
     def moments(self, method: Method, calibration: Calibration) -> tuple[Path, Mapping[str, float]]:
         """The moments file that a method needs with what it cost; made where it is not there."""
-        name = "-".join(["moments", calibration.path.stem, *method.calibrate.replace("-", "").split()])
-        path = self.work / f"{name}.safetensors"
+        said = "".join(each for each in method.calibrate if each.isalnum())
+        path = self.work / f"moments-{calibration.path.stem}-{said or 'plain'}.safetensors"
         cost = path.with_suffix(".json")
         if not cost.is_file():
             given = ["--images", str(calibration.path), "--batch-size", str(BATCH), "--output", str(path)]
-            took = run(["calibrate", *self.model_words, *given, *method.calibrate.split()], self.threads)
+            grouped = method.calibrate.format(groups=calibration.groups).split()
+            took = run(["calibrate", *self.model_words, *given, *grouped], self.threads)
             write_json(cost, asdict(took))
         return path, json.loads(cost.read_text(encoding="utf-8"))
 
