@@ -21,9 +21,10 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.steps import Walk
 from corp_deploy.families.token_merging import Tokens
+from corp_deploy.polish.adam import Adam
 from corp_deploy.polish.descent import drawn, step_size
 from corp_deploy.polish.held_out import parted
-from corp_deploy.polish.momentum import orthogonal
+from corp_deploy.polish.matrices import chosen_
 from corp_deploy.polish.objective import output_error, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
@@ -77,7 +78,8 @@ def narrowed(model: nn.Module) -> nn.Module:
 
 
 def options(how: str = "model", **changes: Any) -> PolishOptions:
-    return PolishOptions(**{"how": how, "steps": 24, "batch_size": 4, "piece": 2, **changes})
+    """Steps that suit a few dozen of them."""
+    return PolishOptions(**{"how": how, "steps": 24, "batch_size": 4, "piece": 2, "step_size": 0.02, **changes})
 
 
 def error_on(model: nn.Module, dense: nn.Module, images: NDArray[np.float32]) -> float:
@@ -294,17 +296,29 @@ def test_a_model_that_merges_tokens_comes_closer_too(how: str, merging: dict[str
     assert vit.merging_of(result.model) == vit.merging_of(start)
 
 
-@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)])
-@pytest.mark.parametrize("spread", [1.0, 1e-3])
-def test_orthogonal_keeps_singular_vectors_and_levels_values(shape: tuple[int, int], spread: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    u, _, vt = torch.linalg.svd(torch.randn(*shape, generator=generator, dtype=torch.float64), full_matrices=False)
-    values = torch.logspace(0, float(np.log10(spread)) if spread < 1 else 0, len(vt), dtype=torch.float64)
-    level = u.T @ orthogonal(u @ torch.diag(values) @ vt) @ vt.T
-    assert float((level - torch.diag(level.diagonal())).abs().max()) < 1e-9
-    large = level.diagonal()[values > 0.02]
-    assert float(large.min()) > 0.5
-    assert float(large.max()) < 1.3
+def test_steps_are_those_of_torchs_adam_times_each_matrixs_scale() -> None:
+    model = tiny.checkpoint().model
+    matrices = chosen_(model)
+    assert sorted({matrix.name.rpartition(".")[2] for matrix in matrices}) == ["fc1", "fc2", "proj", "qkv"]
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * len(matrices) == 16
+    copies = [[parameter.detach().clone().requires_grad_() for parameter in matrix.parameters] for matrix in matrices]
+    theirs = [
+        torch.optim.Adam(each, lr=0.01 * matrix.scale, betas=(0.9, 0.99), eps=1e-12)
+        for matrix, each in zip(matrices, copies, strict=True)
+    ]
+    zeros = [[torch.zeros_like(matrix.values_OK) for matrix in matrices] for _ in range(2)]
+    adam, generator = Adam(matrices, *zeros), torch.Generator().manual_seed(0)
+    for number in (1, 2, 3):
+        for matrix, each in zip(matrices, copies, strict=True):
+            for mine, other in zip(matrix.parameters, each, strict=True):
+                mine.grad = torch.randn(mine.shape, generator=generator)
+                other.grad = mine.grad.clone()
+        adam.step_(number, 0.01)
+        for optimiser in theirs:
+            optimiser.step()
+    for matrix, each in zip(matrices, copies, strict=True):
+        torch.testing.assert_close(matrix.layer.weight.detach(), each[0].detach())
+        torch.testing.assert_close(matrix.layer.bias.detach(), each[1].detach())
 
 
 def test_rows_are_drawn_each_once_a_pass() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from calib.distributed import Ranks
 
+from .adam import Adam
 from .matrices import Matrix
-from .momentum import Momentum
 from .options import PolishOptions
 from .report import Judged, PartReport
 
@@ -39,11 +39,12 @@ class Problem(Protocol):
 @dataclass(slots=True, kw_only=True)
 class Position:
     """Where a fit is, all that it takes to go on with the same bits: the matrices with their gradients' means and
-    their average, the best that was met, and the errors so far.
+    squares and their average, the best that was met, and the errors so far.
     """
 
     values: list[Tensor]
     means: list[Tensor]
+    squares: list[Tensor]
     average: list[Tensor]
     best: list[Tensor]
     curve: tuple[Judged, ...]
@@ -99,6 +100,7 @@ class Descent:
         return Position(
             values=values,
             means=[torch.zeros_like(value) for value in values],
+            squares=[torch.zeros_like(value) for value in values],
             average=[value.clone() for value in values],
             best=[value.clone() for value in values],
             curve=(Judged(step=0, seconds=0.0, error=error, averaged=error),),
@@ -144,13 +146,13 @@ class Descent:
         done: Callable[[Position], None] | None = None,
     ) -> None:
         """Go on to the end of the way, and leave the matrices at the best that was met."""
-        momentum = Momentum(self.matrices, position.means)
+        adam = Adam(self.matrices, position.means, position.squares)
         self._set_(position.values)
         before, began = position.seconds, time.monotonic()
         way = self.pace.way(position.step, position.seconds)
         while way < 1.0:
             self.problem.backward(self._rows(position.step))
-            momentum.step_(step_size(self.options, way))
+            adam.step_(position.step + 1, step_size(self.options, way))
             position.step, position.seconds = position.step + 1, self._seconds(before, began)
             now = self.pace.way(position.step, position.seconds)
             self._average_(position, now - way)

@@ -20,7 +20,7 @@ from .report import Judged, PartReport
 
 _HEADER = "corp-deploy"
 _KIND = "corp-deploy/polish-state"
-_LISTS = ("values", "means", "average", "best")
+_LISTS = ("values", "means", "squares", "average", "best")
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
