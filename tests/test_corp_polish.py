@@ -22,14 +22,16 @@ from corp_deploy.families.merging import Merging
 from corp_deploy.families.steps import Walk
 from corp_deploy.families.token_merging import Tokens
 from corp_deploy.polish.adam import Adam
-from corp_deploy.polish.descent import drawn, step_size
+from corp_deploy.polish.descent import step_size
+from corp_deploy.polish.draws import Draw, drawn
 from corp_deploy.polish.held_out import parted
 from corp_deploy.polish.matrices import chosen_
 from corp_deploy.polish.objective import output_error, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
-from corp_deploy.polish.teacher import Teacher
+from corp_deploy.polish.teacher import Teacher, TeacherOfViews
+from corp_deploy.polish.views import view
 from corp_deploy.polish.walk import blocks
 from ground.errors import BadInput
 from tests import tiny
@@ -230,17 +232,44 @@ def test_many_inputs_held_out_are_thinned_evenly(tmp_path: Path) -> None:
 
 def test_lessons_kept_are_those_made_anew(images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
-    kept, anew = (Teacher(dense, images, mirrored=True, cache_bytes=size) for size in (2**30, 0))
-    rows = [9, 0, 33, 8, 47]
-    one, other = kept.lesson(rows), anew.lesson(rows)
-    assert len(kept) == len(anew) == 2 * COUNT
+    kept, anew = (Teacher(dense, images, cache_bytes=size) for size in (2**30, 0))
+    draws = [Draw(row, 0) for row in (9, 0, 13, 8, 23, 9)]
+    one, other = kept.lesson(draws), anew.lesson(draws)
+    assert len(kept) == len(anew) == COUNT
     torch.testing.assert_close(one.entering_BNC, other.entering_BNC)
     for mine, theirs in zip((*one.streams, one.outputs), (*other.streams, other.outputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
     pictures = torch.from_numpy(tiny.images(COUNT))
-    expected = torch.stack([pictures[row // 2].flip(-1) if row % 2 else pictures[row // 2] for row in rows])
     with torch.no_grad():
-        torch.testing.assert_close(other.outputs, dense(expected))
+        torch.testing.assert_close(other.outputs, dense(pictures[[draw.row for draw in draws]]))
+
+
+def test_a_view_is_a_part_of_the_image_in_its_size() -> None:
+    ramp = torch.stack([torch.linspace(0, 1, 24).expand(16, 24), torch.linspace(0, 1, 16)[:, None].expand(16, 24)])
+    views = [view(ramp, seed=0, number=number) for number in range(60)]
+    rising = [bool(each[0, 0, -1] > each[0, 0, 0]) for each in views]
+    assert 15 < sum(rising) < 45  # mirrored half of the time
+    for each in views:
+        assert each.shape == ramp.shape
+        shares = [float(axis.max() - axis.min()) for axis in each]
+        assert all(0.5 < share <= 1.0 for share in shares)  # the root of 0.35 is 0.59
+        assert shares[0] == pytest.approx(shares[1], abs=0.1)
+        assert float(each.min()) >= 0.0
+    assert torch.equal(view(ramp, seed=0, number=7), views[7])
+    assert not torch.equal(view(ramp, seed=1, number=7), views[7])
+
+
+def test_lessons_on_views_are_the_dense_models_own(images: Images) -> None:
+    dense = tiny.checkpoint().model
+    kept, read = (TeacherOfViews(dense, images, seed=3, cache_bytes=size) for size in (2**30, 0))
+    draws = [Draw(5, 100), Draw(5, 101), Draw(0, 7)]
+    pictures = torch.from_numpy(tiny.images(COUNT))
+    with torch.no_grad():
+        expected = dense(torch.stack([view(pictures[draw.row], 3, draw.number) for draw in draws]))
+    for teacher in (kept, read):
+        lesson = teacher.lesson(draws)
+        torch.testing.assert_close(lesson.outputs, expected)
+        assert not torch.equal(lesson.outputs[0], lesson.outputs[1])
 
 
 def test_the_steps_of_a_model_are_grouped_into_its_blocks() -> None:
@@ -322,12 +351,12 @@ def test_steps_are_those_of_torchs_adam_times_each_matrixs_scale() -> None:
 
 
 def test_rows_are_drawn_each_once_a_pass() -> None:
-    rows = list(range(10, 17))
-    sequence = drawn(rows, first=0, count=21, seed=3)
-    for start in (0, 7, 14):
-        assert sorted(sequence[start : start + 7]) == rows
-    assert sequence[:7] != sequence[7:14]
-    assert drawn(rows, first=5, count=9, seed=3) == sequence[5:14]
+    sequence = drawn(7, first=0, size=21, seed=3)
+    assert [draw.number for draw in sequence] == list(range(21))
+    passes = [[draw.row for draw in sequence[start : start + 7]] for start in (0, 7, 14)]
+    assert all(sorted(rows) == list(range(7)) for rows in passes)
+    assert passes[0] != passes[1]
+    assert drawn(7, first=5, size=9, seed=3) == sequence[5:14]
 
 
 def test_the_step_size_rises_and_falls() -> None:

@@ -64,8 +64,9 @@ def reduce_command(
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
-    from corp_deploy.planning.carry_out import Polishing, measured_speedup, record_of_reduction, reduce_checkpoint
+    from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_paths
+    from corp_deploy.planning.polishing import Polishing
     from corp_deploy.planning.request import request_from_choice
     from corp_deploy.polish.state import state_beside
     from corp_deploy.reduction.calibrate import ranks_of_this_run

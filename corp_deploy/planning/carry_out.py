@@ -2,21 +2,17 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from calib.calibrate import ALONE
-from calib.distributed import Ranks
 from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.polish.parts import Progress
-from corp_deploy.polish.polish import polished
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
@@ -34,6 +30,7 @@ from perf.timing.laps import Plan
 from .judging import Judges
 from .merging import merging_checkpoint
 from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, plan
+from .polishing import Polishing, given_to_polish, with_polish
 from .within import smallest_within
 
 
@@ -67,6 +64,8 @@ def _reduced_checkpoint(
         lineage["source"] = dense.lineage["source"]
     if held_out is not None:
         lineage["held_out_images"] = held_out.lineage["images"]
+    if reduction.polish is not None:
+        lineage["polish"] = "gradients"
     return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)
 
 
@@ -176,36 +175,6 @@ def _as_planned(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Polishing:
-    """How a polish is carried out: by which of several processes, with its state in which file, who hears of it."""
-
-    ranks: Ranks = ALONE
-    state: Path | None = None
-    done: Callable[[Progress], None] | None = None
-
-
-def _polished(
-    dense: Checkpoint, reduction: Reduction, asked: ReductionRequest, images: InputSet | None, how: Polishing
-) -> Reduction:
-    """The reduction with its model polished, where that was asked for."""
-    if asked.polish is None:
-        return reduction
-    assert images is not None
-    result = polished(
-        dense.model,
-        reduction.model,
-        images,
-        asked.polish,
-        reads=asked.reads,
-        state=how.state,
-        ranks=how.ranks,
-        done=how.done,
-    )
-    said = (*reduction.said, result.report.line)
-    return replace(reduction, model=result.model, said=said, polish=result.report.as_json())
-
-
 def reduce_checkpoint(
     dense: Checkpoint,
     moments: Path,
@@ -221,13 +190,19 @@ def reduce_checkpoint(
     """Reduce where the dense model is, polish where that was asked for, and write; of several processes the first one
     does. Nothing is written unless all of it succeeds, but for the state of a polish, from which the same call goes on.
     """
-    how = polishing or Polishing()
+    how, statistics = polishing or Polishing(), load_moments(moments)
+    given = given_to_polish(asked, images, statistics, judges)
     reduction, planned = reduce_as_asked(
-        dense, load_moments(moments), asked, images=images, judges=judges, held_out=held_out, done=done
+        dense,
+        statistics,
+        asked,
+        images=images if given is None else given.reduced_on,
+        judges=judges,
+        held_out=held_out,
+        done=done,
     )
-    if images is not None and judges is not None:
-        images, _ = judges.apart(images, load_moments(moments))
-    reduction = _polished(dense, reduction, asked, images, how)
+    if given is not None and asked.polish is not None:
+        reduction = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)

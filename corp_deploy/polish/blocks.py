@@ -20,6 +20,7 @@ from corp_deploy.reduction.streams import embedded
 
 from .arithmetic import reduced_precision
 from .descent import Descent
+from .draws import Draw
 from .held_out import mean_over
 from .matrices import chosen_
 from .objective import stream_error
@@ -98,22 +99,22 @@ class OneBlock:
         piece: int,
         ranks: Ranks,
     ) -> None:
-        self.rows, self.judging, self.piece, self.ranks, self.where = rows, judging, piece, ranks, device(model)
+        self.fitted, self.judging, self.piece, self.ranks, self.where = rows, judging, piece, ranks, device(model)
         self.student = Together(_Student(model, index, read), ranks)
 
     @property
-    def fitted(self) -> Sequence[int]:
-        return range(len(self.rows))
+    def rows(self) -> int:
+        return len(self.fitted)
 
     def _pieces(self, rows: Sequence[Both]) -> list[Both]:
         return [joined(rows[start : start + self.piece]) for start in range(0, len(rows), self.piece)]
 
-    def backward(self, rows: Sequence[int]) -> None:
+    def backward(self, draws: Sequence[Draw]) -> None:
         def loss(both: Both) -> Tensor:
             error: Tensor = self.student(both)
-            return error * (len(both.dense) / len(rows))
+            return error * (len(both.dense) / len(draws))
 
-        self.student.backward(loss, self._pieces([self.rows[row] for row in rows]))
+        self.student.backward(loss, self._pieces([self.fitted[draw.row] for draw in draws]))
 
     @torch.no_grad()
     def held_out(self) -> float:

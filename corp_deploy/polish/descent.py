@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from calib.distributed import Ranks
 
 from .adam import Adam
+from .draws import Draw, drawn
 from .matrices import Matrix
 from .options import PolishOptions
 from .report import Judged, PartReport
@@ -23,11 +23,11 @@ class Problem(Protocol):
     """What is made smaller: an error over rows that are fitted to, and one over inputs held out."""
 
     @property
-    def fitted(self) -> Sequence[int]:
-        """The rows that steps are drawn from."""
+    def rows(self) -> int:
+        """How many rows steps are drawn from."""
         ...
 
-    def backward(self, rows: Sequence[int]) -> None:
+    def backward(self, draws: Sequence[Draw]) -> None:
         """Make the matrices' gradients those of the mean error over these rows and those of the other processes."""
         ...
 
@@ -65,17 +65,6 @@ class Pace:
         by_steps = 0.0 if self.steps is None else step / self.steps
         by_time = 0.0 if self.seconds is None else seconds / self.seconds
         return min(1.0, max(by_steps, by_time))
-
-
-def drawn(rows: Sequence[int], *, first: int, count: int, seed: int) -> list[int]:
-    """Rows `first` to `first + count` of an endless sequence in which each pass over all has an order of its own."""
-    chosen: list[int] = []
-    while count:
-        epoch, start = divmod(first, len(rows))
-        order = np.random.default_rng((seed, epoch)).permutation(len(rows))[start : start + count]
-        chosen += [rows[index] for index in order.tolist()]
-        first, count = first + len(order), count - len(order)
-    return chosen
 
 
 def step_size(options: PolishOptions, way: float) -> float:
@@ -124,10 +113,10 @@ class Descent:
         error, averaged = errors
         position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=averaged),)
 
-    def _rows(self, step: int) -> list[int]:
+    def _draws(self, step: int) -> list[Draw]:
         whole = self.options.batch_size * self.ranks.size
-        rows = drawn(self.problem.fitted, first=step * whole, count=whole, seed=self.options.seed)
-        return rows[self.ranks.rank :: self.ranks.size]
+        draws = drawn(self.problem.rows, first=step * whole, size=whole, seed=self.options.seed)
+        return draws[self.ranks.rank :: self.ranks.size]
 
     def _seconds(self, before: float, began: float) -> float:
         """Since the start, of all attempts together; the first process's where time ends the fit."""
@@ -151,7 +140,7 @@ class Descent:
         before, began = position.seconds, time.monotonic()
         way = self.pace.way(position.step, position.seconds)
         while way < 1.0:
-            self.problem.backward(self._rows(position.step))
+            self.problem.backward(self._draws(position.step))
             adam.step_(position.step + 1, step_size(self.options, way))
             position.step, position.seconds = position.step + 1, self._seconds(before, began)
             now = self.pace.way(position.step, position.seconds)

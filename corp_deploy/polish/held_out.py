@@ -31,12 +31,21 @@ def _by_group(groups_B: Tensor, every: int) -> list[int]:
     return [position for position, group in enumerate(groups_B.tolist()) if group in held]
 
 
-def parted(images: InputSet, every: int, groups_B: Tensor | None = None) -> Parted:
-    """Each `every`-th input held out, or all inputs of each `every`-th group in the order in which groups come up.
+def _thinned(images: InputSet, held: list[int]) -> InputSet:
+    """Those at these positions, or so many of them as judge, evenly spaced."""
+    chosen = held if len(held) <= _MOST else [held[index * len(held) // _MOST] for index in range(_MOST)]
+    return images.subset(chosen)
+
+
+def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None) -> Parted:
+    """All fitted to where there are `judges`; else each `every`-th input held out, or all inputs of each `every`-th
+    group in the order in which groups come up.
 
     Of more than 64 held out, 64 judge, evenly spaced, and the others are left aside. Copies of an input that judges are
     left aside too. Raises BadInput where nothing is left on a side.
     """
+    if judges is not None:
+        return Parted(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
     groups_B = torch.arange(images.count) if groups_B is None else groups_B
     held = _by_group(groups_B, every)
     aside = torch.isin(images.ids, images.ids[held])
@@ -46,8 +55,7 @@ def parted(images: InputSet, every: int, groups_B: Tensor | None = None) -> Part
             f"polish: {images.count} {images.noun} in {len(groups_B.unique())} different groups; expected two or more, "
             "because some are held out to judge by"
         )
-    chosen = held if len(held) <= _MOST else [held[index * len(held) // _MOST] for index in range(_MOST)]
-    return Parted(fitted=images.subset(fitted), held_out=images.subset(chosen))
+    return Parted(fitted=images.subset(fitted), held_out=_thinned(images, held))
 
 
 def mean_over(own: Sequence[tuple[float, int]], ranks: Ranks) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from calib.distributed import Ranks
 
 from .arithmetic import reduced_precision
+from .draws import Draw
 from .held_out import mean_over
 from .teacher import Teacher
 
@@ -35,5 +36,7 @@ class Judge:
         for start in range(0, len(own), self.piece):
             rows = own[start : start + self.piece]
             with reduced_precision(self.teacher.device):
-                errors.append((float(self.of(student(self.teacher.lesson(rows)))), len(rows)))
+                errors.append(
+                    (float(self.of(student(self.teacher.lesson([Draw(row, row) for row in rows])))), len(rows))
+                )
         return math.sqrt(mean_over(errors, self.ranks))

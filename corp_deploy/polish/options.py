@@ -21,9 +21,10 @@ class PolishOptions:
     `steps` are of each layer or block, or of the model; `time_s` ends all of it early, in seconds. `batch_size` is a
     step's inputs in each process, of which `piece` at a time go forward and back, which bounds memory. `step_size` is
     that of a step relative to the matrix that it changes, at its largest; it rises over `warm_up` of the way, then
-    falls to nothing in a straight line. `averaged` is the half-life of the average of
-    the weights, as a share of the way, that is judged beside the weights themselves. `mirrored`: each image is fitted
-    to mirrored too. Every `held_out_every`-th input, or group of inputs, judges and is not fitted to.
+    falls to nothing in a straight line. `averaged` is the half-life of the average of the weights, as a share of the
+    way, that is judged beside the weights themselves. `views`: a model is fitted to another view of an image at each
+    draw (see views.py), not to the image itself. Every `held_out_every`-th input, or group of inputs, judges and is not
+    fitted to.
     """
 
     how: PolishName = "model"
@@ -35,7 +36,7 @@ class PolishOptions:
     step_size: float = 3e-4
     warm_up: float = 0.05
     averaged: float = 0.05
-    mirrored: bool = True
+    views: bool = True
     held_out_every: int = 8
     cache_bytes: int = 4 * 2**30
 

@@ -58,6 +58,7 @@ def polished(
     options: PolishOptions,
     *,
     groups_B: Tensor | None = None,
+    judges: InputSet | None = None,
     reads: Reads | None = None,
     state: Path | None = None,
     ranks: Ranks = ALONE,
@@ -65,18 +66,18 @@ def polished(
 ) -> Polished:
     """The reduced model fitted to the dense one by gradients, without labels; neither of those given is changed.
 
-    Some images, or all of some groups (`groups_B` int64 [images]), are held out and judge: the model that errs least on
-    them is given back, the one that was given among those. `reads`: the tokens that count, see tokens_to_fit. With
-    `state` an interrupted polish of a number of steps goes on from that file and gives the same bits as one that was
-    not interrupted; the file stays until it is removed. In several processes each takes `batch_size` of a step's
-    inputs, and all get the same model. All runs where the models are. Raises BadInput for too few images and for the
-    state of another polish.
+    `judges`, other images, tell when it is best; without them some of these are held out, or all of some groups
+    (`groups_B` int64 [images]). The model that errs least on them is given back, the one that was given among those.
+    `reads`: the tokens that count, see tokens_to_fit. With `state` an interrupted polish of a number of steps goes on
+    from that file and gives the same bits as one that was not interrupted; the file stays until it is removed. In
+    several processes each takes `batch_size` of a step's inputs, and all get the same model. All runs where the models
+    are. Raises BadInput for too few images and for the state of another polish.
     """
-    inputs = parted(images, options.held_out_every, groups_B)
+    inputs = parted(images, options.held_out_every, groups_B, judges)
     read = tokens_to_fit(dense, reads)
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
         model = replaced(reduced, {}).eval()
-        kept = Teacher(dense, inputs.held_out, mirrored=False, cache_bytes=options.cache_bytes)
+        kept = Teacher(dense, inputs.held_out, cache_bytes=options.cache_bytes)
         judge = Judge(kept, reads_all=read is None, piece=options.piece, ranks=ranks)
         subject = Subject(dense=dense, model=model, inputs=inputs, options=options, judge=judge, ranks=ranks, read=read)
         before = judge.error(Student(model))

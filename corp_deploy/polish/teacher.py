@@ -3,7 +3,7 @@
 Legend: B inputs, N tokens, C channels.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,10 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, each, joined, moved, named, pieces
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
+from ground.errors import BadInput
 
+from .draws import Draw
+from .views import view
 from .walk import streams
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
@@ -65,56 +68,88 @@ def joined_lessons(lessons: Sequence[Lesson]) -> Lesson:
     )
 
 
+@torch.no_grad()
+def lesson_on(model: nn.Module, inputs: Inputs) -> Lesson:
+    """What the dense model makes of these inputs, which are where it is."""
+    family = family_of(model)
+    entering_BNC = family.embedded(model, inputs)
+    weights_BN = family.token_weights(model, inputs)
+    behind = tuple(tokens.x for tokens in streams(model, entering_BNC, weights_BN))
+    outputs = family.finished(model, behind[-1], inputs)
+    return Lesson(inputs=inputs, entering_BNC=entering_BNC, weights_BN=weights_BN, streams=behind, outputs=outputs)
+
+
 class Teacher:
-    """The dense model's lessons on inputs by their position, each image as it is and mirrored: row 2 p and 2 p + 1.
+    """The dense model's lessons on inputs as they are, by their rows.
 
     Kept in float16 beside their inputs where they fit into `cache_bytes`, else made anew whenever they are asked for.
     """
 
-    def __init__(self, model: nn.Module, inputs: InputSet, *, mirrored: bool, cache_bytes: int) -> None:
+    def __init__(self, model: nn.Module, inputs: InputSet, *, cache_bytes: int) -> None:
         self.model, self.inputs, self.device = model, inputs, device(model)
-        self.views = 2 if mirrored and family_of(model).input_spec(model).medium == "images" else 1
         self._kept = self._all_kept(cache_bytes)
 
     def __len__(self) -> int:
-        return (self.inputs.count if self._kept is None else len(self._kept) // self.views) * self.views
-
-    def rows(self, positions: Iterable[int], *, mirrored: bool) -> list[int]:
-        """The rows of inputs at these positions, with or without those of their mirrored views."""
-        views = self.views if mirrored else 1
-        return [position * self.views + view for position in positions for view in range(views)]
-
-    @torch.no_grad()
-    def _lesson(self, inputs: Inputs) -> Lesson:
-        family = family_of(self.model)
-        entering_BNC = family.embedded(self.model, inputs)
-        weights_BN = family.token_weights(self.model, inputs)
-        behind = tuple(tokens.x for tokens in streams(self.model, entering_BNC, weights_BN))
-        outputs = family.finished(self.model, behind[-1], inputs)
-        return Lesson(inputs=inputs, entering_BNC=entering_BNC, weights_BN=weights_BN, streams=behind, outputs=outputs)
-
-    def _view(self, inputs: Inputs, view: int) -> Inputs:
-        return each(inputs, lambda tensor: tensor.flip(-1)) if view else inputs
+        return self.inputs.count if self._kept is None else len(self._kept)
 
     def _all_kept(self, cache_bytes: int) -> list[Lesson] | None:
         """One lesson a row, or None where they take too much or are beyond float16."""
         kept: list[Lesson] = []
         for batch in self.inputs.batches(_AT_ONCE):
-            here = moved(batch, self.device)
-            views = [self._lesson(self._view(here, view)) for view in range(self.views)]
-            kept += [_row(lesson, row) for row in range(len(views[0].outputs)) for lesson in views]
-            if kept[0].size_bytes * self.inputs.count * self.views > cache_bytes:
-                return None
-            if not all(bool(target.isfinite().all()) for target in (*kept[-1].streams, kept[-1].outputs)):
+            lesson = lesson_on(self.model, moved(batch, self.device))
+            kept += [_row(lesson, row) for row in range(len(lesson.outputs))]
+            too_large = kept[0].size_bytes * self.inputs.count > cache_bytes
+            if too_large or not all(bool(each.isfinite().all()) for each in (*kept[-1].streams, kept[-1].outputs)):
                 return None
         return kept
 
-    def lesson(self, rows: Sequence[int]) -> Lesson:
+    def lesson(self, draws: Sequence[Draw]) -> Lesson:
         """The lesson of these rows, where the model is."""
         if self._kept is not None:
-            return joined_lessons([self._kept[row] for row in rows])
-        by_position = sorted({row // self.views for row in rows})
-        read = joined(list(self.inputs.subset(by_position).batches(_AT_ONCE)))
-        singles = list(pieces(moved(read, self.device), 1))
-        chosen = [self._view(singles[by_position.index(row // self.views)], row % self.views) for row in rows]
-        return self._lesson(joined(chosen))
+            return joined_lessons([self._kept[draw.row] for draw in draws])
+        read = inputs_at(self.inputs, [draw.row for draw in draws])
+        return lesson_on(self.model, moved(joined(read), self.device))
+
+
+class TeacherOfViews:
+    """The dense model's lessons on images, another view of each at every draw, so they are always made anew.
+
+    The images themselves are kept where they fit into `cache_bytes`.
+    """
+
+    def __init__(self, model: nn.Module, images: InputSet, *, seed: int, cache_bytes: int) -> None:
+        self.model, self.images, self.seed, self.device = model, images, seed, device(model)
+        size_bytes = sum(tensor.nbytes for tensor in named(images.example()).values()) * images.count
+        self._kept = _singles(images) if size_bytes <= cache_bytes else None
+
+    def __len__(self) -> int:
+        return self.images.count if self._kept is None else len(self._kept)
+
+    def lesson(self, draws: Sequence[Draw]) -> Lesson:
+        """The lesson of views of these rows by the numbers of their draws, where the model is."""
+        rows = [draw.row for draw in draws]
+        images = inputs_at(self.images, rows) if self._kept is None else [self._kept[row] for row in rows]
+        views = [
+            each(image, lambda tensor, number=draw.number: view(tensor[0], self.seed, number).unsqueeze(0))  # type: ignore[misc]
+            for image, draw in zip(images, draws, strict=True)
+        ]
+        return lesson_on(self.model, moved(joined(views), self.device))
+
+
+AnyTeacher = Teacher | TeacherOfViews
+
+
+def _singles(inputs: InputSet) -> list[Inputs]:
+    """All of them, one at a time."""
+    return [row for batch in inputs.batches(_AT_ONCE) for row in pieces(batch, 1)]
+
+
+def inputs_at(inputs: InputSet, positions: Sequence[int]) -> list[Inputs]:
+    """Inputs at these positions, read again, one at a time. Raises BadInput for one that can't be."""
+    ascending = sorted(set(positions))
+    read = _singles(inputs.subset(ascending))
+    if len(read) != len(ascending):
+        raise BadInput(
+            f"polish: unreadable {inputs.noun} among {inputs.count}, more than are kept in memory; leave those away"
+        )
+    return [read[ascending.index(position)] for position in positions]

@@ -47,7 +47,9 @@ def _asked(table: ReduceTable) -> str:
 
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
-    yield f"Asked for: {_asked(recipe.reduce)}. No labels, no training."
+    polish = recipe.reduce.polishing
+    trained = "no training" if polish == "none" else f"gradients after the closed form (polish `{polish}`)"
+    yield f"Asked for: {_asked(recipe.reduce)}. No labels, {trained}."
     if coverage := reduction.coverage:
         yield f"Done: {markdown_line(coverage.verdict)}."
         for refused, reason in coverage.refused.items():

@@ -8,8 +8,9 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.planning.carry_out import Polishing, reduce_checkpoint
+from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
+from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove

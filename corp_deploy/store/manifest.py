@@ -35,8 +35,8 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
-    """Digest, size and making command of every file below the directory, the manifest itself aside, and how its dense
-    model takes its images.
+    """Digest, size and making command of every file below the directory, the manifest itself aside, how its dense model
+    takes its images, and in one word by what the reduced one was polished, if it was.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
@@ -49,12 +49,14 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         }
         for path in files
     }
+    polish = load_model_config(directory / "reduced").lineage.get("polish")
     return {
         "kind": MANIFEST_KIND,
         "version": 1,
         "command": command,
         "versions": versions(),
         "preprocessing": load_model_config(directory / "dense").input.preprocessing,
+        **({} if polish is None else {"polish": polish}),
         "files": entries,
     }
 
