@@ -13,7 +13,19 @@ from corp_deploy.commands.model_choice import ModelChoice
 from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.honours import Axis, words_of
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, IMAGES, LOOP, PRESET, VERIFY, WIDTHS
+from corp_deploy.invocation.table import (
+    AUDIT,
+    BENCH,
+    BUILD,
+    CALIBRATE,
+    EXPORT,
+    IMAGES,
+    LOOP,
+    POLISH,
+    PRESET,
+    VERIFY,
+    WIDTHS,
+)
 from corp_deploy.proof import speed as side_by_side
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import PRESETS
@@ -408,6 +420,14 @@ def test_reduce_refuses_images_that_nothing_looks_at(
 )
 def test_reduce_refuses_tokens_for_a_loop_that_is_open(way: str, asked: dict[str, Any], reads: str) -> None:
     checked(run(*REDUCE, *words_of({"mlp": 0.5, "reads": reads} | asked)), LOOP, way, "reads", reads)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("option", "value"), [("polish_steps", 3), ("polish_time", 2.5)])
+@pytest.mark.parametrize("way", POLISH.ways)
+def test_reduce_refuses_what_belongs_to_a_polish(way: str, option: str, value: object) -> None:
+    asked = {"mlp": 0.5, option: value} | ({} if way == "none" else {"polish": way})
+    checked(run(*REDUCE, *words_of(asked)), POLISH, way, option, value)
 
 
 @pytest.mark.usefixtures("unloaded")

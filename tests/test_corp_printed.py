@@ -235,6 +235,9 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.allow_partial": (True, {}),
     "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
+    "reduce.polish": ("block", {"reduce.polish": "model", "reduce.polish_steps": 2}),
+    "reduce.polish_steps": (3, {"reduce.polish": "model", "reduce.polish_steps": 2}),
+    "reduce.polish_time": (0.2, {"reduce.polish": "model", "reduce.polish_time": 0.1}),
     "export.precisions": (["fp32", "fp16"], {}),
     "export.keep_fp32": (
         ["blocks.0.*"],

@@ -99,6 +99,10 @@ def test_budgets_and_closed_loops_look_at_texts(home: Path) -> None:
     for loop in ("asymmetric", "symmetric"):
         directory = reduced(home, loop, "--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop, *text)
         assert json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["hidden"] == 32
+    for polish in ("block", "model"):
+        options = ("--mlp", 0.5, "--polish", polish, "--polish-steps", 3)
+        record = json.loads((reduced(home, polish, *options, *text) / "config.json").read_text())["lineage"]
+        assert record["reduction"]["polish"]["how"] == polish
     folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
     assert json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["hidden"] == 32
 

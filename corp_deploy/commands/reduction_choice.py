@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from corp_deploy.invocation.compositions import COMPOSITIONS, NAMES, method_of
+from corp_deploy.invocation.compositions import COMPOSITIONS, NAMES, method_of, with_implied
 from corp_deploy.invocation.limit import EXPECTED, Limit, limit_from_text
 from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
 from corp_deploy.invocation.table import LOOP, POLISH, PRESET
@@ -192,6 +192,7 @@ repair_options = (
 def _reduction(**options: Any) -> ReductionChoice:
     explicit = explicit_options()
     PRESET.refuse([("", method_of(options["preset"]))], explicit)
+    POLISH.refuse([("", with_implied(options)["polish"] or "none")], explicit)
     with usage_errors():
         reduction = reduction_from_options(options)
     reduction.refuse_ignored(explicit)

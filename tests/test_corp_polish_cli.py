@@ -1,0 +1,187 @@
+"""A polish as it is asked for: `reduce --polish`, its record, the preset that implies it, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from calib.store import load as load_moments
+from corp_deploy.cli import main
+from corp_deploy.invocation.compositions import COMPOSITIONS
+from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
+from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.polishing import Polishing, given_to_polish
+from corp_deploy.planning.request import request_from_choice
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.parts import Progress
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
+from tests import tiny
+
+NARROW = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, images, moments of all of them, and moments that left five out."""
+    root = tmp_path_factory.mktemp("polish")
+    save(tiny.checkpoint(init_values=0.5), root / "dense")
+    np.save(root / "images.npy", tiny.images(24))
+    for name, more in (("m", ()), ("left-out", ("--hold-out", 5))):
+        invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / name, *more)
+    return root
+
+
+def invoked(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def reduced(home: Path, name: str, *words: object, code: int = 0) -> Result:
+    images = ("--images", home / "images.npy")
+    where = ("--model", home / "dense", "--moments", home / "m", *images, "-o", home / name)
+    return invoked("reduce", *where, *words, code=code)
+
+
+def lineage(directory: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((directory / "config.json").read_text())["lineage"]
+    return record
+
+
+@pytest.mark.parametrize("how", ["block", "model"])
+def test_reduce_polishes_and_says_so(how: str, home: Path) -> None:
+    said = reduced(home, how, *NARROW, "--polish", how, "--polish-steps", 5, "--seed", 3).output
+    assert "by gradients, without labels" in said
+    record = lineage(home / how)
+    assert record["polish"] == "gradients"
+    polish = record["reduction"]["polish"]
+    assert (polish["how"], polish["seed"], polish["gradients"]) == (how, 3, True)
+    assert polish["error"] <= polish["error_before"]
+    assert (polish["fitted"], polish["held_out"]) == (21, 3)
+    assert [part["steps"] for part in polish["parts"]] == [5] * len(polish["parts"])
+    load_checkpoint(home / how)
+    assert not list(home.glob("*unfinished*"))
+
+
+def test_without_a_polish_nothing_is_said_of_one(home: Path) -> None:
+    said = invoked(
+        "reduce", "--model", home / "dense", "--moments", home / "m", *NARROW, "-o", home / "plain"
+    ).output  # fmt: skip
+    assert "gradients" not in said
+    assert "polish" not in lineage(home / "plain")
+    assert "polish" not in lineage(home / "plain")["reduction"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--polish-steps", 3), "--polish-steps 3 is not honoured by a reduction that is not polished"),
+        (("--polish", "none", "--polish-time", 3), "--polish-time 3.0 is not honoured"),
+        (("--polish", "model", "--polish-steps", 0), "--polish-steps"),
+    ],
+)
+def test_steps_and_time_belong_to_a_polish(words: tuple[object, ...], message: str, home: Path) -> None:
+    assert message in reduced(home, "refused", *NARROW, *words, code=2).stderr
+    assert not (home / "refused").exists()
+
+
+@pytest.mark.parametrize("words", [("--polish", "model"), ("--preset", "thorough")])
+def test_a_polish_without_images_is_refused(words: tuple[object, ...], home: Path) -> None:
+    where = ("--model", home / "dense", "--moments", home / "m", "-o", home / "refused")
+    refused = invoked("reduce", *where, *NARROW, *words, code=2).stderr
+    assert "--polish" in refused
+    assert "give them with --images" in refused
+
+
+def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: Path) -> None:
+    dense = load_checkpoint(home / "dense")
+    choice = reduction_from_options({"mlp": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "model", "polish_steps": 24})
+    asked, images = request_from_choice(choice, seed=1), images_for_model(dense.model, home / "images.npy")
+
+    class Stopped(Exception):
+        """What an interruption raises here."""
+
+    def stop(progress: Progress) -> None:
+        if progress.share > 0.5:
+            raise Stopped
+
+    def run(name: str, done: Any = None) -> bytes:
+        state = home / "state.safetensors"
+        how = Polishing(state=state, done=done)
+        reduce_checkpoint(dense, home / "m", asked, directory=home / name, images=images, polishing=how)
+        assert not state.exists()
+        return (home / name / "model.safetensors").read_bytes()
+
+    whole = run("whole")
+    with pytest.raises(Stopped):
+        run("resumed", stop)
+    assert (home / "state.safetensors").exists()
+    assert not (home / "resumed").exists()
+    assert run("resumed") == whole
+
+
+def choice_of(**options: Any) -> ReductionChoice:
+    return reduction_from_options(options)
+
+
+def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
+    plain, thorough = choice_of(macs=0.66), choice_of(preset="thorough", macs=0.66)
+    assert thorough.method.method == plain.method.method
+    assert (thorough.closed_loop, thorough.polish.polish) == ("asymmetric", "model")
+    assert (plain.closed_loop, plain.polish.polish) == (None, "none")
+    assert thorough.needs_images
+    assert request_from_choice(thorough, seed=7).polish == PolishOptions(how="model", seed=7)
+    other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish="block", polish_steps=9)
+    assert (other.closed_loop, other.polish.polish, other.polish.polish_steps) == ("symmetric", "block", 9)
+    neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")
+    assert (neither.closed_loop, neither.polish.polish) == (None, "none")
+
+
+def test_help_tells_what_the_thorough_preset_implies() -> None:
+    said = " ".join(invoked("reduce", "--help").output.split())
+    assert f"thorough: {COMPOSITIONS['thorough'].words}" in said
+    assert COMPOSITIONS["thorough"].words == "--preset best --closed-loop asymmetric --polish model"
+
+
+def test_the_thorough_preset_spends_a_budget(home: Path) -> None:
+    said = reduced(
+        home, "thorough", "--preset", "thorough", "--macs", 0.7, "--align", "mlp=8,head=8", "--polish-steps", 3
+    )
+    record = lineage(home / "thorough")
+    assert record["preset"] == "thorough"
+    assert record["polish"] == "gradients"
+    assert "closed loop fitted to" in said.output
+    assert "polished whole by gradients" in said.output
+
+
+def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
+    dense = load_checkpoint(home / "dense")
+    images = images_for_model(dense.model, home / "images.npy")
+    left_out = load_moments(home / "left-out")
+    asked = request_from_choice(choice_of(mlp=0.5, polish="model"))
+    given = given_to_polish(asked, images, left_out, None)
+    assert given is not None
+    assert given.judges is not None
+    assert (given.reduced_on.count, given.fitted.count, given.judges.count) == (19, 19, 5)
+    assert set(given.judges.ids.tolist()).isdisjoint(left_out.image_ids.tolist())
+    every = given_to_polish(asked, images, load_moments(home / "m"), None)
+    assert every is not None
+    assert (every.fitted.count, every.judges, every.groups_B) == (24, None, None)
+    assert given_to_polish(request_from_choice(choice_of(mlp=0.5)), images, left_out, None) is None
+
+
+def test_groups_of_calibration_are_those_of_the_polish(home: Path) -> None:
+    (home / "groups.json").write_text(json.dumps([str(number // 4) for number in range(24)]))
+    images, output = ("--images", home / "images.npy"), home / "grouped"
+    invoked("calibrate", "--model", home / "dense", *images, "--groups", home / "groups.json", "-o", output)
+    source = images_for_model(load_checkpoint(home / "dense").model, home / "images.npy")
+    given = given_to_polish(request_from_choice(choice_of(mlp=0.5, polish="model")), source, load_moments(output), None)
+    assert given is not None
+    assert given.groups_B is not None
+    assert [given.groups_B.tolist().index(group) // 4 for group in given.groups_B.tolist()] == [
+        n // 4 for n in range(24)
+    ]
