@@ -1,0 +1,129 @@
+"""A Gauss-Newton step of a layer's first weights, through all that follows them, by products alone. PURE.
+
+J is the derivative of the layer's outputs by the weights W [R,D] of its first linear map, r what the outputs lack. The
+step is argmin mean_x ||r_x - J_x S||^2 + ridge ||S||^2, which has no step size. J'J has (R D)^2 entries and is never
+built: conjugate gradients ask for J S and J' r only. They are preconditioned by the Kronecker product that stands for
+J'J in K-FAC (Martens and Grosse 2015, arXiv 1503.05671, section 3), E[g g'] (x) E[u u'], u the map's inputs and g the
+sensitivity of outputs of independent random signs to what the map gives.
+
+Legend: X tokens, D inputs of the first map and a one that carries its bias, R what it gives, O outputs of the layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Tangent(Protocol):
+    """A layer's outputs over some tokens as a linear function of small changes of its first map."""
+
+    @property
+    def entering_XD(self) -> Tensor:
+        """The first map's inputs, the last of them a one."""
+        ...
+
+    def along(self, step_RD: Tensor) -> Tensor:
+        """J S: how the outputs change [X,O]."""
+        ...
+
+    def sensitivity(self, out_XO: Tensor) -> Tensor:
+        """How the product of the outputs with these changes with what the first map gives [X,R]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lacking:
+    """Some tokens: the tangent there, what the outputs lack, and how much each token counts (None: all alike)."""
+
+    tangent: Tangent
+    lacking_XO: Tensor
+    weight_X: Tensor | None = None
+
+    @property
+    def weight(self) -> float:
+        return float(len(self.lacking_XO)) if self.weight_X is None else float(self.weight_X.double().sum())
+
+    def weighted(self, out_XO: Tensor) -> Tensor:
+        return out_XO if self.weight_X is None else out_XO * self.weight_X.to(out_XO)[:, None]
+
+    def back(self, out_XO: Tensor) -> Tensor:
+        """J' w r, the sum over the tokens [R,D]."""
+        return self.tangent.sensitivity(self.weighted(out_XO)).mT @ self.tangent.entering_XD
+
+
+def _gradient(pieces: Sequence[Lacking], weight: float) -> Tensor:
+    return torch.stack([piece.back(piece.lacking_XO) for piece in pieces]).sum(dim=0) / weight
+
+
+def _curved(pieces: Sequence[Lacking], step_RD: Tensor, weight: float) -> Tensor:
+    """J'J S."""
+    return torch.stack([piece.back(piece.tangent.along(step_RD)) for piece in pieces]).sum(dim=0) / weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kronecker:
+    """G (x) A + ridge I by the eigenvalues of both: what it takes to divide by it."""
+
+    left_RR: Tensor
+    right_DD: Tensor
+    value_RD: Tensor
+
+    def divided(self, step_RD: Tensor) -> Tensor:
+        return self.left_RR @ ((self.left_RR.mT @ step_RD @ self.right_DD) / self.value_RD) @ self.right_DD.mT
+
+
+def _second_moments(pieces: Sequence[Lacking], weight: float) -> tuple[Tensor, Tensor]:
+    """E[g g'] and E[u u'] in float64; the signs are always the same."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    sensitive, entering = list[Tensor](), list[Tensor]()
+    for piece in pieces:
+        u_XD, r_XO = piece.tangent.entering_XD, piece.lacking_XO
+        sign_XO = torch.randint(0, 2, r_XO.shape, generator=generator, device="cpu").to(r_XO) * 2.0 - 1.0
+        root_XO = sign_XO if piece.weight_X is None else sign_XO * piece.weight_X.to(r_XO).sqrt()[:, None]
+        g_XR = piece.tangent.sensitivity(root_XO)
+        sensitive.append((g_XR.mT @ g_XR).double())
+        entering.append((u_XD.mT @ u_XD).double() / len(u_XD))
+    return torch.stack(sensitive).sum(dim=0) / weight, torch.stack(entering).mean(dim=0)
+
+
+def _preconditioner(pieces: Sequence[Lacking], weight: float, ridge_rel: float) -> tuple[_Kronecker, float]:
+    """With the ridge: ridge_rel * the mean of the diagonal of the Kronecker product."""
+    g_RR, u_DD = _second_moments(pieces, weight)
+    ridge = ridge_rel * float(g_RR.diagonal().mean() * u_DD.diagonal().mean())
+    (g_R, left_RR), (u_D, right_DD) = torch.linalg.eigh(g_RR), torch.linalg.eigh(u_DD)
+    value_RD = torch.outer(g_R.clamp_min(0.0), u_D.clamp_min(0.0))
+    floor = max(ridge, float(torch.finfo(torch.float32).eps * value_RD.max()), torch.finfo(torch.float64).tiny)
+    like = pieces[0].lacking_XO
+    kronecker = _Kronecker(left_RR=left_RR.to(like), right_DD=right_DD.to(like), value_RD=(value_RD + floor).to(like))
+    return kronecker, ridge
+
+
+def gauss_newton(pieces: Sequence[Lacking], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
+    """The step [R,D] after each iteration of conjugate gradients, until nothing is left to gain.
+
+    The ridge is relative to the mean diagonal of the Kronecker product that stands for J'J; 0 is allowed.
+    """
+    assert ridge_rel >= 0.0, ridge_rel
+    weight = sum(piece.weight for piece in pieces)
+    assert weight > 0.0, weight
+    kronecker, ridge = _preconditioner(pieces, weight, ridge_rel)
+    left_RD = _gradient(pieces, weight)
+    step_RD, divided_RD = torch.zeros_like(left_RD), kronecker.divided(left_RD)
+    towards_RD, gain = divided_RD, float((left_RD * divided_RD).double().sum())
+    least = gain * torch.finfo(left_RD.dtype).eps  # beyond it rounding alone is left, which dependent inputs blow up
+    for _ in range(iterations):
+        if not gain > least:
+            return
+        curved_RD = _curved(pieces, towards_RD, weight) + ridge * towards_RD
+        bend = float((towards_RD * curved_RD).double().sum())
+        if not bend > 0.0:
+            return
+        step_RD = step_RD + gain / bend * towards_RD
+        left_RD = left_RD - gain / bend * curved_RD
+        divided_RD = kronecker.divided(left_RD)
+        before, gain = gain, float((left_RD * divided_RD).double().sum())
+        towards_RD = divided_RD + gain / before * towards_RD
+        yield step_RD
