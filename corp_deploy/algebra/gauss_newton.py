@@ -6,7 +6,7 @@ built: conjugate gradients ask for J S and J' r only. They are preconditioned by
 J'J in K-FAC (Martens and Grosse 2015, arXiv 1503.05671, section 3), E[g g'] (x) E[u u'], u the map's inputs and g the
 sensitivity of outputs of independent random signs to what the map gives.
 
-Legend: X tokens, D inputs of the first map and a one that carries its bias, R what it gives, O outputs of the layer.
+Legend: X tokens, D inputs of the first map, a one for its bias among them, R what it gives, O outputs of the layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Tangent(Protocol):
 
     @property
     def entering_XD(self) -> Tensor:
-        """The first map's inputs, the last of them a one."""
+        """The first map's inputs, the last of them a one where it has a bias."""
         ...
 
     def along(self, step_RD: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ class HeadTangent:
         return 2 * self.q_BHNQ.shape[1] * self.q_BHNQ.shape[3]
 
     def _heads(self, rows_BNR: Tensor) -> Tensor:
-        return rows_BNR.unflatten(-1, (self.q_BHNQ.shape[1], -1)).transpose(1, 2)
+        out_BHNX: Tensor = rows_BNR.unflatten(-1, (self.q_BHNQ.shape[1], -1)).transpose(1, 2)
+        return out_BHNX
 
     def _through_softmax(self, scores_BHNN: Tensor) -> Tensor:
         """The softmax' derivative, its own transpose."""

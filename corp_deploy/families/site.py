@@ -41,6 +41,11 @@ class Site(Protocol):
         ...
 
     @property
+    def last(self) -> nn.Linear:
+        """The linear layer that gives the site's outputs."""
+        ...
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """All that the site's parameters are in."""
         ...

@@ -6,7 +6,7 @@ dense stream is advanced on the way, so that what the reduced one lacks of it is
 Legend: B images of a piece, N tokens, C channels of the stream, F hidden channels, K inputs of a last linear layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -174,10 +174,10 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
     return moments, lacking
 
 
-def inputs_sums(branch: Branch, layer: nn.Module, last: nn.Linear, streams: Streams) -> Halves[RegressionSums]:
+def inputs_sums(branch: Branch, layer: nn.Module, last: nn.Linear, pairs: Iterable[Pair]) -> Halves[RegressionSums]:
     """What the reduced stream lacks of the dense one, already behind the branch, on what enters `last` of `layer`."""
     lacking = _for_layer(last)
     with _entering(branch, layer, last) as entering:
-        for pair in streams:
+        for pair in pairs:
             _add_lacking(lacking, pair, entering(pair), branch.read)
     return lacking

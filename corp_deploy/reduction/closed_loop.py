@@ -59,7 +59,7 @@ def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[
     return replace(branch, layer=layer), site.of_layer(layer), fit
 
 
-def _through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
+def through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weight and bias with which a last layer enters the residual stream, through the layer scale."""
     weight_CK = last.weight.detach().double()
     bias_C = weight_CK.new_zeros(len(weight_CK)) if last.bias is None else last.bias.detach().double()
@@ -71,7 +71,7 @@ def _through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Ten
 def _fitted(branch: Branch, reduced: OnStreams, loop: Loop) -> LoopFit:
     """The new layer's last linear layer is made to give what the reduced stream lacks still."""
     last = reduced.new.last
-    weight_CK, bias_C = _through_scale(last, branch.scale_C)
+    weight_CK, bias_C = through_scale(last, branch.scale_C)
     left = reduced.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
     return correct_(
         last, left.fit, left.held_out, scale_C=branch.scale_C, energy=reduced.energy, strengths=loop.strengths

@@ -47,7 +47,7 @@ def correction(
     weight_CK, bias_C = torch.zeros_like(on_fit.cross_OK), torch.zeros_like(on_fit.mean_O)
     if strength is not None:
         whole = refit_toward(None, fit.with_those_of(held_out).regression(), strength=strength)
-        weight_CK, bias_C = _divided(whole.weight_OK, scale_C), _divided(whole.bias_O, scale_C)
+        weight_CK, bias_C = divided_by_scale(whole.weight_OK, scale_C), divided_by_scale(whole.bias_O, scale_C)
     report = LoopFit(
         strength=strength,
         energy=energy,
@@ -59,7 +59,8 @@ def correction(
     return Correction(weight_CK=weight_CK, bias_C=bias_C, fit=report)
 
 
-def _divided(rows: Tensor, scale_C: Tensor | None) -> Tensor:
+def divided_by_scale(rows: Tensor, scale_C: Tensor | None) -> Tensor:
+    """Rows [C,...] of a layer in front of the layer scale from those behind it; 0 where it all but silences them."""
     if scale_C is None:
         return rows
     scale = scale_C.double().view(-1, *[1] * (rows.ndim - 1))
@@ -68,13 +69,18 @@ def _divided(rows: Tensor, scale_C: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def add_correction_(layer: nn.Linear, change: Correction) -> None:
-    """Add a correction to a linear layer, in float64; a bias is made where there is none and one is needed."""
-    layer.weight.copy_(layer.weight.double() + change.weight_CK)
-    if layer.bias is None and bool(change.bias_C.any()):
+def add_to_(layer: nn.Linear, weight_CK: Tensor, bias_C: Tensor) -> None:
+    """Add to a linear layer's weight and bias, in float64; a bias is made where there is none and one is needed."""
+    layer.weight.copy_(layer.weight.double() + weight_CK)
+    if layer.bias is None and bool(bias_C.any()):
         layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]), requires_grad=False)
     if layer.bias is not None:
-        layer.bias.copy_(layer.bias.double() + change.bias_C)
+        layer.bias.copy_(layer.bias.double() + bias_C)
+
+
+def add_correction_(layer: nn.Linear, change: Correction) -> None:
+    """Add a correction to a linear layer."""
+    add_to_(layer, change.weight_CK, change.bias_C)
 
 
 def correct_(

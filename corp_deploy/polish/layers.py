@@ -1,0 +1,91 @@
+"""Every reduced sublayer in turn fitted to the dense stream, from what the reduced stream has before it.
+
+Legend: B inputs, N tokens, C channels.
+"""
+
+import math
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from calib.input_set import InputSet
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.steps import Branch, Merge
+from corp_deploy.reduction.streams import Pair, embedded
+
+from .newton import LayerFit, Newton, fit_layer_
+
+_AT_ONCE = 8  # inputs of a forward pass and of a product
+
+
+def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[Pair]:
+    """Both streams where they are one yet, before the first block. Memory: up to 2 * inputs * N * C * 4 bytes."""
+    return [
+        Pair(dense=x_BNC, reduced=x_BNC, held_out=is_held_out, weights_BN=weights_BN)
+        for inputs, is_held_out in ((fitted, False), (held_out, True))
+        for x_BNC, weights_BN in embedded(dense, inputs, _AT_ONCE)
+    ]
+
+
+def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
+    """The sites that are narrower than the dense model's."""
+    widths = {site.name: site.width for site in sites_of(dense).every}
+    return [site.name for site in sites_of(model).every if widths.get(site.name) != site.width]
+
+
+Fit = Callable[[Branch, str, list[Pair]], None]
+
+
+def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Tensor | None, fit: Fit) -> None:
+    """Take both streams through both models, and `fit` each branch of the reduced one whose site is narrower, in place;
+    the dense stream is behind it then, the reduced one before it.
+    """
+    family, narrower = family_of(dense), set(reduced_sites(dense, model))
+    before = (step for step in family.steps(dense, read=read) if not isinstance(step, Merge))
+    for step in family.steps(model, read=read):
+        if isinstance(step, Merge):  # the dense stream is never merged
+            for pair in pairs:
+                pair.advance(step)
+            continue
+        dense_step = next(before)
+        for pair in pairs:
+            pair.dense = dense_step(pair.dense, pair.weights_BN)
+        if isinstance(step, Branch) and step.name in narrower:
+            fit(step, step.name, pairs)
+        for pair in pairs:
+            if isinstance(step, Branch):
+                pair.advance_reduced(step, step.layer)
+            else:
+                pair.reduced = step(pair.reduced, pair.present_BN)
+
+
+@torch.no_grad()
+def fit_layers_(
+    dense: nn.Module,
+    model: nn.Module,
+    pairs: list[Pair],
+    how: Newton,
+    *,
+    read: Tensor | None = None,
+    seconds: float | None = None,
+    done: Callable[[str, LayerFit], None] | None = None,
+) -> dict[str, LayerFit]:
+    """The reduced model's narrower sublayers fitted in place, in the order they run: what was gained, by name.
+
+    `read`: the tokens of the last stream that count, None for all. `seconds` are shared evenly by the sublayers left.
+    """
+    sites, fits = sites_of(model).by_name, dict[str, LayerFit]()
+    left, start = len(reduced_sites(dense, model)), perf_counter()
+
+    def fit(branch: Branch, name: str, both: list[Pair]) -> None:
+        nonlocal left
+        share = math.inf if seconds is None else max(start + seconds - perf_counter(), 0.0) / left
+        fits[name] = fit_layer_(branch, sites[name], both, how, until=perf_counter() + share)
+        left -= 1
+        if done is not None:
+            done(name, fits[name])
+
+    walk_layers(dense, model, pairs, read, fit)
+    return fits

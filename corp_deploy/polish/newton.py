@@ -1,0 +1,175 @@
+"""A reduced sublayer's two layers fitted to the dense stream in turn, with no step size and no chance.
+
+First the first layer, by a Gauss-Newton step through all that follows it (algebra/gauss_newton.py), then the last one,
+by a regression on what now enters it. Both are chosen by the held-out inputs, where nothing ever becomes worse.
+
+Legend: C channels of the stream, D those with a one for a bias, R rows of the first layer, K inputs of the last one.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.algebra.gauss_newton import gauss_newton
+from corp_deploy.algebra.regression import refit_toward
+from corp_deploy.families.site import Site
+from corp_deploy.families.steps import Branch
+from corp_deploy.reduction.branch_sums import StreamEnergy, inputs_sums
+from corp_deploy.reduction.closed_loop import through_scale
+from corp_deploy.reduction.correct import STRENGTHS, add_to_, divided_by_scale
+from corp_deploy.reduction.streams import Pair
+
+from .linearised import Linearised, counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newton:
+    """How a sublayer is fitted: both its layers in turn, `sweeps` times; the ridge of a Gauss-Newton step, after how
+    many iterations of conjugate gradients it is looked at, which parts of it are tried; the ridges of a regression; and
+    to how many tokens a step is fitted at most.
+    """
+
+    sweeps: int = 2
+    ridge_rel: float = 1e-2
+    looks: tuple[int, ...] = (3, 8)
+    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    strengths: tuple[float, ...] = STRENGTHS
+    most_tokens: int = 65_536
+
+    def __post_init__(self) -> None:
+        assert self.sweeps >= 0, self.sweeps
+        assert list(self.looks) == sorted(set(self.looks)), self.looks
+        assert self.most_tokens > 0, self.most_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFit:
+    """Sweeps done, seconds, and the held-out relative error of the stream behind the sublayer before and after."""
+
+    sweeps: int
+    seconds: float
+    error_before: float
+    error: float
+
+
+class _Judge:
+    """The mean square of what the stream lacks behind the branch, over the tokens that count, of the pairs held out."""
+
+    def __init__(self, branch: Branch, pairs: Sequence[Pair]) -> None:
+        self.branch, self.pairs = branch, pairs
+        energy = StreamEnergy()
+        for pair in pairs:
+            energy.add(pair.rows(pair.target, branch.read), pair.row_weights(branch.read))
+        self.energy = energy.variance()
+
+    def error(self) -> float:
+        sums, weights = list[Tensor](), list[Tensor]()
+        for pair in self.pairs:
+            behind_BNC = self.branch.through(self.branch.layer, pair.reduced, pair.present_BN)
+            counts_BN = counts(self.branch, pair)
+            square_BN = (pair.target - behind_BNC).square().sum(dim=-1)
+            sums.append(torch.where(counts_BN > 0.0, square_BN * counts_BN, 0.0).double().sum())
+            weights.append(counts_BN.double().sum())
+        return float(torch.stack(sums).sum() / torch.stack(weights).sum())
+
+    def relative(self, error: float) -> float:
+        return math.sqrt(error / self.energy) if self.energy > 0.0 else math.sqrt(error)
+
+
+def _set_(site: Site, first_RD: Tensor) -> None:
+    """The first layer's weight and, where it has one, its bias."""
+    site.first.weight.copy_(first_RD[:, : site.first.in_features])
+    if site.first.bias is not None:
+        site.first.bias.copy_(first_RD[:, -1])
+
+
+def _first(site: Site) -> Tensor:
+    weight_RC, bias_R = site.first.weight, site.first.bias
+    return weight_RC.clone() if bias_R is None else torch.cat((weight_RC, bias_R[:, None]), dim=1)
+
+
+def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]:
+    """Each so many-th pair, others in each sweep, of so many tokens together at most, or one pair."""
+    tokens = sum(pair.reduced.shape[:2].numel() for pair in pairs)
+    stride = min(-(-tokens // most_tokens), len(pairs))
+    return pairs[sweep % stride :: stride]
+
+
+def step_first_(branch: Branch, site: Site, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float) -> float:
+    """The first layer one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
+    start_RD = best_RD = _first(site)
+    steps = gauss_newton(Linearised(branch, site, pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
+    for iteration, step_RD in enumerate(steps, start=1):
+        if iteration not in how.looks:
+            continue
+        last = math.inf
+        for share in how.shares:
+            _set_(site, start_RD + share * step_RD)
+            now = judge.error()
+            if now < error:
+                error, best_RD = now, _first(site)
+            if not now < last:  # along a line the error falls, then rises
+                break
+            last = now
+    _set_(site, best_RD)
+    return error
+
+
+def _refit(branch: Branch, site: Site, pairs: Iterable[Pair], how: Newton) -> tuple[Tensor, Tensor] | None:
+    """The change of the last layer's weight and bias by the regression that errs least on the held-out inputs; None
+    where no change is best. Solved on the others alone, so that those held out can go on judging.
+    """
+    weight_CK, bias_C = through_scale(site.last, branch.scale_C)
+    lacking = inputs_sums(branch, branch.layer, site.last, pairs)
+    left = lacking.each(lambda sums: sums.less(weight_CK, bias_C).regression())
+    refits = [refit_toward(None, left.fit, strength=strength) for strength in sorted(how.strengths, reverse=True)]
+    errors = [left.held_out.error(refit.weight_OK, refit.bias_O) for refit in refits]
+    if not errors or min(errors) >= left.held_out.target_square:
+        return None
+    best = refits[errors.index(min(errors))]
+    return divided_by_scale(best.weight_OK, branch.scale_C), divided_by_scale(best.bias_O, branch.scale_C)
+
+
+def refit_last_(branch: Branch, site: Site, pairs: Iterable[Pair], judge: _Judge, how: Newton, error: float) -> float:
+    """The last layer refitted, unless that errs more on the held-out inputs; their error."""
+    change = _refit(branch, site, pairs, how)
+    if change is None:
+        return error
+    weight_CK, bias_C = site.last.weight.clone(), None if site.last.bias is None else site.last.bias.clone()
+    add_to_(site.last, *change)
+    now = judge.error()
+    if now < error:
+        return now
+    site.last.weight.copy_(weight_CK)
+    site.last.bias = None if bias_C is None else nn.Parameter(bias_C, requires_grad=False)
+    return error
+
+
+@torch.no_grad()
+def fit_layer_(branch: Branch, site: Site, pairs: Sequence[Pair], how: Newton, *, until: float = math.inf) -> LayerFit:
+    """Fit one sublayer of a reduced model in place, until nothing is gained, or the clock (perf_counter) says `until`.
+
+    `site` is that of the branch's layer; the pairs' dense stream is behind the branch, the reduced one before it. Those
+    held out judge and are fitted to by none.
+    """
+    start = perf_counter()
+    fitted, judge = [pair for pair in pairs if not pair.held_out], _Judge(branch, [p for p in pairs if p.held_out])
+    before = error = judge.error()
+    sweeps = 0
+    while sweeps < how.sweeps and perf_counter() < until:
+        last = error
+        error = step_first_(branch, site, _some(fitted, how.most_tokens, sweeps), judge, how, error)
+        error = refit_last_(branch, site, pairs, judge, how, error)
+        sweeps += 1
+        if not error < last:
+            break
+    return LayerFit(
+        sweeps=sweeps,
+        seconds=perf_counter() - start,
+        error_before=judge.relative(before),
+        error=judge.relative(error),
+    )
