@@ -1,0 +1,76 @@
+"""Reduced sublayers fitted to the dense stream by Adam: what a fit without a step size is compared with."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.steps import Branch
+from corp_deploy.polish.layers import walk_layers
+from corp_deploy.polish.linearised import counts
+from corp_deploy.reduction.streams import Pair
+
+JUDGED = 4  # times on the way that the held-out inputs are looked at; the best that was met stays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Steps of each sublayer, of so many tokens or more; the step size falls to nothing along a cosine."""
+
+    steps: int
+    step_size: float = 1e-3
+    tokens: int = 2048
+
+
+def _square(branch: Branch, pairs: Sequence[Pair]) -> Tensor:
+    """The mean square of what the stream lacks behind the branch, over the tokens that count."""
+    sums, weights = list[Tensor](), list[Tensor]()
+    for pair in pairs:
+        counts_BN = counts(branch, pair)
+        behind_BNC = branch.through(branch.layer, pair.reduced, pair.present_BN)
+        sums.append(((pair.target - behind_BNC).square().sum(dim=-1) * counts_BN).sum())
+        weights.append(counts_BN.sum())
+    return torch.stack(sums).sum() / torch.stack(weights).sum()
+
+
+def fit_by_adam_(branch: Branch, layers: Sequence[nn.Linear], pairs: Sequence[Pair], how: Adam) -> None:
+    """All weights of the sublayer's two layers, in place; never worse on the pairs held out."""
+    fitted, held_out = ([pair for pair in pairs if pair.held_out == which] for which in (False, True))
+    at_once = -(-how.tokens // fitted[0].reduced.shape[:2].numel())
+    parameters = [parameter.requires_grad_() for layer in layers for parameter in layer.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=how.step_size)
+    generator = torch.Generator().manual_seed(0)
+    best, least = [parameter.detach().clone() for parameter in parameters], float(_square(branch, held_out))
+    for step in range(how.steps):
+        order = torch.randperm(len(fitted), generator=generator)[:at_once].tolist()
+        with torch.enable_grad():
+            loss = _square(branch, [fitted[index] for index in order])
+            optimizer.zero_grad()
+            loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = how.step_size * 0.5 * (1.0 + math.cos(math.pi * step / how.steps))
+        optimizer.step()
+        if (step + 1) * JUDGED // how.steps > step * JUDGED // how.steps and (
+            now := float(_square(branch, held_out))
+        ) < least:
+            best, least = [parameter.detach().clone() for parameter in parameters], now
+    for parameter, value in zip(parameters, best, strict=True):
+        parameter.requires_grad_(False).copy_(value)
+
+
+@torch.no_grad()
+def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Adam, read: Tensor | None) -> float:
+    """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
+    sites, seconds = sites_of(model).by_name, [0.0]
+
+    def fit(branch: Branch, name: str, both: list[Pair]) -> None:
+        start = time.process_time()
+        fit_by_adam_(branch, (sites[name].first, sites[name].last), both, how)
+        seconds.append(time.process_time() - start)
+
+    walk_layers(dense, model, pairs, read, fit)
+    return sum(seconds)
