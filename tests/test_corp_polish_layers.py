@@ -15,9 +15,13 @@ from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
+from corp_deploy.polish.descent import Pace
 from corp_deploy.polish.layers import fit_layers_, pairs_of, reduced_sites, walk_layers
 from corp_deploy.polish.linearised import Linearised
 from corp_deploy.polish.newton import Newton
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.streams import Pair
@@ -101,18 +105,18 @@ def test_held_out_errors_never_rise_and_fall_at_last(merged: bool) -> None:
     both = [opened(dense, 24), opened(dense, 8, 1)]
     with torch.no_grad():
         before = errors(dense, model, pairs_of(dense, *both))
-    polished = replaced(model, {})
-    fits = fit_layers_(dense, polished, pairs_of(dense, *both), Newton(sweeps=2))
-    assert list(fits) == reduced_sites_in_order(dense, model)
-    assert all(fit.error <= fit.error_before for fit in fits.values())
-    assert sum(fit.error < fit.error_before for fit in fits.values()) >= 3
+    fitted = replaced(model, {})
+    fits = fit_layers_(dense, fitted, pairs_of(dense, *both), Newton(), sweeps=2)
+    assert [fit.part for fit in fits] == reduced_sites_in_order(dense, model)
+    assert all(fit.error <= fit.error_before for fit in fits)
+    assert sum(fit.error < fit.error_before for fit in fits) >= 3
     with torch.no_grad():
-        after = errors(dense, polished, pairs_of(dense, *both))
+        after = errors(dense, fitted, pairs_of(dense, *both))
     assert after[False] < 0.95 * before[False]
     assert after[True] < before[True]
     again = replaced(model, {})
-    fit_layers_(dense, again, pairs_of(dense, *both), Newton(sweeps=2))
-    for own, other in zip(polished.parameters(), again.parameters(), strict=True):
+    fit_layers_(dense, again, pairs_of(dense, *both), Newton(), sweeps=2)
+    for own, other in zip(fitted.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=0.0, atol=0.0)
 
 
@@ -132,23 +136,46 @@ def test_planted_layers_come_back() -> None:
     rows = attention.first.weight[:96].view(2, 3, 16, 48)
     rows[:, :, 8:] = 0.0
     attention.first.bias[:96].view(2, 3, 16)[:, :, 8:] = 0.0
-    widths = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}
+    widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}
     method = method_from_preset("best", align_hidden=8, align_head=8)
     model = reduce_closed_loop(dense, opened(dense, 24), method, widths=widths).model
     for site in family.sites(model).every:
         noise = torch.randn(site.first.weight.shape, generator=torch.Generator().manual_seed(2))
         site.first.weight.add_(0.1 * noise / site.first.in_features**0.5)
     pairs = pairs_of(dense, opened(dense, 64), opened(dense, 8, 1))
-    fits = fit_layers_(dense, model, pairs, Newton(sweeps=8, ridge_rel=1e-5, looks=(8, 30)))
-    assert all(fit.error < 0.05 * fit.error_before for fit in fits.values()), fits
+    fits = fit_layers_(dense, model, pairs, Newton(ridge_rel=1e-5, looks=(8, 30)), sweeps=8)
+    assert all(fit.error < 0.05 * fit.error_before for fit in fits), fits
 
 
-def test_no_sweep_and_no_time_change_nothing() -> None:
-    dense = tiny.checkpoint().model
-    model = reduced(dense)
-    for how, seconds in ((Newton(sweeps=0), None), (Newton(), 0.0)):
-        same = replaced(model, {})
-        fits = fit_layers_(dense, same, pairs_of(dense, opened(dense, 8), opened(dense, 4, 1)), how, seconds=seconds)
-        assert all(fit.sweeps == 0 and fit.error == fit.error_before for fit in fits.values())
-        for own, other in zip(model.parameters(), same.parameters(), strict=True):
-            torch.testing.assert_close(own, other, rtol=0.0, atol=0.0)
+class Stopped(Exception):
+    """What an interruption raises here."""
+
+
+def test_an_interrupted_polish_of_layers_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    """Reduced on few images, so that more of them have something to give."""
+    dense, heard = tiny.checkpoint().model, list[Progress]()
+    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+    model, images = reduce_closed_loop(dense, opened(dense, 8, 5), method).model, opened(dense, 24)
+    options, state = PolishOptions(how="layer", steps=2), tmp_path / "state.safetensors"
+    whole = polished(dense, model, images, options)
+
+    def interrupt(progress: Progress) -> None:
+        heard.append(progress)
+        if len(heard) == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        polished(dense, model, images, options, state=state, done=interrupt)
+    again = polished(dense, model, images, options, state=state, done=heard.append)
+    for own, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0.0, atol=0.0)
+    report = whole.report
+    assert [part.error for part in report.parts] == [part.error for part in again.report.parts]
+    assert [part.part for part in report.parts] == reduced_sites_in_order(dense, model)
+    assert report.error < report.error_before
+    assert report.as_json()["gradients"] is False
+    assert f"in 4 layers by least squares, without labels: {report.steps} sweeps" in report.line
+
+
+def test_no_time_left_is_the_end_of_the_way() -> None:
+    assert Pace(steps=None, seconds=0.0).way(0, 0.0) == 1.0

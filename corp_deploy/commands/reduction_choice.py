@@ -153,15 +153,15 @@ repair_options = (
         "--polish",
         type=click.Choice(POLISHES),
         default=None,
-        help="Then fit by gradients, without labels, on the calibration images: each reduced layer or block to the "
-        "dense model's stream, or the whole model to its outputs and streams. Images held out judge, and the model "
+        help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block to the "
+        "dense model's stream, or the whole model to its outputs and streams (both by gradients). Images held out judge, and the model "
         "never ends worse on them than it began. Default: none.",
     ),
     click.option(
         "--polish-steps",
         type=Number(STEPS),
         default=None,
-        help="Steps of each layer or block, or of the model; default: "
+        help="Sweeps over each layer, steps of each block or of the model; default: "
         + ", ".join(f"{name} {steps}" for name, steps in DEFAULT_STEPS.items() if steps)
         + ". "
         + POLISH.help("polish_steps"),

@@ -106,8 +106,8 @@ class BudgetChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishChoice:
-    """What of the reduced model is fitted by gradients, for how many steps (of each layer or block, or of the model)
-    and how many seconds at most; None is the default of `polish`.
+    """What of the reduced model is fitted once more, for how many steps (of each layer or block, or of the model) and
+    how many seconds at most; None is the default of `polish`.
 
     Raises BadInput for steps or time of no polish.
     """

@@ -63,7 +63,9 @@ class Pace:
     def way(self, step: int, seconds: float) -> float:
         """The share of the way behind, in [0, 1]."""
         by_steps = 0.0 if self.steps is None else step / self.steps
-        by_time = 0.0 if self.seconds is None else seconds / self.seconds
+        by_time = 0.0
+        if self.seconds is not None:
+            by_time = seconds / self.seconds if self.seconds > 0.0 else 1.0
         return min(1.0, max(by_steps, by_time))
 
 

@@ -3,9 +3,7 @@
 Legend: B inputs, N tokens, C channels.
 """
 
-import math
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +13,11 @@ from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.steps import Branch, Merge
 from corp_deploy.reduction.streams import Pair, embedded
 
-from .newton import LayerFit, Newton, fit_layer_
+from .descent import Pace
+from .newton import Newton, Sweeps
+from .parts import Parts
+from .report import PartReport
+from .subject import Subject
 
 _AT_ONCE = 8  # inputs of a forward pass and of a product
 
@@ -68,24 +70,31 @@ def fit_layers_(
     pairs: list[Pair],
     how: Newton,
     *,
+    sweeps: int,
     read: Tensor | None = None,
-    seconds: float | None = None,
-    done: Callable[[str, LayerFit], None] | None = None,
-) -> dict[str, LayerFit]:
-    """The reduced model's narrower sublayers fitted in place, in the order they run: what was gained, by name.
-
-    `read`: the tokens of the last stream that count, None for all. `seconds` are shared evenly by the sublayers left.
-    """
-    sites, fits = sites_of(model).by_name, dict[str, LayerFit]()
-    left, start = len(reduced_sites(dense, model)), perf_counter()
+) -> list[PartReport]:
+    """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
+    sites, reports = sites_of(model).by_name, list[PartReport]()
 
     def fit(branch: Branch, name: str, both: list[Pair]) -> None:
-        nonlocal left
-        share = math.inf if seconds is None else max(start + seconds - perf_counter(), 0.0) / left
-        fits[name] = fit_layer_(branch, sites[name], both, how, until=perf_counter() + share)
-        left -= 1
-        if done is not None:
-            done(name, fits[name])
+        fitted = Sweeps(branch, sites[name], both, how, Pace(steps=sweeps, seconds=None))
+        position = fitted.start()
+        fitted.run(position)
+        reports.append(fitted.report(name, position))
 
     walk_layers(dense, model, pairs, read, fit)
-    return fits
+    return reports
+
+
+def polish_layers_(subject: Subject, parts: Parts) -> None:
+    """Each reduced sublayer, in order, both its layers in turn; a step is a sweep over both."""
+    model, count = subject.model, len(reduced_sites(subject.dense, subject.model))
+    sites = sites_of(model).by_name
+
+    def fit(branch: Branch, name: str, both: list[Pair]) -> None:
+        sweeps = Sweeps(branch, sites[name], both, Newton(), parts.pace(count), subject.ranks)
+        if not parts.was_finished_(sweeps.matrices):
+            parts.fit_(name, sweeps, of=count)
+
+    pairs = pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out)
+    walk_layers(subject.dense, model, pairs, subject.read, fit)

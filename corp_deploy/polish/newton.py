@@ -7,13 +7,15 @@ Legend: C channels of the stream, D those with a one for a bias, R rows of the f
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from calib.calibrate import ALONE
+from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import gauss_newton
 from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.families.site import Site
@@ -23,17 +25,19 @@ from corp_deploy.reduction.closed_loop import through_scale
 from corp_deploy.reduction.correct import STRENGTHS, add_to_, divided_by_scale
 from corp_deploy.reduction.streams import Pair
 
+from .descent import Descent, Pace, Position
 from .linearised import Linearised, counts
+from .matrices import Matrix
+from .report import Judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newton:
-    """How a sublayer is fitted: both its layers in turn, `sweeps` times; the ridge of a Gauss-Newton step, after how
+    """How a sublayer's two layers are fitted in turn: the ridge of a Gauss-Newton step, after how
     many iterations of conjugate gradients it is looked at, which parts of it are tried; the ridges of a regression; and
     to how many tokens a step is fitted at most.
     """
 
-    sweeps: int = 2
     ridge_rel: float = 1e-2
     looks: tuple[int, ...] = (3, 8)
     shares: tuple[float, ...] = (1.0, 0.5, 0.25)
@@ -41,19 +45,8 @@ class Newton:
     most_tokens: int = 65_536
 
     def __post_init__(self) -> None:
-        assert self.sweeps >= 0, self.sweeps
         assert list(self.looks) == sorted(set(self.looks)), self.looks
         assert self.most_tokens > 0, self.most_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFit:
-    """Sweeps done, seconds, and the held-out relative error of the stream behind the sublayer before and after."""
-
-    sweeps: int
-    seconds: float
-    error_before: float
-    error: float
 
 
 class _Judge:
@@ -149,27 +142,71 @@ def refit_last_(branch: Branch, site: Site, pairs: Iterable[Pair], judge: _Judge
     return error
 
 
-@torch.no_grad()
-def fit_layer_(branch: Branch, site: Site, pairs: Sequence[Pair], how: Newton, *, until: float = math.inf) -> LayerFit:
-    """Fit one sublayer of a reduced model in place, until nothing is gained, or the clock (perf_counter) says `until`.
+class Sweeps:
+    """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over both of
+    its layers, and the sweeps end where nothing is gained.
 
     `site` is that of the branch's layer; the pairs' dense stream is behind the branch, the reduced one before it. Those
-    held out judge and are fitted to by none.
+    held out judge and are fitted to by none. Every process does the same.
     """
-    start = perf_counter()
-    fitted, judge = [pair for pair in pairs if not pair.held_out], _Judge(branch, [p for p in pairs if p.held_out])
-    before = error = judge.error()
-    sweeps = 0
-    while sweeps < how.sweeps and perf_counter() < until:
-        last = error
-        error = step_first_(branch, site, _some(fitted, how.most_tokens, sweeps), judge, how, error)
-        error = refit_last_(branch, site, pairs, judge, how, error)
-        sweeps += 1
-        if not error < last:
-            break
-    return LayerFit(
-        sweeps=sweeps,
-        seconds=perf_counter() - start,
-        error_before=judge.relative(before),
-        error=judge.relative(error),
-    )
+
+    def __init__(
+        self, branch: Branch, site: Site, pairs: Sequence[Pair], how: Newton, pace: Pace, ranks: Ranks = ALONE
+    ) -> None:
+        self.branch, self.site, self.pairs, self.how, self.pace, self.ranks = branch, site, pairs, how, pace, ranks
+        self.fitted = [pair for pair in pairs if not pair.held_out]
+        self.judge = _Judge(branch, [pair for pair in pairs if pair.held_out])
+        names = {"first": site.first, "last": site.last}
+        self.matrices = tuple(
+            Matrix(name=f"{site.name}/{name}", layer=layer, scale=1.0) for name, layer in names.items()
+        )
+
+    def start(self) -> Position:
+        """Nothing done yet, judged once."""
+        error = self.judge.relative(self.judge.error())
+        values = [matrix.values_OK for matrix in self.matrices]
+        return Position(
+            values=values,
+            means=[],
+            average=[],
+            best=values,
+            curve=(Judged(step=0, seconds=0.0, error=error, averaged=error),),
+            best_error=error,
+        )
+
+    def _sweep_(self, step: int) -> None:
+        error = self.judge.error()
+        some = _some(self.fitted, self.how.most_tokens, step)
+        error = step_first_(self.branch, self.site, some, self.judge, self.how, error)
+        refit_last_(self.branch, self.site, self.pairs, self.judge, self.how, error)
+
+    @torch.no_grad()
+    def run(
+        self,
+        position: Position,
+        *,
+        save: Callable[[Position], None] | None = None,
+        done: Callable[[Position], None] | None = None,
+    ) -> None:
+        """Go on to the end of the way."""
+        for matrix, value in zip(self.matrices, position.values, strict=True):
+            matrix.set_(value)
+        before, began, gained = position.seconds, time.monotonic(), True
+        while gained and self.pace.way(position.step, position.seconds) < 1.0:
+            self._sweep_(position.step)
+            error = self.judge.relative(self.judge.error())
+            gained = error < position.best_error
+            position.step, position.seconds = position.step + 1, self._seconds(before, began)
+            position.values, position.best_error = [matrix.values_OK for matrix in self.matrices], error
+            position.best = position.values
+            position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=error),)
+            for hear in (save, done):
+                if hear is not None:
+                    hear(position)
+
+    def _seconds(self, before: float, began: float) -> float:
+        """Since the start, of all attempts together; the first process's where time ends the fit."""
+        own = before + time.monotonic() - began
+        return own if self.pace.seconds is None else self.ranks.gathered(own)[0]
+
+    report = staticmethod(Descent.report)

@@ -9,8 +9,10 @@ from ground.errors import BadInput
 
 PolishName = Literal["none", "layer", "block", "model"]
 POLISHES: tuple[PolishName, ...] = get_args(PolishName)
-STEPS: Mapping[PolishName, int] = MappingProxyType({"none": 0, "layer": 64, "block": 120, "model": 256})
-"""Steps where neither a number of steps nor a time is set: of each layer or block, or of the whole model."""
+STEPS: Mapping[PolishName, int] = MappingProxyType({"none": 0, "layer": 2, "block": 120, "model": 256})
+"""Steps where neither a number of steps nor a time is set: of each layer or block, or of the whole model. Those of
+`layer` are sweeps over both of a sublayer's layers, with no gradients of the model.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from calib.distributed import Ranks
 
 from .arithmetic import tf32
-from .descent import Descent, Pace, Position
+from .descent import Pace, Position
 from .matrices import Matrix
 from .options import PolishOptions
 from .report import PartReport
@@ -23,6 +24,35 @@ class Progress:
     share: float
     error_before: float
     error: float
+
+
+class Fit(Protocol):
+    """A part being fitted: Descent and Sweeps."""
+
+    pace: Pace
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """What may change."""
+        ...
+
+    def start(self) -> Position:
+        """Nothing done yet, judged once."""
+        ...
+
+    def run(
+        self,
+        position: Position,
+        *,
+        save: Callable[[Position], None] | None = None,
+        done: Callable[[Position], None] | None = None,
+    ) -> None:
+        """Go on to the end of the way, and leave the matrices at the best that was met."""
+        ...
+
+    def report(self, part: str, position: Position) -> PartReport:
+        """What came of it."""
+        ...
 
 
 class Parts:
@@ -63,10 +93,10 @@ class Parts:
         if self.file is not None and self.ranks.rank == 0:
             self.file.save(Reached(position=position, finished=tuple(self.reports), matrices=self._left))
 
-    def _hear(self, part: str, descent: Descent, position: Position, of: int) -> None:
+    def _hear(self, part: str, fit: Fit, position: Position, of: int) -> None:
         if self.done is not None:
             last, first = position.curve[-1], position.curve[0]
-            within = descent.pace.way(position.step, position.seconds)
+            within = fit.pace.way(position.step, position.seconds)
             self.done(
                 Progress(
                     part=part,
@@ -76,11 +106,11 @@ class Parts:
                 )
             )
 
-    def fit_(self, part: str, descent: Descent, *, of: int) -> None:
+    def fit_(self, part: str, fit: Fit, *, of: int) -> None:
         """Carry one of so many parts out, on from where an attempt before it was, and report."""
         reached, self._reached = self._reached, None
         with tf32(self.where):
-            position = descent.start() if reached is None else reached.position
-            descent.run(position, save=self._save, done=lambda now: self._hear(part, descent, now, of))
-        self.reports.append(descent.report(part, position))
-        self._left |= {matrix.name: matrix.values_OK for matrix in descent.matrices}
+            position = fit.start() if reached is None else reached.position
+            fit.run(position, save=self._save, done=lambda now: self._hear(part, fit, now, of))
+        self.reports.append(fit.report(part, position))
+        self._left |= {matrix.name: matrix.values_OK for matrix in fit.matrices}

@@ -1,4 +1,4 @@
-"""Polish: (dense model, reduced model, images) -> the reduced model nearer to the dense one, by gradients."""
+"""Polish: (dense model, reduced model, images) -> the reduced model nearer to the dense one."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +18,7 @@ from corp_deploy.store.inputs import model_digest
 from .blocks import polish_blocks_
 from .held_out import parted
 from .judge import Judge
+from .layers import polish_layers_
 from .objective import Student
 from .options import PolishName, PolishOptions
 from .parts import Parts, Progress
@@ -36,7 +37,11 @@ class Polished:
     report: PolishReport
 
 
-_POLISH: dict[PolishName, Callable[[Subject, Parts], None]] = {"block": polish_blocks_, "model": polish_whole_}
+_POLISH: dict[PolishName, Callable[[Subject, Parts], None]] = {
+    "layer": polish_layers_,
+    "block": polish_blocks_,
+    "model": polish_whole_,
+}
 
 
 def _state_file(path: Path, subject: Subject) -> StateFile:
@@ -64,7 +69,7 @@ def polished(
     ranks: Ranks = ALONE,
     done: Callable[[Progress], None] | None = None,
 ) -> Polished:
-    """The reduced model fitted to the dense one by gradients, without labels; neither of those given is changed.
+    """The reduced model fitted to the dense one, without labels; neither of those given is changed.
 
     `judges`, other images, tell when it is best; without them some of these are held out, or all of some groups
     (`groups_B` int64 [images]). The model that errs least on them is given back, the one that was given among those.

@@ -30,7 +30,7 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishReport:
-    """How a model was polished, by gradients, and the held-out relative error of its outputs before and after."""
+    """How a model was polished, and the held-out relative error of its outputs before and after."""
 
     how: str
     fitted: int
@@ -46,16 +46,22 @@ class PolishReport:
         return sum(part.steps for part in self.parts)
 
     @property
+    def by_gradients(self) -> bool:
+        """Layers are fitted by Gauss-Newton steps and regressions."""
+        return self.how != "layer"
+
+    @property
     def line(self) -> str:
         """In one sentence."""
         seconds = sum(part.seconds for part in self.parts)
         what = {"model": "whole", "block": f"in {len(self.parts)} blocks", "layer": f"in {len(self.parts)} layers"}
+        how, unit = ("by gradients", "steps") if self.by_gradients else ("by least squares", "sweeps")
         return (
-            f"polished {what.get(self.how, self.how)} by gradients, without labels: {self.steps} steps in "
+            f"polished {what.get(self.how, self.how)} {how}, without labels: {self.steps} {unit} in "
             f"{seconds:.0f} s, outputs' error on {self.held_out} inputs held out "
             f"{self.error_before:.4f} -> {self.error:.4f}"
         )
 
     def as_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {**asdict(self), "gradients": True}
+        return {**asdict(self), "gradients": self.by_gradients}
