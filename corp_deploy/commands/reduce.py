@@ -56,7 +56,7 @@ def reduce_command(
 ) -> None:
     """Remove MLP channels and query/key dimensions and repair the loss in closed form.
 
-    With --polish gradients follow, and the same command goes on where an interrupted one was. Under torchrun the
+    With --polish a fit follows, and the same command goes on where an interrupted one was. Under torchrun the
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
 
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments

@@ -153,9 +153,9 @@ repair_options = (
         "--polish",
         type=click.Choice(POLISHES),
         default=None,
-        help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block to the "
-        "dense model's stream, or the whole model to its outputs and streams (both by gradients). Images held out judge, and the model "
-        "never ends worse on them than it began. Default: none.",
+        help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block (by "
+        "gradients) to the dense model's stream, or the whole model to its outputs and streams (by gradients). Images "
+        "held out judge, and the model never ends worse on them than it began. Default: none.",
     ),
     click.option(
         "--polish-steps",
