@@ -168,6 +168,7 @@ class Sweeps:
         return Position(
             values=values,
             means=[],
+            squares=[],
             average=[],
             best=values,
             curve=(Judged(step=0, seconds=0.0, error=error, averaged=error),),

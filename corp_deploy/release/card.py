@@ -48,7 +48,8 @@ def _asked(table: ReduceTable) -> str:
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
     polish = recipe.reduce.polishing
-    trained = "no training" if polish == "none" else f"gradients after the closed form (polish `{polish}`)"
+    fit = "least squares" if polish == "layer" else "gradients"
+    trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
     yield f"Asked for: {_asked(recipe.reduce)}. No labels, {trained}."
     if coverage := reduction.coverage:
         yield f"Done: {markdown_line(coverage.verdict)}."
