@@ -18,7 +18,7 @@ from benchmarks.real.measures import Outputs, figures, outputs
 from benchmarks.real.page import real_vit as tables
 from benchmarks.real.page import real_vit_engines as engine_tables
 from benchmarks.real.record import Record
-from benchmarks.real.rows import METHODS, OVERFITTING, Method, Sparsities, words
+from benchmarks.real.rows import METHODS, OVERFITTING, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
@@ -204,14 +204,36 @@ def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not(
 
 def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
     checkpoint = tiny.checkpoint(**KWARGS, embed_dim=192)
-    sparsities = Sparsities(checkpoint.model)
-    row = words(Method(name="m", reduce="--preset none --mlp {joint} --attn {joint}"), 0.7, sparsities)
+    settings = Settings(checkpoint.model)
+    sparsities = settings.sparsities
+    row = words(Method(name="m", reduce="--preset none --mlp {joint} --attn {joint}"), 0.7, settings)
     joint = float(row[3])
     assert row == ["--preset", "none", "--mlp", f"{joint:g}", "--attn", f"{joint:g}"]
     assert sparsities.left(joint, joint) <= 0.7 < sparsities.left(joint - 0.01, joint - 0.01)
     with pytest.raises(BadInput, match=r"no uniform mlp sparsity leaves 0.05 of the MACs"):
         sparsities.of("mlp", 0.05)
-    assert words(Method(name="m", reduce="--preset best --macs {share}"), 0.7, sparsities)[-1] == "0.7"
+    assert words(Method(name="m", reduce="--preset best --macs {share}"), 0.7, settings)[-1] == "0.7"
+
+
+def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
+    settings = Settings(tiny.checkpoint(**KWARGS, depth=4).model)
+    for which, start in (("each", ""), ("grow", "grow:")):
+        (text,) = words(Method(name="m", reduce=f"{{{which}}}"), 0.9, settings)
+        count = int(text.removeprefix(start))
+        assert text.startswith(start)
+        assert settings.schedules.left(text) <= 0.9 < settings.schedules.left(f"{start}{count - 1}")
+    with pytest.raises(BadInput, match="merging: block"):
+        settings.schedules.of("each", 0.1)
+
+
+def test_every_method_is_one_that_reduce_takes(tmp_path: Path) -> None:
+    """Words that a command doesn't know would be noticed an hour into a run."""
+    settings = Settings(tiny.checkpoint(**KWARGS).model)
+    for method in METHODS:
+        said = words(method, 0.8, settings)
+        given = ["--model", str(tmp_path), "--moments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
+        done = CliRunner().invoke(corp_deploy, ["reduce", *given, *said])
+        assert "no such file" in done.output.lower() or "does not exist" in done.output, (said, done.output)
 
 
 def test_what_uniform_sparsities_leave_is_what_the_model_then_costs(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
 """What is measured: every method as the words that `reduce` is given, at every share of the MACs.
 
 `{joint}` stands for the uniform sparsity of MLPs and Q/K together that leaves at most the share of the dense MACs,
-`{mlp}` for that of MLPs alone, where a preset reduces nothing else; `{share}` for the share itself. For `calibrate`,
+`{mlp}` for that of MLPs alone, where a preset reduces nothing else; `{each}` and `{grow}` for the fewest merged tokens
+that do so, as many in each block or growing over the blocks; `{share}` for the share itself. For `calibrate`,
 `{groups}` stands for the file that says of which photograph each crop is.
 """
 
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from string import Formatter
 from typing import Literal
 
 from torch import nn
 
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.merging import Merging, schedule_from_text
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.reduction.method import method_from_preset
@@ -22,7 +27,9 @@ UNIFORM = "--mlp {joint} --attn {joint}"
 BY_SITE = "--preset best --macs {share}"
 LOOP = "--closed-loop asymmetric"
 GROUPED = "--groups {groups}"
+MERGING = "--preset best --merge-tokens"
 OVERFITTING_SHARE = 0.8
+MOST_MERGED = 256
 PHOTOGRAPHS = (5, 10, 20, 37)
 
 
@@ -95,8 +102,51 @@ class Sparsities:
         raise BadInput(f"no uniform {which} sparsity leaves {share:g} of the MACs; expected a larger share")
 
 
-def words(method: Method, share: float, sparsities: Sparsities) -> list[str]:
+class Schedules:
+    """The fewest merged tokens, so many in each block or growing to so many in the last, that leave at most a share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.family, self.model, self.dense = family_of(model), model, macs(model)
+        self.depth = len(sites_of(model).heads)
+
+    def left(self, text: str) -> float:
+        """The share of the dense MACs that stays. Raises BadInput for more tokens than there are."""
+        merging = Merging(schedule=schedule_from_text(text, self.depth))
+        return macs(self.family.with_merging(self.model, merging)) / self.dense
+
+    def _meets(self, text: str, share: float) -> bool:
+        try:
+            return self.left(text) <= share
+        except BadInput:
+            return True  # more than there are would leave nothing
+
+    def of(self, which: Literal["each", "grow"], share: float) -> str:
+        """Raises BadInput for a share that no such schedule reaches."""
+        texts = [f"{'grow:' if which == 'grow' else ''}{count}" for count in range(1, MOST_MERGED)]
+        text = texts[bisect_left(texts, True, key=lambda text: self._meets(text, share))]
+        self.left(text)
+        return text
+
+
+class Settings:
+    """What the placeholders of a method stand for at a share of the dense MACs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sparsities, self.schedules = Sparsities(model), Schedules(model)
+
+    def at(self, share: float) -> Mapping[str, Callable[[], str]]:
+        """By placeholder; nothing is searched for before it is asked for."""
+        return {
+            "share": lambda: f"{share:g}",
+            "joint": lambda: f"{self.sparsities.of('joint', share):g}",
+            "mlp": lambda: f"{self.sparsities.of('mlp', share):g}",
+            "each": lambda: self.schedules.of("each", share),
+            "grow": lambda: self.schedules.of("grow", share),
+        }
+
+
+def words(method: Method, share: float, settings: Settings) -> list[str]:
     """What `reduce` is given for one row, beside the model, moments, images and output."""
-    kinds: tuple[Literal["joint", "mlp"], ...] = ("joint", "mlp")
-    uniform = {which: f"{sparsities.of(which, share):g}" for which in kinds if f"{{{which}}}" in method.reduce}
-    return method.reduce.format(share=f"{share:g}", **uniform).split()
+    placeholders = {name for _, name, _, _ in Formatter().parse(method.reduce) if name}
+    values = {name: value() for name, value in settings.at(share).items() if name in placeholders}
+    return method.reduce.format(**values).split()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.real.commands import Cost, run
 from benchmarks.real.head import SaliencyHead, load_head
 from benchmarks.real.measures import BATCH, Outputs, figures, outputs
-from benchmarks.real.rows import Method, Sparsities, words
+from benchmarks.real.rows import Method, Settings, words
 from benchmarks.real.weights import ARCHITECTURE
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
@@ -93,8 +93,8 @@ class Subject:
         return outputs(self.model, self.held_out, self.head)
 
     @cached_property
-    def sparsities(self) -> Sparsities:
-        return Sparsities(self.model)
+    def settings(self) -> Settings:
+        return Settings(self.model)
 
     @property
     def model_words(self) -> list[str]:
@@ -145,7 +145,7 @@ class Subject:
 
         `directory` keeps the reduced model.
         """
-        said = words(method, share, self.sparsities)
+        said = words(method, share, self.settings)
         directory = directory or self.work / "reduced"
         cost = self.reduced(said, method, calibration, directory)
         model = load_checkpoint(directory).model
