@@ -161,7 +161,8 @@ def _as_planned(
         return reduce_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done)
     if asked.closed_loop == "asymmetric":
         assert images is not None
-        loop = Loop(reads=asked.reads)
+        half_ids = None if moments.half is None else moments.half.image_ids
+        loop = Loop(reads=asked.reads, half_ids=half_ids)
         return reduce_closed_loop(dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done)
     return reduce(
         dense.model,

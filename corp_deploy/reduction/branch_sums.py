@@ -8,7 +8,7 @@ Legend: B images of a piece, N tokens, C channels of the stream, F hidden channe
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -172,6 +172,15 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
     _refuse_nonfinite(site.name, x.sum_K)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
     return moments, lacking
+
+
+def halves_of(moments: ChannelMoments, sums: Halves[RegressionSums]) -> tuple[ChannelMoments, ChannelMoments]:
+    """The moments of either half of the images, over the tokens read; how active channels are is of all."""
+
+    def of(x: Gram) -> ChannelMoments:
+        return replace(moments, tokens=x.tokens, sum_F=x.sum_K, gram_FF=x.gram_KK)
+
+    return of(sums.fit.x), of(sums.held_out.x)
 
 
 def inputs_sums(branch: Branch, layer: nn.Module, last: nn.Linear, pairs: Iterable[Pair]) -> Halves[RegressionSums]:

@@ -1,6 +1,6 @@
 """Channel sites: which widths, what each loses, and the reduction, on moments and on the streams of a closed loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import nn
@@ -12,8 +12,9 @@ from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import aligned_width, aligned_widths
 
-from .branch_sums import channel_sums, dense_advanced, inputs_sums
+from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums
 from .channel_modules import built, channel_report, layers_of
+from .channel_target import refitted
 from .channels import Halves, channels_at_site, elimination, output_energy
 from .folded_channels import See, folded_channels, judged_folds
 from .kind import ErrorCurve, OnStreams, Reduced
@@ -79,34 +80,36 @@ class ChannelKind:
 
     def rebuilt(self, branch: Branch, site: ChannelSite, streams: Streams, method: Method, width: int) -> Reduced:
         moments, _ = channel_sums(branch, site, streams)
-        return self._on_reduced(branch, site, moments, streams, method, width)
+        if method.merges:
+            return _merged(branch, site, moments, streams, method, width)
+        return self.reduced(site, moments, method, width)
 
     def on_streams(
-        self, branch: Branch, site: ChannelSite, step: Branch, streams: Streams, method: Method, width: int
+        self,
+        branch: Branch,
+        site: ChannelSite,
+        step: Branch,
+        streams: Streams,
+        method: Method,
+        width: int,
+        *,
+        refit: Sequence[float] | None = None,
     ) -> OnStreams:
         """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
         energy = dense_advanced(step, streams)
         moments, on_all = channel_sums(branch, site, streams)
-        new = self._on_reduced(branch, site, moments, streams, method, width)
-        if new.kept_K is None:
+        if method.merges:
+            new = _merged(branch, site, moments, streams, method, width)
             layer = with_modules(branch.layer, site.name, new.modules)
             return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
-        kept_K = new.kept_K
+        layers = layers_of(site)
+        toward_stream = method.mlp_selection == "obs" and method.mlp_recovery == "affine" and branch.read is None
+        if refit is not None and toward_stream:
+            layers = refitted(layers, on_all, branch.scale_C, refit, both_ways=streams.in_halves)
+        halves = halves_of(moments, on_all) if streams.in_halves else None
+        at_site = channels_at_site(moments, layers, method, width, halves=halves)
+        new, kept_K = built(site, at_site, moments, method, layers=layers), at_site.kept_K
         return OnStreams(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
-
-    def _on_reduced(
-        self,
-        branch: Branch,
-        site: ChannelSite,
-        moments: ChannelMoments,
-        streams: Streams,
-        method: Method,
-        width: int,
-    ) -> Reduced:
-        """The streams are looked at only where channels are merged."""
-        if method.merges:
-            return _merged(branch, site, moments, streams, method, width)
-        return self.reduced(site, moments, method, width)
 
 
 def _merged(

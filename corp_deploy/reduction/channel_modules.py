@@ -64,9 +64,12 @@ def built(
     moments: ChannelMoments,
     method: Method,
     held_out: ChannelMoments | None = None,
+    layers: ChannelLayers | None = None,
 ) -> Reduced:
-    """The linear layers that were decided on as modules, and the site's report."""
-    layers = layers_of(site)
+    """The linear layers that were decided on as modules, and the site's report; `layers` are what they stand for, by
+    default the dense ones.
+    """
+    layers = layers or layers_of(site)
     modules = placed(site, new.first_KI, new.first_bias_K, new.recovery.weight_OK, new.recovery.bias_O)
     judged = None
     if held_out is not None:

@@ -34,19 +34,31 @@ from .method import Method
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import Reads, named, tokens_to_fit
 from .report import LoopFit, SiteReport, as_allocated
-from .streams import HELD_OUT_EVERY, Streams, embedded
+from .streams import HELD_OUT_EVERY, Streams, embedded, streams_in_halves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """How a closed loop fits: the ridges it may choose among, which images choose, whether first layers are aligned,
     and which tokens behind the last block count (see tokens_to_fit).
+
+    `half_ids`: content ids of the images in one of two halves that split no group (moments' own half); without them
+    each `held_out_every`-th image chooses. `refit_first`: whether the last layer of an MLP is fitted to the dense
+    stream before its channels are chosen, too.
     """
 
     strengths: Sequence[float] = STRENGTHS
     held_out_every: int = HELD_OUT_EVERY
     align_inputs: bool = True
     reads: Reads | None = None
+    half_ids: Tensor | None = None
+    refit_first: bool = True
+
+    def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
+        """Both streams of the images, with what is held out."""
+        if self.half_ids is None:
+            return Streams(embedded(model, images, batch_size), held_out_every=self.held_out_every)
+        return streams_in_halves(model, images, batch_size, self.half_ids, held_out_every=self.held_out_every)
 
 
 def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[Branch, Site, LoopFit]:
@@ -54,7 +66,7 @@ def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[
     first = copy.deepcopy(site.first)
     read = None if kind_of(site).reads_every_token else branch.read
     sums = alignment_sums(branch, streams, read)
-    fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths)
+    fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths, both_ways=streams.in_halves)
     layer = site.with_first(branch.layer, first)
     return replace(branch, layer=layer), site.of_layer(layer), fit
 
@@ -68,13 +80,19 @@ def through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tens
     )
 
 
-def _fitted(branch: Branch, reduced: OnStreams, loop: Loop) -> LoopFit:
+def _fitted(branch: Branch, reduced: OnStreams, loop: Loop, *, both_ways: bool) -> LoopFit:
     """The new layer's last linear layer is made to give what the reduced stream lacks still."""
     last = reduced.new.last
     weight_CK, bias_C = through_scale(last, branch.scale_C)
     left = reduced.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
     return correct_(
-        last, left.fit, left.held_out, scale_C=branch.scale_C, energy=reduced.energy, strengths=loop.strengths
+        last,
+        left.fit,
+        left.held_out,
+        scale_C=branch.scale_C,
+        energy=reduced.energy,
+        strengths=loop.strengths,
+        both_ways=both_ways,
     )
 
 
@@ -85,8 +103,9 @@ def _site(
     branch, alignment = step, None
     if loop.align_inputs:
         branch, site, alignment = _aligned(step, site, streams, loop)
-    reduced = kind_of(site).on_streams(branch, site, step, streams, method, width)
-    fit = _fitted(branch, reduced, loop)
+    refit = loop.strengths if loop.refit_first else None
+    reduced = kind_of(site).on_streams(branch, site, step, streams, method, width, refit=refit)
+    fit = _fitted(branch, reduced, loop, both_ways=streams.in_halves)
     first, *rest = reduced.new.reports
     reports = [replace(first, alignment=alignment), *rest]
     return reduced.new, [*reports[:-1], replace(reports[-1], loop=fit)]
@@ -160,7 +179,7 @@ def reduce_closed_loop(
         modules, reports = walk(
             steps,
             sites.by_name,
-            Streams(embedded(model, images, batch_size), held_out_every=loop.held_out_every),
+            loop.streams(model, images, batch_size),
             method,
             asked,
             loop=loop,

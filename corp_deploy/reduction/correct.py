@@ -5,11 +5,12 @@ Legend: K inputs and C outputs of the layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.algebra.regression import refit_toward
+from corp_deploy.algebra.regression import Regression, refit_toward
 from corp_deploy.algebra.regression_sums import DifferenceSums, RegressionSums
 
 from .report import LoopFit
@@ -33,30 +34,60 @@ def correction(
     scale_C: Tensor | None,
     energy: float | None,
     strengths: Sequence[float],
+    *,
+    both_ways: bool = False,
 ) -> Correction:
     """The linear map from a layer's inputs to what is lacking, divided through the layer scale.
 
     Its strength toward zero (no correction) is the one of least error on the held-out sums, none at all included; it is
-    then solved on both. Rows that the layer scale all but silences get no correction.
+    then solved on both. With `both_ways` the sums are of two halves, each judges what is fitted to the other, and both
+    together take half the strength (see ridges.py). Rows that the layer scale all but silences get no correction.
     """
     on_fit, on_held_out = fit.regression(), held_out.regression()
-    tried = {each: refit_toward(None, on_fit, strength=each) for each in sorted(strengths, reverse=True)}
-    errors: dict[float | None, float] = {None: on_held_out.target_square}
-    errors |= {each: on_held_out.error(refit.weight_OK, refit.bias_O) for each, refit in tried.items()}
-    strength = min(errors, key=lambda each: errors[each])
+    ways = ((on_fit, on_held_out), (on_held_out, on_fit)) if both_ways else ((on_fit, on_held_out),)
+    tried: dict[float | None, _Tried] = {None: _Tried.of_none(ways)}
+    tried |= {each: _Tried.at(ways, each) for each in sorted(strengths, reverse=True)}
+    strength = min(tried, key=lambda each: tried[each].held_out)
     weight_CK, bias_C = torch.zeros_like(on_fit.cross_OK), torch.zeros_like(on_fit.mean_O)
     if strength is not None:
-        whole = refit_toward(None, fit.with_those_of(held_out).regression(), strength=strength)
+        strength_whole = 0.5 * strength if both_ways else strength
+        whole = refit_toward(None, fit.with_those_of(held_out).regression(), strength=strength_whole)
         weight_CK, bias_C = divided_by_scale(whole.weight_OK, scale_C), divided_by_scale(whole.bias_O, scale_C)
     report = LoopFit(
         strength=strength,
         energy=energy,
-        error_recovered=on_fit.target_square,
-        error=on_fit.target_square if strength is None else tried[strength].residual,
-        error_recovered_held_out=errors[None],
-        error_held_out=errors[strength],
+        error_recovered=tried[None].fitted,
+        error=tried[strength].fitted,
+        error_recovered_held_out=tried[None].held_out,
+        error_held_out=tried[strength].held_out,
     )
     return Correction(weight_CK=weight_CK, bias_C=bias_C, fit=report)
+
+
+_Ways = Sequence[tuple[Regression, Regression]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """Errors of a strength on what it was fitted to and on what was held out, the means of all ways round."""
+
+    fitted: float
+    held_out: float
+
+    @classmethod
+    def of_none(cls, ways: _Ways) -> "_Tried":
+        """Without a correction."""
+        return cls(
+            fitted=fmean(own.target_square for own, _ in ways), held_out=fmean(other.target_square for _, other in ways)
+        )
+
+    @classmethod
+    def at(cls, ways: _Ways, strength: float) -> "_Tried":
+        refits = [(refit_toward(None, own, strength=strength), other) for own, other in ways]
+        return cls(
+            fitted=fmean(refit.residual for refit, _ in refits),
+            held_out=fmean(other.error(refit.weight_OK, refit.bias_O) for refit, other in refits),
+        )
 
 
 def divided_by_scale(rows: Tensor, scale_C: Tensor | None) -> Tensor:
@@ -91,24 +122,31 @@ def correct_(
     scale_C: Tensor | None,
     energy: float | None,
     strengths: Sequence[float],
+    both_ways: bool = False,
 ) -> LoopFit:
     """Correct a layer, in place, by the regression of what its output lacks, behind the layer scale, on its inputs.
 
     `energy` is the target's scale in the report.
     """
-    change = correction(fit, held_out, scale_C, energy, strengths)
+    change = correction(fit, held_out, scale_C, energy, strengths, both_ways=both_ways)
     add_correction_(layer, change)
     return change.fit
 
 
 def correct_through_(
-    layer: nn.Linear, fit: DifferenceSums, held_out: DifferenceSums, *, strengths: Sequence[float]
+    layer: nn.Linear,
+    fit: DifferenceSums,
+    held_out: DifferenceSums,
+    *,
+    strengths: Sequence[float],
+    both_ways: bool = False,
 ) -> LoopFit:
     """Correct a layer, in place, so that it makes of x what it made of x + d.
 
     With weight = Q R, Q's columns orthonormal, errors are those of R d, of which there are never more than inputs.
     """
     basis_OR, seen_RC = torch.linalg.qr(layer.weight.detach().double())
-    change = correction(fit.through(seen_RC), held_out.through(seen_RC), None, None, strengths)
+    through = fit.through(seen_RC), held_out.through(seen_RC)
+    change = correction(*through, None, None, strengths, both_ways=both_ways)
     add_correction_(layer, replace(change, weight_CK=basis_OR @ change.weight_CK, bias_C=basis_OR @ change.bias_C))
     return change.fit

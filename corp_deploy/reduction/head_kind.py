@@ -111,9 +111,17 @@ class HeadKind:
         return reduced_heads(site, moments, method, width)
 
     def on_streams(
-        self, branch: Branch, site: HeadSite, step: Branch, streams: Streams, method: Method, width: HeadWidths
+        self,
+        branch: Branch,
+        site: HeadSite,
+        step: Branch,
+        streams: Streams,
+        method: Method,
+        width: HeadWidths,
+        *,
+        refit: Sequence[float] | None = None,
     ) -> OnStreams:
-        """Other queries and keys make another z, so the reduced layer is run once more."""
+        """Other queries and keys make another z, so the reduced layer is run once more, and is what is fitted."""
         new = self.rebuilt(branch, site, streams, method, width)
         energy = dense_advanced(step, streams)
         layer = with_modules(branch.layer, site.name, new.modules)

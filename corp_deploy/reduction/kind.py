@@ -1,5 +1,6 @@
 """What a kind of site has to offer: a reduction is (site, moments, method, width) -> Reduced."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -123,7 +124,18 @@ class Kind(Protocol):
         ...
 
     def on_streams(
-        self, branch: Branch, site: Any, step: Branch, streams: Streams, method: Method, width: Any
+        self,
+        branch: Branch,
+        site: Any,
+        step: Branch,
+        streams: Streams,
+        method: Method,
+        width: Any,
+        *,
+        refit: Sequence[float] | None = None,
     ) -> OnStreams:
-        """The same, the dense stream taken through `step` on the way; `branch` may have an aligned layer of its own."""
+        """The same, the dense stream taken through `step` on the way; `branch` may have an aligned layer of its own.
+
+        `refit`: the ridges by one of which a dense last layer is fitted to that stream before anything is chosen by it.
+        """
         ...

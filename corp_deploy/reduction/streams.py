@@ -3,14 +3,14 @@
 Legend: B images of a piece, N tokens, M source tokens where some are merged, C channels, X dimensions compared.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import moved
+from calib.inputs import Inputs, moved
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.steps import Branch, Merge, Step
@@ -113,16 +113,27 @@ class Streams:
     Memory: 2 * images * N * C * 4 bytes, so 2.4 GB for 2,000 images of a model with 197 tokens of 768 channels.
     """
 
-    def __init__(self, embedded: Iterable[Embedded], *, held_out_every: int = HELD_OUT_EVERY) -> None:
-        """`embedded`: what enters the first block, batch by batch; each `held_out_every`-th image is held out.
+    def __init__(
+        self,
+        embedded: Iterable[Embedded],
+        *,
+        held_out_every: int = HELD_OUT_EVERY,
+        second: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """`embedded`: what enters the first block, batch by batch; each `held_out_every`-th image is held out. `second`
+        tells instead which images of the batch just read are in the second of two halves, each of which judges what is
+        fitted to the other.
 
         Raises BadInput for too few images.
         """
         self.pairs: list[Pair] = []
+        self.in_halves = second is not None
         seen = 0
         for x_BNC, weights_BN in embedded:
             positions_B = torch.arange(seen, seen + len(x_BNC), device=x_BNC.device)
             held_B = positions_B % held_out_every == held_out_every - 1
+            if second is not None:
+                held_B = second().to(x_BNC.device)
             for is_held, chosen_B in ((False, ~held_B), (True, held_B)):
                 weights = None if weights_BN is None else weights_BN[chosen_B]
                 self.pairs += _pieces(x_BNC[chosen_B], weights, is_held)
@@ -152,7 +163,29 @@ class Streams:
 
 def embedded(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Embedded]:
     """The first residual stream of every input, where the model is."""
-    family, where = family_of(model), device(model)
-    for batch in inputs.batches(batch_size):
-        here = moved(batch, where)
-        yield family.embedded(model, here), family.token_weights(model, here)
+    return (_embedded(model, batch) for batch in inputs.batches(batch_size))
+
+
+def _embedded(model: nn.Module, batch: Inputs) -> Embedded:
+    family, here = family_of(model), moved(batch, device(model))
+    return family.embedded(model, here), family.token_weights(model, here)
+
+
+def streams_in_halves(
+    model: nn.Module, inputs: InputSet, batch_size: int, half_ids: Tensor, *, held_out_every: int
+) -> Streams:
+    """The streams of inputs of which those with these content ids are one half, the others the other; where all are in
+    one, each `held_out_every`-th is held out.
+    """
+    inside_B = torch.isin(inputs.ids, half_ids)
+    if bool(inside_B.all()) or not bool(inside_B.any()):
+        return Streams(embedded(model, inputs, batch_size), held_out_every=held_out_every)
+    seen: list[Tensor] = []
+
+    def read() -> Iterator[Embedded]:
+        for batch in inputs.read(batch_size):
+            if len(batch.ids):
+                seen.append(torch.isin(batch.ids, half_ids))
+                yield _embedded(model, batch.inputs)
+
+    return Streams(read(), held_out_every=held_out_every, second=seen.pop)

@@ -1,0 +1,214 @@
+"""Elimination that knows its target, and ridges of the closed loop chosen by halves: against brute force in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calib.images import Images, open_images
+from calib.moments import ChannelMoments
+from corp_deploy.algebra.channels import affine
+from corp_deploy.algebra.obs import obs
+from corp_deploy.algebra.regression import Regression, refit_toward
+from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.families import timm_vit as vit
+from corp_deploy.reduction.branch_sums import Halves, halves_of
+from corp_deploy.reduction.channel_target import refitted
+from corp_deploy.reduction.channels import ChannelLayers
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.correct import STRENGTHS, correct_
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.streams import streams_in_halves
+from tests import tiny
+
+Draw = tuple[Tensor, Tensor, Tensor]
+
+
+def draw(seed: int, *, count: int = 60, width: int = 8, outputs: int = 3, rank: int | None = None) -> Draw:
+    """Inputs [X,F], targets that no layer gives [X,O], and the layer so far [O,F]."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(rank or width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(count, rank or width, dtype=torch.float64, generator=generator) @ mix + 0.5
+    prior = torch.randn(outputs, width, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    other = torch.randn(outputs, width, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    noise = torch.randn(count, outputs, dtype=torch.float64, generator=generator)
+    return x, x @ (prior + other).T + noise + 2.0, prior
+
+
+def regression_of(x: Tensor, t: Tensor) -> Regression:
+    return Regression(
+        mean_K=x.mean(0),
+        second_KK=x.T @ x / len(x),
+        mean_O=t.mean(0),
+        cross_OK=t.T @ x / len(x),
+        target_square=float(t.square().sum() / len(x)),
+    )
+
+
+def loss(drawn: Draw, kept: list[int], ridge: float) -> tuple[float, Tensor]:
+    """min over W_S and b of mean |t - W_S x_S - b|^2 + ridge |W - prior|^2, W zero on what is gone; and W_S."""
+    x, t, prior = drawn
+    gone = [channel for channel in range(x.shape[1]) if channel not in kept]
+    x_S, t_0 = x[:, kept] - x[:, kept].mean(0), t - t.mean(0)
+    root = (ridge * len(x)) ** 0.5
+    rows = torch.cat((x_S, root * torch.eye(len(kept), dtype=torch.float64)))
+    wanted = torch.cat((t_0, root * prior[:, kept].T))
+    weight = torch.linalg.lstsq(rows, wanted, driver="gelsd").solution
+    left = (rows @ weight - wanted).square().sum() / len(x)
+    return float(left + ridge * prior[:, gone].square().sum()), weight.T
+
+
+@pytest.mark.parametrize("rank", [None, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_eliminating_from_the_fitted_layer_is_eliminating_from_the_regression(seed: int, rank: int | None) -> None:
+    """Every removal is the one of least loss with the best weights on all that stay, and costs what it costs."""
+    drawn = draw(seed, rank=rank)
+    x, t, prior = drawn
+    strength = 1e-2
+    regression = regression_of(x, t)
+    start = refit_toward(prior, regression, strength=strength)
+    order = obs(regression.covariance_KK, start.weight_OK, ridge_rel=strength)
+    ridge = strength * float(regression.covariance_KK.diagonal().mean())
+    kept = list(range(x.shape[1]))
+    whole = loss(drawn, kept, ridge)[0]
+    for position in range(x.shape[1] - 1):
+        after = {channel: loss(drawn, [each for each in kept if each != channel], ridge)[0] for channel in kept}
+        least = min(after, key=lambda channel: after[channel])
+        assert int(order.order_F[position]) == least
+        kept.remove(least)
+        assert float(order.error_F[position]) == pytest.approx(after[least] - whole, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("rank", [None, 5])
+def test_recovering_from_the_fitted_layer_is_the_ridge_toward_the_dense_columns(rank: int | None) -> None:
+    drawn = draw(3, rank=rank)
+    x, t, prior = drawn
+    strength, kept = 1e-2, [0, 2, 3, 7]
+    regression = regression_of(x, t)
+    # A ridge is relative to the mean variance of the channels that it is added to.
+    ridge = strength * float(regression.covariance_KK[kept][:, kept].diagonal().mean())
+    start = refit_toward(prior, regression, strength=ridge / float(regression.covariance_KK.diagonal().mean()))
+    got = affine(
+        regression.mean_K, regression.second_KK, start.weight_OK, start.bias_O, torch.tensor(kept), ridge_rel=strength
+    )
+    expected = loss(drawn, kept, ridge)[1]
+    torch.testing.assert_close(got.weight_OK, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(got.bias_O, t.mean(0) - expected @ x[:, kept].mean(0), rtol=1e-8, atol=1e-8)
+
+
+def summed(x: Tensor, t: Tensor) -> RegressionSums:
+    sums = RegressionSums.empty(inputs=x.shape[1], outputs=t.shape[1])
+    sums.add(x.unsqueeze(0), t.unsqueeze(0))
+    return sums
+
+
+@pytest.mark.parametrize("count", [5, 12, 600])
+def test_the_layer_is_fitted_by_the_strength_that_the_halves_choose(count: int) -> None:
+    """Few tokens, singular moments among them, and many; behind a layer scale of which one row is silent."""
+    one, other = draw(1, count=count), draw(2, count=count + 2)
+    prior, bias = one[2], torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
+    scale = torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64)
+
+    def left(drawn: Draw) -> Tensor:
+        return drawn[1] - (drawn[0] @ prior.T + bias) * scale
+
+    def fitted(parts: list[Draw], strength: float) -> tuple[Tensor, Tensor]:
+        x, t = torch.cat([part[0] for part in parts]), torch.cat([left(part) for part in parts])
+        centred = x - x.mean(0)
+        root = (strength * float(centred.square().mean()) * len(x)) ** 0.5
+        rows = torch.cat((centred, root * torch.eye(8, dtype=torch.float64)))
+        wanted = torch.cat((t - t.mean(0), torch.zeros(8, 3, dtype=torch.float64)))
+        weight = torch.linalg.lstsq(rows, wanted, driver="gelsd").solution.T
+        return weight, t.mean(0) - weight @ x.mean(0)
+
+    def error(fit: tuple[Tensor, Tensor], part: Draw) -> float:
+        return float((left(part) - part[0] @ fit[0].T - fit[1]).square().sum() / len(part[0]))
+
+    none = (torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
+    errors: dict[float | None, float] = {None: (error(none, one) + error(none, other)) / 2}
+    for strength in STRENGTHS:
+        ways = ((one, other), (other, one))
+        errors[strength] = sum(error(fitted([own], strength), judge) for own, judge in ways) / 2
+    best = min(errors, key=lambda each: errors[each])
+    expected = none if best is None else fitted([one, other], best / 2)
+
+    sums = Halves(fit=summed(one[0], one[1]), held_out=summed(other[0], other[1]))
+    layers = ChannelLayers(first_FI=prior.T, first_bias_F=None, second_OF=prior, second_bias_O=bias)
+    got = refitted(layers, sums, scale, STRENGTHS, both_ways=True)
+    assert got.second_bias_O is not None
+    for row in (0, 1):
+        torch.testing.assert_close(got.second_OF[row], prior[row] + expected[0][row] / scale[row], rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(
+            got.second_bias_O[row], bias[row] + expected[1][row] / scale[row], rtol=1e-4, atol=1e-4
+        )
+    assert torch.equal(got.second_OF[2], prior[2])
+
+
+def test_one_layer_corrected_both_ways_reports_both() -> None:
+    one, other = draw(1, count=14), draw(2, count=14)
+    layer = nn.Linear(8, 3)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+    fit = correct_(
+        layer, summed(*one[:2]), summed(*other[:2]), scale_C=None, energy=1.0, strengths=STRENGTHS, both_ways=True
+    )
+    swapped = correct_(
+        nn.Linear(8, 3), summed(*other[:2]), summed(*one[:2]), scale_C=None, energy=1.0, strengths=STRENGTHS,
+        both_ways=True,
+    )  # fmt: skip
+    assert fit.strength == swapped.strength
+    assert fit.error_held_out == pytest.approx(swapped.error_held_out)
+    assert fit.error_held_out >= fit.error
+    plain = (one[1].square().sum() / 14 + other[1].square().sum() / 14) / 2
+    assert fit.error_recovered == pytest.approx(float(plain), rel=1e-6)
+
+
+def opened(path: Path, count: int) -> Images:
+    np.save(path, tiny.images(count, seed=3))
+    spec = vit.input_spec(tiny.checkpoint().model)
+    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+
+
+def test_streams_are_parted_as_the_halves_are(tmp_path: Path) -> None:
+    model, images = tiny.checkpoint().model.eval(), opened(tmp_path / "images.npy", 13)
+    second = torch.tensor([n % 3 == 0 for n in range(13)])
+    with torch.inference_mode():
+        streams = streams_in_halves(model, images, 4, images.ids[second], held_out_every=4)
+        whole = torch.cat([vit.embedded(model, batch) for batch in images.batches(13)])
+        held = torch.cat([pair.dense for pair in streams if pair.held_out])
+        rest = torch.cat([pair.dense for pair in streams if not pair.held_out])
+        torch.testing.assert_close(held, whole[second])
+        torch.testing.assert_close(rest, whole[~second])
+        assert streams.in_halves
+        unknown = streams_in_halves(model, images, 4, torch.tensor([5]), held_out_every=4)
+    assert not unknown.in_halves
+    assert sum(len(pair.dense) for pair in unknown if pair.held_out) == 3
+
+
+def test_halves_of_streams_are_those_of_their_sums() -> None:
+    one, other = draw(1, count=9), draw(2, count=6)
+    sums = Halves(fit=summed(*one[:2]), held_out=summed(*other[:2]))
+    both = torch.cat((one[0], other[0]))
+    zeros = torch.zeros(8, dtype=torch.float64)
+    moments = ChannelMoments(tokens=15, eps=0.0, sum_F=both.sum(0), gram_FF=both.T @ both, active_F=zeros)
+    for part, half in zip((one, other), halves_of(moments, sums), strict=True):
+        torch.testing.assert_close(half.mean_F, part[0].mean(0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(half.covariance_FF, torch.cov(part[0].T, correction=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("geometry", ["padded", "square"])
+def test_a_closed_loop_takes_its_halves_from_the_moments(tmp_path: Path, geometry: str) -> None:
+    model, images = tiny.checkpoint().model, opened(tmp_path / "images.npy", 24)
+    method = method_from_preset(
+        "best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8, geometry=geometry
+    )
+    halved = reduce_closed_loop(model, images, method, loop=Loop(half_ids=images.ids[::2]))
+    mirrored = reduce_closed_loop(model, images, method, loop=Loop(half_ids=images.ids[1::2]))
+    for one, other in zip(halved.sites, mirrored.sites, strict=True):
+        assert (one.ridge_fit is None) == (one.part != "mlp")
+        assert (one.loop is None) == (other.loop is None)
+    pixels = torch.from_numpy(tiny.images(6, seed=5))
+    torch.testing.assert_close(halved.model(pixels), mirrored.model(pixels), rtol=1e-3, atol=1e-3)
