@@ -281,11 +281,11 @@ def _differing(left: object, right: object) -> str:
     return f"got {left} and {right}"
 
 
-def _merge_site(name: str, a: SiteMoments, b: SiteMoments) -> SiteMoments:
-    """Adds every sum; what is not a sum (eps, the kept dims) must agree."""
+def added(name: str, a: OneKind, b: OneKind) -> OneKind:
+    """The statistics of the images of both; what is not a sum (eps, the kept dims) must agree."""
     if type(a) is not type(b):
         raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
-    merged: dict[str, int | float | Tensor | None] = {}
+    merged: dict[str, Any] = {}
     for f in fields(a):
         left, right = getattr(a, f.name), getattr(b, f.name)
         if f.name in NOT_SUMS:
@@ -299,7 +299,7 @@ def _merge_site(name: str, a: SiteMoments, b: SiteMoments) -> SiteMoments:
             raise BadInput(f"{name}.{f.name}: moments to merge are {list(left.shape)} and {list(right.shape)}")
         else:
             merged[f.name] = None if left is None else left + right
-    return type(a)(**merged)  # type: ignore[arg-type]
+    return replace(a, **merged)
 
 
 def merge(a: Moments, b: Moments) -> Moments:
@@ -312,7 +312,7 @@ def merge(a: Moments, b: Moments) -> Moments:
         raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(odd)}")
     lineage, ids = _merge_lineage(a.lineage, b.lineage), _merge_ids(a, b)
     groups, half = _merge_groups(a, b, ids)
-    sites = {name: _merge_site(name, a.sites[name], b.sites[name]) for name in a.sites}
+    sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
     images = a.images + b.images
     return Moments(sites=sites, lineage=lineage, images=images, image_ids=ids, group_ids=groups, half=half)
 

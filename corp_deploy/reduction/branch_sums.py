@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from calib.collect import ACTIVE_EPS
 from calib.hooks import listening
-from calib.moments import ChannelMoments, HeadMoments, on_device
+from calib.moments import ChannelMoments, HeadMoments, added, on_device
 from calib.products import add_active_
 from calib.sites import Role
 from calib.sums import HeadSums
@@ -131,7 +131,15 @@ def dense_advanced(branch: Branch, streams: Streams) -> float:
 
 def head_moments(branch: Branch, site: HeadSite, streams: Streams, *, system: bool) -> HeadMoments:
     """Of the branch's layer on the reduced stream; `site` is that layer's."""
-    sums = HeadSums(system=system)
+    return head_moments_in_halves(branch, site, streams, system=system)[0]
+
+
+def head_moments_in_halves(
+    branch: Branch, site: HeadSite, streams: Streams, *, system: bool
+) -> tuple[HeadMoments, tuple[HeadMoments, HeadMoments] | None]:
+    """The same with those of either half, where the streams are in halves."""
+    by_half = Halves(fit=HeadSums(system=system), held_out=HeadSums(system=system))
+    sums = by_half.fit
     weights: Weights | None = None
 
     def hear(_: str, role: Role, activation: Tensor) -> None:
@@ -141,13 +149,17 @@ def head_moments(branch: Branch, site: HeadSite, streams: Streams, *, system: bo
 
     with listening([site.taps()], hear):
         for pair in streams:
+            sums = by_half.of(pair) if streams.in_halves else by_half.fit
             weights = None if pair.present_BN is None else weights_of(pair.present_BN, streams.device)
             with suppress(_Heard):
                 branch.run(branch.layer, pair.reduced, pair.present_BN)
             sums.flush()
-    moments = on_device(sums.moments(), streams.device)
+    moments, halves = on_device(by_half.fit.moments(), streams.device), None
+    if streams.in_halves:
+        halves = moments, on_device(by_half.held_out.moments(), streams.device)
+        moments = added(site.name, *halves)
     _refuse_nonfinite(site.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
-    return moments
+    return moments, halves
 
 
 def _for_layer(last: nn.Linear) -> Halves[RegressionSums]:

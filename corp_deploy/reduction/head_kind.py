@@ -20,7 +20,7 @@ from corp_deploy.families.widths import (
     head_widths,
 )
 
-from .branch_sums import dense_advanced, head_moments, inputs_sums
+from .branch_sums import dense_advanced, head_moments_in_halves, inputs_sums
 from .head_modules import reduced_heads
 from .heads import Halves
 from .kind import ErrorCurve, OnStreams, Reduced
@@ -107,8 +107,9 @@ class HeadKind:
         return site.empty(qk=width.qk, v=width.v, geometry=geometry, fused=False).eval()
 
     def rebuilt(self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths) -> Reduced:
-        moments = head_moments(branch, site, streams, system=method.needs_attention_system)
-        return reduced_heads(site, moments, method, width)
+        system = method.needs_attention_system
+        moments, halves = head_moments_in_halves(branch, site, streams, system=system)
+        return reduced_heads(site, moments, method, width, halves=halves)
 
     def on_streams(
         self,
