@@ -52,7 +52,7 @@ class Loop:
     align_inputs: bool = True
     reads: Reads | None = None
     half_ids: Tensor | None = None
-    refit_first: bool = True
+    refit_first: bool = False
 
     def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
         """Both streams of the images, with what is held out."""
