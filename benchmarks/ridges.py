@@ -3,8 +3,8 @@
     python -m benchmarks.ridges --photographs DIR --output benchmarks/results/ridges.json
 
 DIR holds `dinov2_s.safetensors`, `calib.npy` and `held.npy` (preprocessed crops, photographs apart) and
-`calib_groups.json` (the photograph of each crop), as `make real` leaves them. The same moments are reduced twice: by the
-fixed ridge, and by ridges that the other half of the photographs chooses. Errors are of held-out photographs.
+`calib_groups.json` (the photograph of each crop). The same moments are reduced twice: by the fixed ridge, and by ridges
+that the other half of the photographs chooses. Errors are of held-out photographs.
 """
 
 import json
@@ -82,7 +82,9 @@ def compared(dense: Checkpoint, moments: Moments, method: Method, held: Images) 
         kind = kind_of(site)
         if kind.eliminates and kind.uniform(site, method) is not None:
             own = site_moments(site, moments, torch.device("cpu"))
-            orders[site.name] = kind.elimination(site, own, method)
+            order = kind.elimination(site, own, method)
+            assert order is not None, site.name
+            orders[site.name] = order
             click.echo(f"eliminated at {site.name}", err=True)
     row: dict[str, Any] = {}
     for name, given in (("fixed", replace(moments, half=None)), ("chosen", moments)):
