@@ -81,7 +81,7 @@ def digits(scratch: Path, crops: int) -> Subject:
         inputs=calibration,
         judging=judging,
         align=8,
-        newton=(1, 2, 4),
+        newton=(1, 2),
         adam=(50, 200),
     )
 

@@ -9,8 +9,9 @@ sensitivity of outputs of independent random signs to what the map gives.
 Legend: X tokens, D inputs of the first map, a one for its bias among them, R what it gives, O outputs of the layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -54,13 +55,14 @@ class Lacking:
         return self.tangent.sensitivity(self.weighted(out_XO)).mT @ self.tangent.entering_XD
 
 
-def _gradient(pieces: Sequence[Lacking], weight: float) -> Tensor:
-    return torch.stack([piece.back(piece.lacking_XO) for piece in pieces]).sum(dim=0) / weight
+def _summed(tensors: Iterable[Tensor]) -> Tensor:
+    """One after the other, so that no more than two are held."""
+    return reduce(torch.add, tensors)
 
 
-def _curved(pieces: Sequence[Lacking], step_RD: Tensor, weight: float) -> Tensor:
+def _curved(pieces: Iterable[Lacking], step_RD: Tensor, weight: float) -> Tensor:
     """J'J S."""
-    return torch.stack([piece.back(piece.tangent.along(step_RD)) for piece in pieces]).sum(dim=0) / weight
+    return _summed(piece.back(piece.tangent.along(step_RD)) for piece in pieces) / weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,42 +77,47 @@ class _Kronecker:
         return self.left_RR @ ((self.left_RR.mT @ step_RD @ self.right_DD) / self.value_RD) @ self.right_DD.mT
 
 
-def _second_moments(pieces: Sequence[Lacking], weight: float) -> tuple[Tensor, Tensor]:
+def _second_moments(pieces: Iterable[Lacking], weight: float) -> tuple[Tensor, Tensor]:
     """E[g g'] and E[u u'] in float64; the signs are always the same."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    sensitive, entering = list[Tensor](), list[Tensor]()
+    g_RR, u_DD, tokens = torch.zeros(()), torch.zeros(()), 0
     for piece in pieces:
         u_XD, r_XO = piece.tangent.entering_XD, piece.lacking_XO
         sign_XO = torch.randint(0, 2, r_XO.shape, generator=generator, device="cpu").to(r_XO) * 2.0 - 1.0
         root_XO = sign_XO if piece.weight_X is None else sign_XO * piece.weight_X.to(r_XO).sqrt()[:, None]
         g_XR = piece.tangent.sensitivity(root_XO)
-        sensitive.append((g_XR.mT @ g_XR).double())
-        entering.append((u_XD.mT @ u_XD).double() / len(u_XD))
-    return torch.stack(sensitive).sum(dim=0) / weight, torch.stack(entering).mean(dim=0)
+        g_RR, u_DD = (g_XR.mT @ g_XR).double() + g_RR.to(r_XO.device), (u_XD.mT @ u_XD).double() + u_DD.to(u_XD.device)
+        tokens += len(u_XD)
+    return g_RR / weight, u_DD / tokens
 
 
-def _preconditioner(pieces: Sequence[Lacking], weight: float, ridge_rel: float) -> tuple[_Kronecker, float]:
+def _preconditioner(
+    pieces: Iterable[Lacking], weight: float, ridge_rel: float, like: Tensor
+) -> tuple[_Kronecker, float]:
     """With the ridge: ridge_rel * the mean of the diagonal of the Kronecker product."""
     g_RR, u_DD = _second_moments(pieces, weight)
     ridge = ridge_rel * float(g_RR.diagonal().mean() * u_DD.diagonal().mean())
     (g_R, left_RR), (u_D, right_DD) = torch.linalg.eigh(g_RR), torch.linalg.eigh(u_DD)
     value_RD = torch.outer(g_R.clamp_min(0.0), u_D.clamp_min(0.0))
     floor = max(ridge, float(torch.finfo(torch.float32).eps * value_RD.max()), torch.finfo(torch.float64).tiny)
-    like = pieces[0].lacking_XO
     kronecker = _Kronecker(left_RR=left_RR.to(like), right_DD=right_DD.to(like), value_RD=(value_RD + floor).to(like))
     return kronecker, ridge
 
 
-def gauss_newton(pieces: Sequence[Lacking], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
-    """The step [R,D] after each iteration of conjugate gradients, until nothing is left to gain.
+def gauss_newton(pieces: Iterable[Lacking], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
+    """The step [R,D] after each iteration of conjugate gradients, until nothing is left to gain. The pieces are looked
+    through twice, and once more in each iteration.
 
     The ridge is relative to the mean diagonal of the Kronecker product that stands for J'J; 0 is allowed.
     """
     assert ridge_rel >= 0.0, ridge_rel
-    weight = sum(piece.weight for piece in pieces)
+    weight, left_RD = 0.0, torch.zeros(())
+    for piece in pieces:
+        gradient_RD = piece.back(piece.lacking_XO)
+        weight, left_RD = weight + piece.weight, gradient_RD + left_RD.to(gradient_RD)
     assert weight > 0.0, weight
-    kronecker, ridge = _preconditioner(pieces, weight, ridge_rel)
-    left_RD = _gradient(pieces, weight)
+    left_RD = left_RD / weight
+    kronecker, ridge = _preconditioner(pieces, weight, ridge_rel, left_RD)
     step_RD, divided_RD = torch.zeros_like(left_RD), kronecker.divided(left_RD)
     towards_RD, gain = divided_RD, float((left_RD * divided_RD).double().sum())
     least = gain * torch.finfo(left_RD.dtype).eps  # beyond it rounding alone is left, which dependent inputs blow up

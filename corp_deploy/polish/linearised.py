@@ -136,7 +136,7 @@ def _size(lacking: Lacking) -> int:
     return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor))
 
 
-class Linearised(Sequence[Lacking]):
+class Linearised:
     """A branch linearised on some pairs; what doesn't fit in a gigabyte is computed again at each look."""
 
     def __init__(self, branch: Branch, site: Site, pairs: Sequence[Pair]) -> None:
@@ -144,10 +144,7 @@ class Linearised(Sequence[Lacking]):
         self._cached: dict[int, Lacking] = {}
         self._left = _CACHED_BYTES
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: Any) -> Any:
+    def _piece(self, index: int) -> Lacking:
         if index in self._cached:
             return self._cached[index]
         lacking = _OF_KIND[self._site.kind](self._branch, self._site, self._pairs[index])
@@ -157,4 +154,4 @@ class Linearised(Sequence[Lacking]):
         return lacking
 
     def __iter__(self) -> Iterator[Lacking]:
-        return (self[index] for index in range(len(self)))
+        return map(self._piece, range(len(self._pairs)))
