@@ -51,11 +51,21 @@ def _is_among(places_BR: Tensor, count: int) -> Tensor:
     return (places_BR.unsqueeze(-1) == _places(count, places_BR)).any(dim=1)
 
 
+def _first(x_BN: Tensor, count: int, *, largest: bool) -> Tensor:
+    """The places of the `count` largest or smallest, the first of equals first.
+
+    A graph's TopK takes the first of equals by its definition; torch's own promises nothing, a stable sort does.
+    """
+    if torch.compiler.is_exporting():
+        return x_BN.topk(count, dim=1, largest=largest, sorted=True).indices
+    return torch.sort(x_BN, dim=1, descending=largest, stable=True).indices[:, :count]
+
+
 def _others(is_out_BN: Tensor, kept: int) -> Tensor:
     """The places of the `kept` tokens that are not out, ascending: their order doesn't depend on any rounding."""
     count = is_out_BN.shape[1]
     late_BN = is_out_BN.float() * count + _places(count, is_out_BN).float()
-    return late_BN.topk(kept, dim=1, largest=False, sorted=True).indices
+    return _first(late_BN, kept, largest=False)
 
 
 def matched(compared_BNX: Tensor, count: int, protected: int) -> Match:
@@ -66,7 +76,7 @@ def matched(compared_BNX: Tensor, count: int, protected: int) -> Match:
     unit_BNX = F.normalize(compared_BNX[:, protected:].float(), dim=-1)
     even_BAX, odd_BDX = unit_BNX[:, 0::2], unit_BNX[:, 1::2]
     best_BA, into_BA = (even_BAX @ odd_BDX.transpose(1, 2)).max(dim=-1)
-    merged_BR = torch.sort(best_BA, dim=1, descending=True, stable=True).indices[:, :count]
+    merged_BR = _first(best_BA, count, largest=True)
     is_merged_BA = _is_among(merged_BR, best_BA.shape[1])
     kept_BK = _others(is_merged_BA, best_BA.shape[1] - count)
     return Match(kept=kept_BK, merged=merged_BR, into=into_BA, is_merged=is_merged_BA)
@@ -109,7 +119,9 @@ def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Ten
     odd_BD = (kept + _places(odd, match.kept)).expand(len(even_BA), -1)
     # Places of even and odd tokens by turns, as they stood.
     turns = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
-    free_BN = torch.cat([even_BA, odd_BD], dim=1)[:, torch.tensor(turns, device=even_BA.device)] + protected
+    free_BN = (
+        torch.cat([even_BA, odd_BD], dim=1).index_select(1, torch.tensor(turns, device=even_BA.device)) + protected
+    )
     front_BP = _places(protected, free_BN).expand(len(free_BN), -1)
     return torch.cat([front_BP, free_BN], dim=1).gather(1, sources_BM)
 
@@ -117,7 +129,7 @@ def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Ten
 def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) -> Tokens:
     """Without the `count` unprotected tokens of least attention, of equals the first; sizes stay one."""
     free_BN = attention_BN[:, protected:].float()
-    out_BR = torch.sort(free_BN, dim=1, stable=True).indices[:, :count]
+    out_BR = _first(free_BN, count, largest=False)
     free = free_BN.shape[1]
     is_out_BN = _is_among(out_BR, free)
     kept_BK = _others(is_out_BN, free - count)
