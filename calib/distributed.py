@@ -3,6 +3,7 @@
 Processes are started by torchrun, which tells each its rank through the environment; gloo adds on CPUs, NCCL on GPUs.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,12 @@ def under_torchrun() -> bool:
 @contextmanager
 def joined_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     """Meets the other processes that torchrun started; waiting for one longer than `timeout_s` counts as losing it."""
-    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    on_gpu = torch.device(device).type == "cuda"
+    backend = "nccl" if on_gpu else "gloo"
+    if on_gpu:
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", "0"))
+        )  # each process its own GPU, as torchrun counts them
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:

@@ -81,7 +81,7 @@ def narrowed(model: nn.Module) -> nn.Module:
 
 def options(how: str = "model", **changes: Any) -> PolishOptions:
     """Steps that suit a few dozen of them."""
-    return PolishOptions(**{"how": how, "steps": 24, "batch_size": 4, "piece": 2, "step_size": 0.02, **changes})
+    return PolishOptions(**{"how": how, "steps": 24, "batch_size": 4, "piece": 2, "step_size": 0.06, **changes})
 
 
 def error_on(model: nn.Module, dense: nn.Module, images: NDArray[np.float32]) -> float:
@@ -246,7 +246,9 @@ def test_lessons_kept_are_those_made_anew(images: Images) -> None:
 
 def test_a_view_is_a_part_of_the_image_in_its_size() -> None:
     ramp = torch.stack([torch.linspace(0, 1, 24).expand(16, 24), torch.linspace(0, 1, 16)[:, None].expand(16, 24)])
-    views = [view(ramp, seed=0, number=number) for number in range(60)]
+    every = [view(ramp, seed=0, number=number) for number in range(120)]
+    views = [each for each in every if not torch.equal(each, ramp)]
+    assert 40 < len(views) < 80  # half of the time it is the image itself
     rising = [bool(each[0, 0, -1] > each[0, 0, 0]) for each in views]
     assert 15 < sum(rising) < 45  # mirrored half of the time
     for each in views:
@@ -255,21 +257,21 @@ def test_a_view_is_a_part_of_the_image_in_its_size() -> None:
         assert all(0.5 < share <= 1.0 for share in shares)  # the root of 0.35 is 0.59
         assert shares[0] == pytest.approx(shares[1], abs=0.1)
         assert float(each.min()) >= 0.0
-    assert torch.equal(view(ramp, seed=0, number=7), views[7])
-    assert not torch.equal(view(ramp, seed=1, number=7), views[7])
+    assert torch.equal(view(ramp, seed=0, number=7), every[7])
+    assert any(not torch.equal(view(ramp, seed=1, number=number), every[number]) for number in range(9))
 
 
 def test_lessons_on_views_are_the_dense_models_own(images: Images) -> None:
     dense = tiny.checkpoint().model
     kept, read = (TeacherOfViews(dense, images, seed=3, cache_bytes=size) for size in (2**30, 0))
-    draws = [Draw(5, 100), Draw(5, 101), Draw(0, 7)]
+    draws = [Draw(5, 100), Draw(5, 104), Draw(0, 7)]
     pictures = torch.from_numpy(tiny.images(COUNT))
     with torch.no_grad():
         expected = dense(torch.stack([view(pictures[draw.row], 3, draw.number) for draw in draws]))
     for teacher in (kept, read):
         lesson = teacher.lesson(draws)
         torch.testing.assert_close(lesson.outputs, expected)
-        assert not torch.equal(lesson.outputs[0], lesson.outputs[1])
+    assert not torch.equal(expected[0], expected[1])
 
 
 def test_the_steps_of_a_model_are_grouped_into_its_blocks() -> None:
@@ -316,13 +318,15 @@ def test_a_merged_token_should_be_the_mean_of_those_it_stands_for() -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("merging", [{}, {"metric": "keys"}, {"how": "drop"}])
-def test_a_model_that_merges_tokens_comes_closer_too(how: str, merging: dict[str, Any], images: Images) -> None:
+@pytest.mark.parametrize("metric", [{}, {"metric": "keys"}, {"how": "drop"}])
+def test_a_model_that_merges_tokens_comes_closer_too(how: str, metric: dict[str, Any], images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
-    start = vit.with_merging(narrowed(dense), Merging(schedule=(3, 4), **merging))
+    start = vit.with_merging(narrowed(dense), Merging(schedule=(3, 4), **metric))
     result = polished(dense, start, images, options(how, steps=40))
     assert result.report.error < 0.9 * result.report.error_before
     assert vit.merging_of(result.model) == vit.merging_of(start)
+    merging = vit.with_merging(dense, vit.merging_of(start))
+    assert_same(polished(merging, start, images, options(how, steps=40)).model, result.model)
 
 
 def test_steps_are_those_of_torchs_adam_times_each_matrixs_scale() -> None:

@@ -72,8 +72,8 @@ class Pace:
 def step_size(options: PolishOptions, way: float) -> float:
     """Rising over the warm-up, then falling to nothing in a straight line."""
     if way < options.warm_up:
-        return options.step_size * (way + 0.1 * options.warm_up) / (1.1 * options.warm_up)
-    return options.step_size * (1.0 - way) / (1.0 - options.warm_up)
+        return options.largest_step * (way + 0.1 * options.warm_up) / (1.1 * options.warm_up)
+    return options.largest_step * (1.0 - way) / (1.0 - options.warm_up)
 
 
 class Descent:
@@ -143,7 +143,7 @@ class Descent:
         way = self.pace.way(position.step, position.seconds)
         while way < 1.0:
             self.problem.backward(self._draws(position.step))
-            adam.step_(position.step + 1, step_size(self.options, way))
+            adam.step_(position.step + 1, step_size(self.options, way) * min(1.0, position.curve[0].error))
             position.step, position.seconds = position.step + 1, self._seconds(before, began)
             now = self.pace.way(position.step, position.seconds)
             self._average_(position, now - way)

@@ -11,6 +11,7 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.hooks import evaluating
 from calib.input_set import InputSet
+from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
@@ -78,7 +79,9 @@ def polished(
     several processes each takes `batch_size` of a step's inputs, and all get the same model. All runs where the models
     are. Raises BadInput for too few images and for the state of another polish.
     """
-    inputs = parted(images, options.held_out_every, groups_B, judges)
+    inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
+    # What a merged token should be is told by the tokens that it stands for.
+    dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)
     read = tokens_to_fit(dense, reads)
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
         model = replaced(reduced, {}).eval()

@@ -12,12 +12,15 @@ _LEAST_AREA = 0.35
 
 
 def view(image_CHW: Tensor, seed: int, number: int) -> Tensor:
-    """A part of the image, 0.35 to all of its area, brought back to its size, and mirrored half of the time.
+    """The image itself, or half of the time a part of it, 0.35 to all of its area, brought back to its size, half of
+    those mirrored.
 
     The same for the same seed and number, wherever the image is.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    area, down, right, mirror = torch.rand(4, generator=generator).tolist()
+    other, area, down, right, mirror = torch.rand(5, generator=generator).tolist()
+    if other < 0.5:
+        return image_CHW
     height, width = image_CHW.shape[-2:]
     side = (_LEAST_AREA + (1.0 - _LEAST_AREA) * area) ** 0.5
     tall, wide = max(1, round(height * side)), max(1, round(width * side))
