@@ -65,7 +65,7 @@ def _reduced_checkpoint(
     if held_out is not None:
         lineage["held_out_images"] = held_out.lineage["images"]
     if reduction.polish is not None:
-        lineage["polish"] = "gradients"
+        lineage["polish"] = "gradients" if reduction.polish["gradients"] else "least squares"
     return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)
 
 
