@@ -68,6 +68,9 @@ class TaggerFamily:
     def exportable(self, model: nn.Module, *, geometry: str | None = None) -> nn.Module:
         return deepcopy(model).eval()
 
+    def merging_of(self, model: nn.Module) -> None:
+        return None
+
 
 def checkpoint(model: nn.Module) -> Checkpoint:
     return Checkpoint(model=model.eval(), architecture=Architecture(name="tagger", kwargs={}), lineage={})

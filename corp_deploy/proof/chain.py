@@ -11,7 +11,7 @@ from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, checked_feeds, noun_of, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, noun_of, rows_of
 from ground.ports import OutputPort
 from perf.parity import structure
 from perf.parity.headroom import headroom
@@ -20,11 +20,12 @@ from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
+from perf.parity.ties import Choices
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, outputs_at
 from .inputs import ProofInputs
-from .link_rules import DENSE, LinkRules, ParityLimits, Reference, link_rules
+from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
 from .locate import located, worst_inputs
 from .shift import input_range, shift_of_inputs
 
@@ -59,11 +60,19 @@ class Step:
 
 
 def _structure(
-    candidate: Candidate, run: Run, feeds: Feeds, by_batch: Mapping[int, Outputs], bound: float
+    candidate: Candidate, run: Run, feeds: Feeds, by_batch: Mapping[int, Outputs], bound: float, merges: Merges | None
 ) -> list[StructuralTest]:
     """What holds for some inputs holds for all: the link itself judges every input at the largest batch."""
     largest, label = candidate.batch or max(by_batch), candidate.label
     slots, noun = min(largest, SLOTS), noun_of(feeds)
+    if merges is not None:
+        # Another batch size rounds otherwise, which may have other tokens merged: tests of what settles its tokens.
+        firm_N = Choices(margins_N=merges.margins_N).steady(bound)
+        if not len(firm_N):
+            return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), _untested(label, bound, noun)]
+        feeds = rows_of(feeds, firm_N)
+        by_batch = {size: rows_of(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
+        by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
     straight = by_batch[max(by_batch)]
     some = slice(max(slots, 2))
     return [
@@ -75,6 +84,12 @@ def _structure(
     ]
 
 
+def _untested(label: str, bound: float, noun: str) -> StructuralTest:
+    """No batch tests where every input is as near to other merged tokens as rounding is."""
+    reason = f"all {noun} have merged tokens that are alike to {bound:.1g}, so batches may merge others; not tested"
+    return StructuralTest(candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=reason)
+
+
 def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[int]) -> dict[int, Outputs]:
     """All inputs at the largest batch size; at every other one a batch of them, and no fewer than EACH_SIZE."""
     if candidate.batch:
@@ -83,6 +98,16 @@ def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[in
     few = {size: rows_of(feeds, slice(max(size, EACH_SIZE))) for size in sorted(set(batches)) if size != largest}
     by_batch = {size: outputs_at(run, some, size) for size, some in few.items()}
     return by_batch | {largest: outputs_at(run, feeds, largest)}
+
+
+def _own_merges(
+    candidate: Candidate, before: Reference, proof_inputs: ProofInputs, by_batch: Mapping[int, Outputs]
+) -> Merges | None:
+    """Of a torch model its own, of a graph or engine those of the torch model that it computes."""
+    if candidate.checkpoint is None:
+        return before.merges
+    largest = max(by_batch)
+    return merges_of(candidate.checkpoint, proof_inputs.feeds, by_batch[largest], largest, halves=False)
 
 
 def _step(
@@ -96,7 +121,9 @@ def _step(
     bound = max(each for each in bounds if each is not None)
     with candidate.opened([rule.port for rule in rules]) as run:
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
-        findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound)
+        findings = _structure(
+            candidate, run, proof_inputs.feeds, by_batch, bound, _own_merges(candidate, before, proof_inputs, by_batch)
+        )
     kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.fp16 else "exact"
     links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
@@ -146,17 +173,21 @@ def _walk(
     findings: list[StructuralTest] = []
     blocks: list[FaultLocation] = []
     single: Step | None = None
+    halves, largest, feeds = any(each.fp16 for each in candidates), max(batches), proof_inputs.feeds
+    merges = merges_of(dense, feeds, answers, largest, halves=halves)
     for candidate in candidates:
         if candidate.form == "torch" or single is None:
-            before = Reference(label=DENSE, answers=answers)
+            before = Reference(label=DENSE, answers=answers, merges=None if candidate.form == "torch" else merges)
         else:
-            before = Reference(label=single.candidate.label, answers=single.answers)
+            before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
         previous = None if single is None else single.candidate
         step = _step(candidate, before, proof_inputs, batches, rules)
         findings += step.findings
         if candidate.fp16:
             findings += _headroom(previous, candidate, proof_inputs.feeds)
         blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
+        if candidate.checkpoint is not None:
+            merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves)
         single = single if candidate.fp16 else step
         steps.append(step)
         if done is not None:

@@ -1,19 +1,23 @@
 """What the links of a parity chain are judged by, at each output of the dense model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.model_cost import counted
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
-from ground.feeds import Feeds, Outputs
+from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.ports import OutputPort
 from perf.parity import tolerance
-from perf.parity.measures import Measures, largest_logit, measures
+from perf.parity.measures import Measures, largest_logit, measures, relative_errors
 from perf.parity.parity import Link, LinkKind, link
+from perf.parity.ties import MOST_APART, Choices
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import tensors_of_ports
 
@@ -25,19 +29,34 @@ DENSE = "dense torch fp32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLimits:
-    """What the user allows the reduced model to differ from the dense one by; None sets no limit."""
+    """What the user allows the reduced model to differ from the dense one by; None sets no limit.
+
+    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone.
+    """
 
     min_agreement: float | None = None
     max_error: float | None = None
     half_factor: float = 4.0
+    max_apart: float = MOST_APART
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merges:
+    """A torch model that merges tokens: how near each input [N] is to merging others, its own FP16 error by output."""
+
+    margins_N: NDArray[np.float64]
+    noise: Mapping[str, Measures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a candidate is held against: its label in the record and its answers to all inputs."""
+    """What a candidate is held against: its label in the record and its answers to all inputs; `merges` where the torch
+    model that it computes merges tokens.
+    """
 
     label: str
     answers: Outputs
+    merges: Merges | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +85,60 @@ class LinkRules:
         self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]
     ) -> Link:
         """The link from what stands before to a candidate."""
-        own = self.port.name
-        return link(
+        own, merges = self.port.name, before.merges
+        bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(candidate.fp16), None
+        if merges is not None and kind == "half":
+            # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
+            bounds = tolerance.fp16(merges.noise[own], factor=self.limits.half_factor, whose="the merged model")
+        elif merges is not None and kind == "exact":
+            choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
+        judged = link(
             name=name,
             kind=kind,
             reference=before.label,
             candidate=candidate.label,
             reference_rows=before.answers[own],
             candidate_by_batch={batch: answers[own] for batch, answers in by_batch.items()},
-            tolerance=self.of_user() if kind in ("reduced", "whole") else self.rounding(candidate.fp16),
+            tolerance=bounds,
+            choices=choices,
             port=self.port,
             several=self.several,
         )
+        if merges is None or kind != "half":
+            return judged
+        answers = by_batch[judged.batch][own]
+        off_N = relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
+        return replace(judged, reason=f"{judged.reason}; {self._beyond_rounding(off_N, judged.measures.inputs)}")
+
+    def _beyond_rounding(self, off_N: NDArray[np.float64], noun: str) -> str:
+        """On how many inputs a half link errs more than half precision does where nothing is merged."""
+        plain = self.rounding(fp16=True).max_relative_error or 0.0
+        count = int((off_N > plain).sum())
+        return (
+            f"{count} of {len(off_N)} {noun} ({count / len(off_N):.1%}) err more than {plain:.2g}, what FP16 does to "
+            "the dense model: other tokens are merged there"
+        )
+
+
+def merges_of(checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: bool) -> Merges | None:
+    """How near each input is to other merged tokens, and, where FP16 steps follow, the model's own FP16 error; None for
+    a model that merges none.
+    """
+    if family_of(checkpoint.model).merging_of(checkpoint.model) is None:
+        return None
+    margins = []
+    for start in range(0, batch_size(feeds), batch):
+        tensors = {name: torch.from_numpy(array) for name, array in rows_of(feeds, slice(start, start + batch)).items()}
+        inputs = next(iter(tensors.values())) if len(tensors) == 1 else tensors
+        least_B = merge_margins(checkpoint.model, inputs)
+        assert least_B is not None, start
+        margins.append(least_B.double().numpy())
+    noise = _fp16_noise(checkpoint, feeds, answers, batch) if halves else {}
+    return Merges(margins_N=np.concatenate(margins), noise=noise)
 
 
 def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int) -> dict[str, Measures]:
-    """The dense model's own FP16-against-FP32 error on these inputs, with the same safe LayerNorm and softmax."""
+    """A torch model's own FP16-against-FP32 error on these inputs, with the same safe LayerNorm and softmax."""
     fp16, ports = typed_copy(family_of(dense.model).exportable(dense.model), "fp16"), output_ports(dense.model)
 
     def run(part: Feeds) -> Outputs:

@@ -18,9 +18,10 @@ from ground.records import Figure, json_from_record, record_from_file, record_fr
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
-from .measures import MEASURES, Measures, measures, require_agreement
+from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
 from .shift import Shift
 from .structure import StructuralTest
+from .ties import Choices, Ties
 from .tolerance import Tolerance
 
 KIND, VERSION = "parity", 1
@@ -49,7 +50,8 @@ class BatchRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One step of the chain on real images, at one output. `measures` are those of the batch size with the largest
-    relative error, of those that ran all images or that failed. `output` names it where the model has several.
+    relative error, of those that ran all images or that failed. `output` names it where the model has several. `ties`:
+    images that are judged apart, since the two merge other tokens there.
     """
 
     name: str
@@ -64,6 +66,12 @@ class Link:
     tolerance: Tolerance
     role: Role = "logits"
     output: str | None = None
+    ties: Ties | None = None
+
+    @property
+    def apart(self) -> int:
+        """Images that are judged apart."""
+        return 0 if self.ties is None else self.ties.apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,8 @@ class Parity:
         failed = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
         failed += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
         on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else self.images.kind}"
+        apart = [f"{link.name} merges other tokens on {link.apart}" for link in self.links if link.apart]
+        on += f" ({', '.join(apart)}, where similarities are equal to rounding)" if apart else ""
         return f"{on}: {'; '.join(failed)}" if failed else on
 
     @property
@@ -141,6 +151,8 @@ def _json_from_link(link: Link) -> dict[str, Any]:
     row: dict[str, Any] = json_from_record(link)
     if link.output is None:
         del row["output"]
+    if link.ties is None:
+        del row["ties"]
     if link.role == "logits":
         del row["role"]
     for batch in row["batches"]:
@@ -159,10 +171,12 @@ def link(
     tolerance: Tolerance,
     port: OutputPort = LOGITS,
     several: bool = False,
+    choices: Choices | None = None,
 ) -> Link:
     """Measure and judge one link at one output. `candidate_by_batch`: by batch size, the candidate's answers [N, ...]
     to all images, or to the first M of them at all sizes but one. `several`: the model has other outputs beside this
-    one, so that the link is named by it.
+    one, so that the link is named by it. `choices`: how near each image is to other merged tokens; those that rounding
+    alone has merge others are left out of the measures and judged by their share.
 
     A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
     shapes differ, the reference is not finite, or a least agreement is asked where none is defined.
@@ -172,14 +186,25 @@ def link(
         require_agreement(port, images)
     whole = {batch: rows for batch, rows in candidate_by_batch.items() if len(rows) == images}
     assert whole, (name, images)
-    at = {
-        batch: measures(reference_rows[: len(rows)], rows, role=port.role, margin_noise=tolerance.margin_noise)
-        for batch, rows in sorted(candidate_by_batch.items())
-    }
+    ties: dict[int, Ties] = {}
+    at: dict[int, Measures] = {}
+    for batch, rows in sorted(candidate_by_batch.items()):
+        expected = reference_rows[: len(rows)]
+        if choices is not None and tolerance.max_relative_error is not None:
+            errors_N = relative_errors(expected, rows, role=port.role)
+            apart_N, ties[batch] = choices.apart(errors_N, tolerance.max_relative_error)
+            if not apart_N.all():
+                expected, rows = expected[~apart_N], rows[~apart_N]
+        at[batch] = measures(expected, rows, role=port.role, margin_noise=tolerance.margin_noise)
     of_some = (
         tolerance if kind in ("exact", "half") else replace(tolerance, max_relative_error=None, min_agreement=None)
     )
-    judged = {batch: judge(errors, tolerance if batch in whole else of_some) for batch, errors in at.items()}
+    judged = {
+        batch: _with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
+        if batch in whole
+        else judge(errors, of_some)
+        for batch, errors in at.items()
+    }
     failing = [batch for batch, (status, _) in judged.items() if status == "FAIL"]
     worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
     status, reason = judged[worst]
@@ -199,14 +224,26 @@ def link(
                 max_abs=errors.max_abs,
                 top1_agreement=errors.agreement if port.role == "logits" else None,
                 agreement=None if port.role == "logits" else errors.agreement,
-                images=None if size in whole else errors.images,
+                images=None if size in whole else len(candidate_by_batch[size]),
             )
             for size, errors in at.items()
         ),
         tolerance=tolerance,
         role=port.role,
         output=port.name if several else None,
+        ties=ties.get(worst),
     )
+
+
+def _with_ties(judged: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
+    """A judgement with what is said of the inputs that stand apart; too many of them fail the link.
+
+    A share is one of all inputs: of the first few one may be a quarter.
+    """
+    status, reason = judged
+    if ties is None or not ties.apart:
+        return judged
+    return (status if ties.holds else "FAIL"), f"{reason}; {ties.line(noun)}"
 
 
 def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:

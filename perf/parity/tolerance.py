@@ -61,11 +61,11 @@ def exact(*, products: int, largest_logit: float) -> Tolerance:
     )
 
 
-def fp16(noise: Measures, *, factor: float = 4.0) -> Tolerance:
-    """For FP16 links: `factor` times the dense model's own FP16-against-FP32 error on the same images.
+def fp16(noise: Measures, *, factor: float = 4.0, whose: str = "the dense model") -> Tolerance:
+    """For FP16 links: `factor` times a model's own FP16-against-FP32 error on the same images, mostly the dense one's.
 
-    Never under the unit roundoff of float16 nor over 0.05. The bound is not widened by a dense model that breaks in
-    FP16: such a model gives no yardstick.
+    Never under the unit roundoff of float16 nor over 0.05. The bound is not widened by a model that breaks in FP16:
+    such a model gives no yardstick.
     """
     if not factor >= 1:
         raise BadInput(
@@ -73,11 +73,11 @@ def fp16(noise: Measures, *, factor: float = 4.0) -> Tolerance:
         )
     calibrated = factor * noise.relative_error
     bound = min(max(calibrated, FLOAT16_UNIT), FLOAT16_CEILING)
-    rule = f"{factor:g} x the dense model's own FP16 error {noise.relative_error:.2g}"
+    rule = f"{factor:g} x {whose}'s own FP16 error {noise.relative_error:.2g}"
     if calibrated < FLOAT16_UNIT:
         rule += ", at least 2^-11"
     if calibrated > FLOAT16_CEILING:
-        rule = f"at most {FLOAT16_CEILING}: the dense model's own FP16 error {noise.relative_error:.2g} is no yardstick"
+        rule = f"at most {FLOAT16_CEILING}: {whose}'s own FP16 error {noise.relative_error:.2g} is no yardstick"
     usable = 0 < calibrated <= FLOAT16_CEILING
     return Tolerance(
         rule=rule,

@@ -1,0 +1,68 @@
+"""How near a model that merges tokens is to merging others: the margins of its choices, input by input.
+
+A choice is settled by comparing similarities. Two runtimes that round differently make the same choices where every
+margin is larger than what they can differ by, and may make others where one is smaller.
+
+Legend: B inputs, N tokens, A and D the unprotected at even and at odd places, R tokens merged, X dimensions compared.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from calib.inputs import Inputs
+
+from .family import family_of
+from .steps import Merge, Walk
+from .token_merging import TokenMerge
+
+
+def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
+    """From the last that is taken to the first that is not; infinite where all are taken."""
+    if count >= falling_BA.shape[1]:
+        return torch.full(falling_BA.shape[:1], torch.inf, device=falling_BA.device)
+    return falling_BA[:, count - 1] - falling_BA[:, count]
+
+
+def _of_merge(compared_BNX: Tensor, count: int, protected: int) -> Tensor:
+    """The lesser of the gap between the tokens that are merged and those kept, and, of each that is merged, the gap
+    from its best match to the second best; cosines.
+    """
+    unit_BNX = F.normalize(compared_BNX[:, protected:].float(), dim=-1)
+    alike_BAD = unit_BNX[:, 0::2] @ unit_BNX[:, 1::2].transpose(1, 2)
+    falling_BA, order_BA = alike_BAD.amax(dim=-1).sort(dim=1, descending=True, stable=True)
+    gap_B = _gap_B(falling_BA, count)
+    if alike_BAD.shape[2] < 2:
+        return gap_B
+    two_BA2 = alike_BAD.topk(2, dim=-1).values
+    matches_BR = (two_BA2[..., 0] - two_BA2[..., 1]).gather(1, order_BA[:, :count])
+    return torch.minimum(gap_B, matches_BR.amin(dim=1))
+
+
+def _of_drop(attention_BN: Tensor, count: int, protected: int) -> Tensor:
+    """The gap between the tokens dropped and those kept, as a share of the attention there."""
+    rising_BN = attention_BN[:, protected:].float().sort(dim=1).values
+    return -_gap_B(rising_BN, count) / rising_BN[:, count - 1].clamp(min=1e-30)
+
+
+def margins_of(merge: TokenMerge, compared: Tensor) -> Tensor:
+    """The least margin of one merge's choices: [B]."""
+    of = _of_drop if merge.how == "drop" else _of_merge
+    return of(compared, merge.count, merge.protected)
+
+
+def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
+    """The least margin of any choice on the way through the model, for each input [B]; None where nothing is merged."""
+    family = family_of(model)
+    if family.merging_of(model) is None:
+        return None
+    with torch.inference_mode():
+        x_BNC = family.embedded(model, inputs)
+        least_B = torch.full((len(x_BNC),), torch.inf, device=x_BNC.device)
+        walk = Walk.of(x_BNC, family.token_weights(model, inputs), merges=True)
+        for step in family.steps(model):
+            if isinstance(step, Merge):
+                compared = walk.tokens.x if walk.beside_BNX is None else walk.beside_BNX
+                least_B = torch.minimum(least_B, margins_of(step.merge, compared))
+            walk = walk.behind(step)
+    return least_B
