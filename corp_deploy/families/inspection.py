@@ -8,6 +8,7 @@ from torch import nn
 
 from .family import Family, family_of
 from .model_cost import counted, parameters
+from .steps import Merge
 
 WHOLE = "forward"  # what a model's own forward pass does between its modules
 
@@ -26,12 +27,15 @@ def _rows(
     offered = family.sites(model)
     sites = {site.name: {"width": site.words(), "reason": site.reason} for site in offered.every}
     sites |= {refusal.name: {"width": "-", "reason": refusal.reason} for refusal in offered.refused}
+    # What merges tokens is no site, and costs something of its own.
+    merges = [step.name for step in family.steps(model) if isinstance(step, Merge)]
+    fixed_parts = (*family.FIXED_PARTS, *merges)
     macs: Counter[str] = Counter()
     for path, count in macs_by_module.items():
-        macs[_owner(path, set(sites), family.FIXED_PARTS)] += count
+        macs[_owner(path, set(sites), fixed_parts)] += count
     held: Counter[str] = Counter()
     for path, parameter in model.named_parameters():
-        held[_owner(path, set(sites), family.FIXED_PARTS)] += parameter.numel()
+        held[_owner(path, set(sites), fixed_parts)] += parameter.numel()
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     rows = [
         {"site": name, "parameters": held[name], "macs": macs[name], **sites[name]}
@@ -46,6 +50,7 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
     of everything that is no site; totals, which are the sums of both.
     """
     family, count = family_of(model), counted(model)
+    merging = family.merging_of(model)
     sites, fixed = _rows(family, model, dict(count.by_module))
     return {
         "architecture": type(model).__name__,
@@ -54,4 +59,5 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
         "macs": count.macs,
         "sites": sites,
         "fixed": fixed,
+        **({} if merging is None else {"merging": merging.as_json()}),
     }
