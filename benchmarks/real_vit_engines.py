@@ -48,7 +48,11 @@ class Variant:
 VARIANTS = tuple(
     Variant(name=f"{name} at {share:g}", method=method, share=share)
     for share in (0.8, 0.6)
-    for name, method in (("widths", "best, by site, closed loop"),)
+    for name, method in (
+        ("widths", "best, by site, closed loop"),
+        ("merging", "merging, growing, closed loop"),
+        ("both", "merging and widths, closed loop"),
+    )
 )
 
 

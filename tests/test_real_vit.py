@@ -222,7 +222,7 @@ def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
         count = int(text.removeprefix(start))
         assert text.startswith(start)
         assert settings.schedules.left(text) <= 0.9 < settings.schedules.left(f"{start}{count - 1}")
-    with pytest.raises(BadInput, match="merging: block"):
+    with pytest.raises(BadInput, match=r"merging 255 tokens leaves more than 0.1 of the MACs"):
         settings.schedules.of("each", 0.1)
 
 

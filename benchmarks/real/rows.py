@@ -15,9 +15,10 @@ from typing import Literal
 from torch import nn
 
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging import Merging, schedule_from_text
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
+from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from ground.errors import BadInput
@@ -63,7 +64,23 @@ METHODS = (
         calibrate=GROUPED,
         images=True,
     ),
-    Method(name="thorough, grouped", reduce="--preset thorough --macs {share}", calibrate=GROUPED, images=True),
+    Method(name="merging", reduce=f"{MERGING} {{each}}"),
+    Method(name="merging, growing", reduce=f"{MERGING} {{grow}}"),
+    Method(name="merging, growing, closed loop", reduce=f"{MERGING} {{grow}} {LOOP}", images=True),
+    Method(name="dropping", reduce=f"{MERGING} {{each}} --merge-how drop"),
+    Method(
+        name="merging and widths, closed loop",
+        reduce=f"{MERGING} auto --macs {{share}} {LOOP}",
+        calibrate=GROUPED,
+        images=True,
+    ),
+    Method(name="thorough", reduce="--preset thorough --macs {share}", calibrate=GROUPED, images=True),
+    Method(
+        name="thorough, merging and widths",
+        reduce="--preset thorough --merge-tokens auto --macs {share}",
+        calibrate=GROUPED,
+        images=True,
+    ),
 )
 OVERFITTING = (
     Method(name="best", reduce=f"--preset best {UNIFORM}", shares=(OVERFITTING_SHARE,)),
@@ -103,29 +120,28 @@ class Sparsities:
 
 
 class Schedules:
-    """The fewest merged tokens, so many in each block or growing to so many in the last, that leave at most a share."""
+    """The fewest merged tokens, so many in each block or growing to so many in the last, that leave at most a share.
+
+    A block that can't merge as many merges what it can, as `reduce` does it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.family, self.model, self.dense = family_of(model), model, macs(model)
-        self.depth = len(sites_of(model).heads)
+        self.model, self.dense = model, macs(model)
 
     def left(self, text: str) -> float:
-        """The share of the dense MACs that stays. Raises BadInput for more tokens than there are."""
-        merging = Merging(schedule=schedule_from_text(text, self.depth))
-        return macs(self.family.with_merging(self.model, merging)) / self.dense
-
-    def _meets(self, text: str, share: float) -> bool:
-        try:
-            return self.left(text) <= share
-        except BadInput:
-            return True  # more than there are would leave nothing
+        """The share of the dense MACs that stays."""
+        merging = merging_from_choice(MergingChoice(merge_tokens=text), self.model)
+        return macs(family_of(self.model).with_merging(self.model, merging)) / self.dense
 
     def of(self, which: Literal["each", "grow"], share: float) -> str:
         """Raises BadInput for a share that no such schedule reaches."""
         texts = [f"{'grow:' if which == 'grow' else ''}{count}" for count in range(1, MOST_MERGED)]
-        text = texts[bisect_left(texts, True, key=lambda text: self._meets(text, share))]
-        self.left(text)
-        return text
+        place = bisect_left(texts, True, key=lambda text: self.left(text) <= share)
+        if place == len(texts):
+            raise BadInput(
+                f"merging {texts[-1]} tokens leaves more than {share:g} of the MACs; expected a larger share"
+            )
+        return texts[place]
 
 
 class Settings:
