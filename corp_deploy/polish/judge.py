@@ -12,7 +12,6 @@ from calib.distributed import Ranks
 
 from .arithmetic import reduced_precision
 from .draws import Draw
-from .held_out import mean_over
 from .teacher import Teacher
 
 
@@ -29,14 +28,19 @@ class Judge:
         return (errors[0] + errors[-1]) / 2.0 if self.reads_all else errors[0]
 
     @torch.no_grad()
-    def error(self, student: nn.Module) -> float:
-        """Relative, the same in every process."""
+    def errors(self, student: nn.Module) -> Tensor:
+        """A student's squared errors [1 + K], float64, the same in every process."""
         own = range(len(self.teacher))[self.ranks.rank :: self.ranks.size]
-        errors: list[tuple[float, int]] = []
+        parts: list[tuple[list[float], int]] = []
         for start in range(0, len(own), self.piece):
             rows = own[start : start + self.piece]
             with reduced_precision(self.teacher.device):
-                errors.append(
-                    (float(self.of(student(self.teacher.lesson([Draw(row, row) for row in rows])))), len(rows))
-                )
-        return math.sqrt(mean_over(errors, self.ranks))
+                errors: Tensor = student(self.teacher.lesson([Draw(row, row) for row in rows]))
+            parts.append((errors.tolist(), len(rows)))
+        everyone = [part for of_rank in self.ranks.gathered(parts) for part in of_rank]
+        counts = torch.tensor([count for _, count in everyone], dtype=torch.float64)
+        return counts / counts.sum() @ torch.tensor([each for each, _ in everyone], dtype=torch.float64)
+
+    def error(self, student: nn.Module) -> float:
+        """Relative, the same in every process."""
+        return math.sqrt(float(self.of(self.errors(student))))

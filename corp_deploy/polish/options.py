@@ -13,7 +13,7 @@ STEPS: Mapping[PolishName, int] = MappingProxyType({"none": 0, "layer": 2, "bloc
 """Steps where neither a number of steps nor a time is set: of each layer or block, or of the whole model. Those of
 `layer` are sweeps over both of a sublayer's layers, with no gradients of the model.
 """
-STEP_SIZES: Mapping[PolishName, float] = MappingProxyType({"none": 0.0, "layer": 0.0, "block": 1e-2, "model": 1e-3})
+STEP_SIZES: Mapping[PolishName, float] = MappingProxyType({"none": 0.0, "layer": 0.0, "block": 1e-2, "model": 5e-4})
 """See PolishOptions.step_size. The errors of a block's matrices meet those of no other block."""
 
 

@@ -17,16 +17,21 @@ from .subject import Subject
 from .teacher import AnyTeacher, Teacher, TeacherOfViews
 from .together import Together
 
+_LEAST = 1e-12
+
 
 class WholeModel:
     """A problem of the descent: all matrices of a model at once, fitted to what is judged and the mean over the streams
-    behind all blocks.
+    behind all blocks, each relative to what it is at first: where outputs err far less than streams they would be
+    given up for these.
     """
 
     def __init__(self, model: nn.Module, teacher: AnyTeacher, judge: Judge, *, piece: int, ranks: Ranks) -> None:
         """Parameters that are to change require gradients by now; `piece` inputs go forward and back at a time."""
         self.teacher, self.judge, self.piece = teacher, judge, piece
         self.student = Together(Student(model), ranks)
+        first = judge.errors(self.student.module)
+        self.scales = tuple(max(float(each), _LEAST) for each in (judge.of(first), first[1:].mean()))
 
     @property
     def rows(self) -> int:
@@ -35,7 +40,8 @@ class WholeModel:
     def backward(self, draws: Sequence[Draw]) -> None:
         def loss(part: Sequence[Draw]) -> Tensor:
             errors = self.student(self.teacher.lesson(part))
-            return (self.judge.of(errors) + errors[1:].mean()) * (len(part) / len(draws))
+            judged, behind = self.scales
+            return (self.judge.of(errors) / judged + errors[1:].mean() / behind) * (len(part) / len(draws))
 
         self.student.backward(loss, [draws[start : start + self.piece] for start in range(0, len(draws), self.piece)])
 
