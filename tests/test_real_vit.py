@@ -228,9 +228,9 @@ def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
 
 def test_every_method_is_one_that_reduce_takes(tmp_path: Path) -> None:
     """Words that a command doesn't know would be noticed an hour into a run."""
-    settings = Settings(tiny.checkpoint(**KWARGS).model)
+    settings = Settings(tiny.checkpoint(**KWARGS, depth=4).model)
     for method in METHODS:
-        said = words(method, 0.8, settings)
+        said = words(method, 0.9, settings)
         given = ["--model", str(tmp_path), "--moments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
         done = CliRunner().invoke(corp_deploy, ["reduce", *given, *said])
         assert "no such file" in done.output.lower() or "does not exist" in done.output, (said, done.output)
