@@ -29,11 +29,13 @@ def dense_cost(model: nn.Module, currency: Currency) -> int:
     return macs(model) if currency == "macs" else parameters(model)
 
 
-def allocate(curves: list[CostCurve], dense: int, share: float) -> Allocation:
+def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | None = None) -> Allocation:
     """The widths of least predicted error that keep at most `share` of the dense cost; exact.
 
-    Raises BadInput when even the narrowest widths cost more.
+    `dense` is the cost at the sites' own widths; shares are of `whole`, which is more where tokens are merged, and the
+    same by default. Raises BadInput when even the narrowest widths cost more.
     """
+    whole = dense if whole is None else whole
     fixed = dense - sum(curve.cost_now for curve in curves)
     options = [
         knapsack.SiteOptions(
@@ -45,14 +47,14 @@ def allocate(curves: list[CostCurve], dense: int, share: float) -> Allocation:
         for curve in curves
     ]
     least = fixed + sum(curve.costs[0] for curve in curves)
-    if least > share * dense:
+    if least > share * whole:
         raise BadInput(
-            f"a budget of {share:g} is out of reach: the narrowest widths keep {least / dense:.3f}, of which "
-            f"{fixed / dense:.3f} belongs to no site that can be reduced (see inspect); ask for more"
+            f"a budget of {share:g} is out of reach: the narrowest widths keep {least / whole:.3f}, of which "
+            f"{fixed / whole:.3f} belongs to no site that can be reduced (see inspect); ask for more"
         )
-    best = knapsack.allocate(options, share * dense - fixed)
+    best = knapsack.allocate(options, share * whole - fixed)
     widths = {curve.site: curve.widths[best.widths[curve.site]] for curve in curves}
-    return Allocation(widths=widths, share=(best.cost + fixed) / dense, predicted_error=best.error**0.5)
+    return Allocation(widths=widths, share=(best.cost + fixed) / whole, predicted_error=best.error**0.5)
 
 
 def uniform(model: nn.Module, method: Method, curves: list[CostCurve], dense: int) -> Allocation:

@@ -19,7 +19,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.families.steps import Branch, Walk
 from corp_deploy.families.token_merging import Tokens
 
-DIRECTIONS = 6
+DIRECTIONS = 3
 PIECE_TOKENS = 2048  # as many tokens have their gradients by branch and direction in memory at a time
 
 
@@ -34,14 +34,17 @@ class Tangent:
     gradients: Mapping[str, Tensor]
     energy: float
 
+    def energy_of_change(self, name: str, change_BNC: Tensor) -> float:
+        """Squared change of the outputs, summed over the piece, when the stream behind a branch changes by so much."""
+        moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[name], change_BNC).double()
+        return float(moved_VB.square().mean(dim=0).sum())
+
     def effect(self, branch: Branch, layer: nn.Module) -> float:
-        """Squared change of the outputs, summed over the piece, with this layer in the branch's place."""
+        """The same with this layer in the branch's place."""
         entering = self.entering[branch.name]
         with torch.no_grad():
             behind_BNC, _ = branch.passed(layer, entering.x, entering.sizes)
-            change_BNC = behind_BNC - self.behind[branch.name]
-            moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[branch.name], change_BNC).double()
-        return float(moved_VB.square().mean(dim=0).sum())
+            return self.energy_of_change(branch.name, behind_BNC - self.behind[branch.name])
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:

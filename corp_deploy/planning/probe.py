@@ -15,6 +15,7 @@ from calib.inputs import Inputs, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import device, with_modules
 from corp_deploy.families.steps import Branch, Step, Walk
 from corp_deploy.families.widths import Width, Widths
@@ -49,9 +50,13 @@ class Probe:
         """Exact at any widths, and only the values count here."""
         return replace(self.method, geometry="ragged")
 
-    def effect(self, widths: Widths) -> float:
-        """Squared relative change of the outputs when these sites have these widths and the others stay."""
+    def effect(self, widths: Widths, *, merging: Merging | None = None) -> float:
+        """Squared relative change of the outputs when these sites have these widths and the others stay, and tokens are
+        merged so.
+        """
         reduced = reduce(self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations).model
+        if merging is not None:
+            reduced = family_of(reduced).with_merging(reduced, merging)
         with torch.inference_mode():
             return _change(run_model(reduced, self.inputs), run_model(self.model, self.inputs))
 

@@ -1,0 +1,154 @@
+"""Merged tokens and widths for one budget together.
+
+Schedules that leave 95, 90, 85, ... % of the cost are settled first (see schedule.py); what each loses is measured on
+the probe's images, without a fit and so without a doubt about it. The widths then have what the schedule leaves of the
+budget, at the tokens that it leaves, and both errors add. The best of these sums are tried end to end.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.merging import Merging
+from corp_deploy.families.site import Currency
+from corp_deploy.families.site_cost import site_costs
+from ground.errors import BadInput
+
+from .budget import Allocation, allocate, dense_cost
+from .curves import CostCurve
+from .probe import Probe
+from .schedule import MergeCosts, MergeCurves, best_schedule, merge_costs_in_macs, merge_curves
+
+GRID = 0.05
+TRIED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One schedule, or none: the squared relative error it alone was measured to cause, the sites' curves at the tokens
+    that it leaves, and the whole model's cost then.
+    """
+
+    merging: Merging | None
+    lost: float
+    curves: list[CostCurve]
+    cost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointAllocation:
+    """A schedule with the widths for the rest of a budget; its error is that of both."""
+
+    merging: Merging | None
+    allocated: Allocation
+
+    def words(self) -> str:
+        return "widths alone" if self.merging is None else f"tokens {self.merging.words()}, and widths"
+
+
+def repriced(curves: list[CostCurve], model: nn.Module, currency: Currency, probe: Probe) -> list[CostCurve]:
+    """The curves with the costs of their widths in this model, whose sites may see fewer tokens."""
+    costs, sites, geometry = site_costs(model, currency), sites_of(model).by_name, probe.method.geometry
+    return [
+        replace(
+            curve,
+            costs=tuple(costs.of(sites[curve.site], width, geometry) for width in curve.widths),
+            cost_now=costs.now[curve.site],
+        )
+        for curve in curves
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What a joint plan follows from but its share; `merging` makes a schedule's merging, `whole` is the dense cost.
+
+    `stages` are those settled so far, by the share that merging alone may keep.
+    """
+
+    probe: Probe
+    curves: list[CostCurve]
+    whole: int
+    merging: Callable[[tuple[int, ...]], Merging]
+    losses: MergeCurves
+    costs: MergeCosts
+    stages: dict[int, Stage | None] = field(default_factory=dict)
+
+    def _stage(self, step: int) -> Stage | None:
+        """The schedule that leaves 1 - step * GRID of the cost; None where none does."""
+        if step not in self.stages:
+            self.stages[step] = self._settled(step)
+        return self.stages[step]
+
+    def _settled(self, step: int) -> Stage | None:
+        model = self.probe.model
+        if step == 0:
+            return Stage(merging=None, lost=0.0, curves=self.curves, cost=self.whole)
+        schedule = best_schedule(self.losses, self.costs, (1.0 - step * GRID) * self.whole)
+        if schedule is None:
+            return None
+        merging = self.merging(schedule.counts)
+        merged = family_of(model).with_merging(model, merging)
+        return Stage(
+            merging=merging,
+            lost=self.probe.effect({}, merging=merging),
+            curves=repriced(self.curves, merged, "macs", self.probe),
+            cost=dense_cost(merged, "macs"),
+        )
+
+    def _at(self, stage: Stage, share: float) -> JointAllocation | None:
+        """None where even the narrowest widths cost more than this schedule leaves."""
+        fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
+        if fixed + sum(min(curve.costs) for curve in stage.curves) > share * self.whole:
+            return None
+        widths = allocate(stage.curves, stage.cost, share, whole=self.whole)
+        error = (stage.lost + widths.predicted_error**2) ** 0.5
+        return JointAllocation(merging=stage.merging, allocated=replace(widths, predicted_error=error))
+
+    def ranked(self, share: float) -> list[JointAllocation]:
+        """Every schedule that leaves more than the share, with widths for the rest, the least error predicted first.
+
+        Raises BadInput where nothing keeps so little.
+        """
+        stages = [self._stage(step) for step in range(int((1.0 - share) / GRID + 1e-9) + 1)]
+        ways = [self._at(stage, share) for stage in stages if stage is not None]
+        ranked = sorted((way for way in ways if way is not None), key=lambda way: way.allocated.predicted_error)
+        if not ranked:
+            raise BadInput(
+                f"a budget of {share:g} is out of reach: the narrowest widths and {self.losses.amounts_G[-1]} of "
+                f"{self.losses.tokens} tokens merged away keep {self.narrowest():.3f}; ask for more"
+            )
+        return ranked
+
+    def narrowest(self) -> float:
+        """About the least share that any widths keep, with as many tokens merged as a schedule of the grid can."""
+        least = 1.0
+        for step in range(round(1.0 / GRID)):
+            schedule = best_schedule(self.losses, self.costs, (1.0 - step * GRID) * self.whole)
+            if schedule is None:
+                break
+            least = step
+        stage = self._stage(int(least))
+        assert stage is not None, least
+        fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
+        return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.whole
+
+    def measured(self, way: JointAllocation) -> float:
+        """Relative change of the outputs on the probe's images, tried end to end."""
+        return math.sqrt(self.probe.effect(way.allocated.widths, merging=way.merging))
+
+
+def joint(probe: Probe, curves: list[CostCurve], merging: Callable[[tuple[int, ...]], Merging]) -> Joint:
+    """Learn what merging loses in every block, from the images that the probe looks at."""
+    losses = merge_curves(probe.model, probe.inputs)
+    return Joint(
+        probe=probe,
+        curves=curves,
+        whole=dense_cost(probe.model, "macs"),
+        merging=merging,
+        losses=losses,
+        costs=merge_costs_in_macs(probe.model, losses),
+    )

@@ -1,0 +1,166 @@
+"""Which tokens a budget merges away: curves without labels, schedules by brute force, and both kinds of reduction."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from corp_deploy.families.family import family_of
+from corp_deploy.families.merging import Merging, grown, most_merged
+from corp_deploy.families.model_cost import macs
+from corp_deploy.planning.budget import dense_cost
+from corp_deploy.planning.curves import cost_curves, eliminations
+from corp_deploy.planning.joint import Joint, joint
+from corp_deploy.planning.probe import Probe
+from corp_deploy.planning.schedule import (
+    MergeCosts,
+    MergeCurves,
+    amounts_tried,
+    best_schedule,
+    merge_costs_in_macs,
+    merge_curves,
+    merge_places,
+)
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.inputs import images_for_model
+
+from . import tiny
+
+DEPTH = 4
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    dense = tiny.checkpoint(depth=DEPTH, img_size=48)
+    path = tmp_path_factory.mktemp("schedule") / "images.npy"
+    np.save(path, tiny.images(24, size=48))
+    images = images_for_model(dense.model, path)
+    method = method_from_preset("best", align_hidden=32, align_head=8)
+    moments = calibrate(dense, images, batch_size=8)
+    return Probe(
+        model=dense.model,
+        moments=moments,
+        method=method,
+        inputs=next(iter(images.batches(8))),
+        eliminations=eliminations(dense.model, moments, method),
+    )
+
+
+@pytest.fixture(scope="module")
+def curves(probe: Probe) -> MergeCurves:
+    return merge_curves(probe.model, probe.inputs)
+
+
+def test_places_are_those_of_a_copy_that_merges(probe: Probe) -> None:
+    places = merge_places(probe.model)
+    assert [place.before for place in places] == [f"blocks.{block}.attn" for block in range(DEPTH)]
+    assert [place.protected for place in places] == [1] * DEPTH
+    assert places[0].behind == ("blocks.0.mlp", "blocks.1.attn")
+    assert places[-1].behind == (f"blocks.{DEPTH - 1}.mlp",)
+
+
+def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurves) -> None:
+    """First order against the merged model itself, which merges at one block alone."""
+    family = family_of(probe.model)
+    assert (np.diff(curves.errors_LG, axis=1) >= 0.0).all()
+    assert (curves.errors_LG[:, 0] == 0.0).all()
+    ratios = []
+    for block, amount in itertools.product(range(DEPTH), (4, 12)):
+        schedule = tuple(amount * (place == block) for place in range(DEPTH))
+        exact = probe.effect({}, merging=Merging(schedule=schedule))
+        merged = family.with_merging(probe.model, Merging(schedule=schedule))
+        with torch.no_grad():
+            dense = probe.model(probe.inputs).double()
+            change = float((merged(probe.inputs).double() - dense).square().sum() / dense.square().sum())
+        assert exact == pytest.approx(change, rel=1e-3)
+        ratios.append(curves.errors_LG[block, list(curves.amounts_G).index(amount)] / exact)
+    assert 0.6 < np.median(ratios) < 1.7
+    assert all(0.2 < ratio < 5.0 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("schedule", [(0, 0, 0, 0), (4, 4, 4, 4), (0, 4, 8, 8), (12, 0, 0, 4)])
+def test_costs_are_those_that_are_counted(probe: Probe, curves: MergeCurves, schedule: tuple[int, ...]) -> None:
+    costs = merge_costs_in_macs(probe.model, curves)
+    picks = [list(curves.amounts_G).index(amount) for amount in itertools.accumulate(schedule)]
+    merged = family_of(probe.model).with_merging(probe.model, Merging(schedule=schedule))
+    assert costs.of(picks) == macs(merged)
+
+
+def test_a_schedule_on_the_hull_is_the_best_of_all() -> None:
+    """Three blocks, every path by brute force: none that costs as little errs less."""
+    random = np.random.default_rng(0)
+    amounts_G = np.arange(0, 17, 4)
+    errors_LG = np.cumsum(random.uniform(0.1, 1.0, (3, 5)), axis=1) * np.array([[4.0], [2.0], [1.0]])
+    errors_LG[:, 0] = 0.0
+    curves = MergeCurves(tokens=21, protected=1, amounts_G=amounts_G, errors_LG=errors_LG)
+    merging_GG = np.full((5, 5), np.inf)
+    for one, other in itertools.combinations_with_replacement(range(5), 2):
+        if amounts_G[other] - amounts_G[one] <= most_merged("merge", 21 - int(amounts_G[one]), 1):
+            merging_GG[one, other] = 0.5 * (other > one)
+    costs = MergeCosts(fixed=3.0, running_LG=np.tile(21.0 - amounts_G, (3, 1)), merging_GG=merging_GG)
+    paths = [path for path in itertools.combinations_with_replacement(range(5), 3) if np.isfinite(costs.of(path))]
+
+    def error(path: tuple[int, ...]) -> float:
+        return sum(
+            float(errors_LG[block, pick]) - float(errors_LG[block, came])
+            for block, (came, pick) in enumerate(zip((0, *path[:-1]), path, strict=True))
+        )
+
+    for limit in (60.0, 50.0, 40.0, 34.0):
+        best = best_schedule(curves, costs, limit)
+        assert best is not None
+        assert best.cost <= limit
+        as_cheap = [error(path) for path in paths if costs.of(path) <= best.cost]
+        assert best.error == pytest.approx(min(as_cheap))
+    assert best_schedule(curves, costs, 3.0) is None
+    nothing = best_schedule(curves, costs, 66.0)
+    assert nothing is not None
+    assert nothing.counts == (0, 0, 0)
+
+
+def test_amounts_never_ask_for_more_than_a_merge_can_take() -> None:
+    for tokens, protected in ((257, 1), (17, 1), (5, 1), (2, 1), (1, 1), (200, 5)):
+        merged = 0
+        for amount in amounts_tried(tokens, protected):
+            assert 0 < amount - merged <= most_merged("merge", tokens - merged, protected)
+            merged = amount
+
+
+@pytest.fixture(scope="module")
+def planned(probe: Probe) -> Joint:
+    return joint(probe, cost_curves(probe, "macs"), lambda counts: Merging(schedule=counts))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_a_budget_counts_merging_and_widths(planned: Joint, share: float) -> None:
+    probe = planned.probe
+    for way in planned.ranked(share)[:3]:
+        reduced = reduce(probe.model, probe.moments, probe.method, widths=way.allocated.widths).model
+        merged = family_of(reduced).with_merging(reduced, way.merging)
+        dense = dense_cost(probe.model, "macs")
+        assert macs(merged) <= share * dense
+        assert macs(merged) / dense == pytest.approx(way.allocated.share, rel=1e-9)
+
+
+def test_a_joint_budget_is_never_predicted_worse_than_either_alone(planned: Joint) -> None:
+    for share in (0.8, 0.6):
+        ranked = planned.ranked(share)
+        alone = [way for way in ranked if way.merging is None]
+        assert len(alone) == 1
+        assert ranked[0].allocated.predicted_error <= alone[0].allocated.predicted_error
+        assert ranked == sorted(ranked, key=lambda way: way.allocated.predicted_error)
+    assert planned.narrowest() < 0.5
+
+
+def test_the_schedule_by_effect_errs_no_more_than_a_constant_one(probe: Probe, curves: MergeCurves) -> None:
+    costs = merge_costs_in_macs(probe.model, curves)
+    for counts in ((4,) * DEPTH, (8, 8, 8, 4)):
+        picks = [list(curves.amounts_G).index(amount) for amount in itertools.accumulate(counts)]
+        best = best_schedule(curves, costs, costs.of(picks))
+        assert best is not None
+        settled, constant = (probe.effect({}, merging=Merging(schedule=each)) for each in (best.counts, counts))
+        assert settled <= 1.05 * constant, (best.counts, settled, counts, constant)
+    assert grown(8, DEPTH)[0] == 0
