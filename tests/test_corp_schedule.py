@@ -1,6 +1,8 @@
 """Which tokens a budget merges away: curves without labels, schedules by brute force, and both kinds of reduction."""
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +11,12 @@ import torch
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, grown, most_merged
 from corp_deploy.families.model_cost import macs
+from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.budget import dense_cost
+from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.joint import Joint, joint
+from corp_deploy.planning.plan import Budget, ReductionRequest
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.schedule import (
     MergeCosts,
@@ -26,6 +31,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
 
 from . import tiny
 
@@ -164,3 +170,53 @@ def test_the_schedule_by_effect_errs_no_more_than_a_constant_one(probe: Probe, c
         settled, constant = (probe.effect({}, merging=Merging(schedule=each)) for each in (best.counts, counts))
         assert settled <= 1.05 * constant, (best.counts, settled, counts, constant)
     assert grown(8, DEPTH)[0] == 0
+
+
+def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:
+    dense = tiny.checkpoint(depth=DEPTH, img_size=48)
+    path = tmp_path / "images.npy"
+    np.save(path, tiny.images(24, size=48))
+    images = images_for_model(dense.model, path)
+    asked = ReductionRequest(
+        preset="best",
+        method=replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0),
+        budget=Budget(currency="macs", share=0.6),
+        merging=MergingChoice(merge_tokens="auto"),
+    )
+    for loop in (None, "asymmetric"):
+        looped = replace(asked, closed_loop=loop)
+        reduction, planned = reduce_as_asked(dense, probe.moments, looped, images=images)
+        assert planned.merging is not None
+        assert sum(planned.merging.schedule) > 0
+        assert family_of(dense.model).merging_of(reduction.model) == planned.merging
+        assert macs(reduction.model) <= 0.6 * macs(dense.model)
+        assert any("tokens merged" in line for line in planned.said), planned.said
+        assert min(planned.ways, key=lambda way: way.measured_error).name in planned.said[0]
+    with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
+        reduce_as_asked(dense, probe.moments, replace(asked, budget=None), images=images)
+    for currency, why in (("params", "keeps every parameter"), ("latency", "timed with all tokens")):
+        other = replace(asked, budget=Budget(currency=currency, share=0.6))  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match=why):
+            reduce_as_asked(dense, probe.moments, other, images=images)
+
+
+def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) -> None:
+    dense = tiny.checkpoint(depth=DEPTH, img_size=48)
+    path = tmp_path / "images.npy"
+    np.save(path, tiny.images(24, size=48))
+    images = images_for_model(dense.model, path)
+    asked = ReductionRequest(
+        preset="best",
+        method=replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0),
+        budget=Budget(currency="macs", share=0.6),
+        merging=MergingChoice(merge_tokens="4"),
+    )
+    reduction, planned = reduce_as_asked(dense, probe.moments, asked, images=images)
+    merging = family_of(dense.model).merging_of(reduction.model)
+    assert merging is not None
+    assert merging.schedule == (4,) * DEPTH
+    share = macs(reduction.model) / macs(dense.model)
+    assert share <= 0.6
+    assert f"{share:.1%} of the dense macs used" in planned.said[0]
+    alone = macs(family_of(dense.model).with_merging(dense.model, merging)) / macs(dense.model)
+    assert alone > 0.6, "the widths had something to do"

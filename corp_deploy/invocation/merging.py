@@ -10,12 +10,14 @@ from ground.errors import BadInput
 from .table import MERGING
 
 OUTPUTS = ("merged", "unmerged")
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergingChoice:
     """Fields have the names of the options; `merge_tokens` is how many tokens each block merges away, as people write
-    it, None where none are. How many a model's blocks can merge away is asked where the model is.
+    it, None where none are. How many a model's blocks can merge away is asked where the model is. AUTO leaves it to a
+    budget.
     """
 
     merge_tokens: str | None = None
@@ -26,6 +28,13 @@ class MergingChoice:
     def __post_init__(self) -> None:
         if self.merge_how == "drop" and self.merge_outputs == "unmerged":
             raise BadInput("--merge-outputs unmerged: tokens that were dropped have no value to give back; merge them")
+        if self.merge_how == "drop" and self.is_auto:
+            raise BadInput("--merge-tokens auto weighs what merging loses; with --merge-how drop give a schedule")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a budget chooses the schedule."""
+        return self.merge_tokens == AUTO
 
     @property
     def asked(self) -> bool:

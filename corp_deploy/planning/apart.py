@@ -57,7 +57,8 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
     for is_half in (False, True):
         places = (torch.isin(chosen.ids, left.image_ids) & (in_half == is_half)).nonzero().squeeze(1).tolist()
         if places:
-            part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type)
+            with torch.inference_mode(False), torch.no_grad():
+                part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type)
             left = rest(left, part)
             half = rest(half, part) if is_half and half is not None else half
     return replace(left, half=half)

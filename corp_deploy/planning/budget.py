@@ -57,19 +57,23 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
     return Allocation(widths=widths, share=(best.cost + fixed) / whole, predicted_error=best.error**0.5)
 
 
-def uniform(model: nn.Module, method: Method, curves: list[CostCurve], dense: int) -> Allocation:
-    """What the method's own uniform sparsities leave and lose, by the curves; a site they don't touch stays whole."""
+def uniform(
+    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, whole: int | None = None
+) -> Allocation:
+    """What the method's own uniform sparsities leave and lose, by the curves; a site they don't touch stays whole.
+    `dense` and `whole` as in `allocate`.
+    """
     fixed = dense - sum(curve.cost_now for curve in curves)
     asked = uniform_widths(model, method)
     widths = {curve.site: asked.get(curve.site, curve.widths[-1]) for curve in curves}
     picks = [(curve, curve.widths.index(widths[curve.site])) for curve in curves]
     cost = fixed + sum(curve.costs[pick] for curve, pick in picks)
     error = sum(curve.errors[pick] for curve, pick in picks) ** 0.5
-    return Allocation(widths=widths, share=cost / dense, predicted_error=error)
+    return Allocation(widths=widths, share=cost / (whole or dense), predicted_error=error)
 
 
 def uniform_for_share(
-    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, share: float
+    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, share: float, *, whole: int | None = None
 ) -> tuple[float, Allocation] | None:
     """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
 
@@ -77,7 +81,7 @@ def uniform_for_share(
     """
     for percent in range(100):
         asked = replace(method, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
-        uniformly = uniform(model, asked, curves, dense)
+        uniformly = uniform(model, asked, curves, dense, whole=whole)
         if uniformly.share <= share:
             return percent / 100, uniformly
     return None

@@ -28,8 +28,8 @@ from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
 from .judging import Judges
-from .merging import merging_checkpoint
-from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, plan
+from .merging import merging_as_planned, merging_checkpoint
+from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, joint_planner, plan
 from .polishing import Polishing, given_to_polish, with_polish
 from .within import smallest_within
 
@@ -102,7 +102,7 @@ def reduce_as_asked(
     holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
     for a model of which less would be removed than was asked for, unless that is allowed.
     """
-    dense = merging_checkpoint(dense, asked.merging)
+    dense = dense if asked.merging.is_auto else merging_checkpoint(dense, asked.merging)
     require_same_model(dense.model, moments)
     if asked.closed_loop is not None and held_out is not None:
         raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
@@ -113,7 +113,9 @@ def reduce_as_asked(
     if asked.within is not None:
         return _within(dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done)
     with torch.inference_mode():
-        planned = _with_words(plan(dense, moments, asked, images), dense.model, moments)
+        planned = plan(dense, moments, asked, images)
+        dense = merging_as_planned(dense, planned.merging)
+        planned = _with_words(planned, dense.model, moments)
     return _as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
 
 
@@ -136,10 +138,16 @@ def _within(
         )
     fitted, judging = judges.apart(images, moments)
     with torch.inference_mode():
-        planner = budget_planner(dense, moments, asked.method, fitted, currency=within.currency, where=within.where)
+        planner = (
+            joint_planner(dense, moments, asked, fitted, within.currency)
+            if asked.merging.is_auto
+            else budget_planner(dense, moments, asked.method, fitted, currency=within.currency, where=within.where)
+        )
 
     def reduced(planned: WidthPlan) -> Reduction:
-        return _as_planned(dense, moments, asked, planned, images=fitted, held_out=held_out)
+        return _as_planned(
+            merging_as_planned(dense, planned.merging), moments, asked, planned, images=fitted, held_out=held_out
+        )
 
     return smallest_within(within, planner, judging, reduced, done=done)
 

@@ -8,6 +8,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, capped, schedule_from_text
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import BadInput
 
 
 def merging_from_choice(choice: MergingChoice, model: nn.Module) -> Merging | None:
@@ -18,11 +19,21 @@ def merging_from_choice(choice: MergingChoice, model: nn.Module) -> Merging | No
     """
     if choice.merge_tokens is None:
         return None
+    if choice.is_auto:
+        raise BadInput(
+            "--merge-tokens auto chooses for a budget what each block merges away; give reduce --macs with it, or "
+            "say how many tokens: 12 in each block, grow:36"
+        )
     family = family_of(model)
     kinds = family.token_kinds(model)
     schedule = schedule_from_text(choice.merge_tokens, family.depth(model))
     if "," not in choice.merge_tokens:
         schedule = capped(schedule, choice.merge_how, len(kinds), len(kinds) - kinds.count("patch"))
+    return merging_of_schedule(choice, schedule)
+
+
+def merging_of_schedule(choice: MergingChoice, schedule: tuple[int, ...]) -> Merging:
+    """All but the schedule as it was asked for."""
     return Merging(
         schedule=schedule,
         metric=choice.merge_metric,
@@ -33,7 +44,11 @@ def merging_from_choice(choice: MergingChoice, model: nn.Module) -> Merging | No
 
 def merging_checkpoint(checkpoint: Checkpoint, choice: MergingChoice) -> Checkpoint:
     """The checkpoint with a model that merges as asked for; itself where nothing was asked for."""
-    merging = merging_from_choice(choice, checkpoint.model)
+    return merging_as_planned(checkpoint, merging_from_choice(choice, checkpoint.model))
+
+
+def merging_as_planned(checkpoint: Checkpoint, merging: Merging | None) -> Checkpoint:
+    """The checkpoint with a model that merges as a plan has settled; itself where the plan left that alone."""
     if merging is None:
         return checkpoint
     return replace(checkpoint, model=family_of(checkpoint.model).with_merging(checkpoint.model, merging))

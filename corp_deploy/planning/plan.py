@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.family import family_of
+from corp_deploy.families.merging import Merging
+from corp_deploy.families.site import Currency
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.merging import MergingChoice
@@ -20,7 +24,9 @@ from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, uniform_for_share
 from .curves import CostCurve, cost_curves, eliminations
 from .head_choice import choose_heads
+from .joint import TRIED, Joint, JointAllocation, joint
 from .latency import LatencyTarget, curves_in_time, measure_tables
+from .merging import merging_of_schedule
 from .probe import Probe
 
 
@@ -85,7 +91,7 @@ class WidthPlan:
     """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
 
     `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
-    `within`: what was tried for a limit, as JSON values.
+    `within`: what was tried for a limit, as JSON values. `merging`: what a budget chose to merge away.
     """
 
     method: Method
@@ -95,6 +101,7 @@ class WidthPlan:
     ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Elimination] | None = None
     within: Mapping[str, Any] | None = None
+    merging: Merging | None = None
 
 
 def _probe(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
@@ -111,11 +118,11 @@ def _probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation
 
 
 def _beside_uniform(
-    probe: Probe, by_curves: Allocation, curves: list[CostCurve], dense: int, share: float
+    probe: Probe, by_curves: Allocation, curves: list[CostCurve], dense: int, share: float, whole: int
 ) -> tuple[ProbedAllocation, ...]:
     """The allocated widths and, where there are any, uniform ones of the same budget."""
     by_site = _probed("by site", probe, by_curves)
-    uniform = uniform_for_share(probe.model, probe.method, curves, dense, share)
+    uniform = uniform_for_share(probe.model, probe.method, curves, dense, share, whole=whole)
     if uniform is None:
         return (by_site,)
     sparsity, allocated = uniform
@@ -126,18 +133,20 @@ def _beside_uniform(
 class BudgetPlanner:
     """All that a budget's plan follows from but its share: curves priced in one currency, made once for every share.
 
-    `total` is the dense model's cost in the unit of the curves' costs.
+    `total` is the dense model's cost in the unit of the curves' costs, `whole` that of one that merges no tokens, which
+    shares are of.
     """
 
     probe: Probe
     currency: Literal["macs", "params", "latency"]
     curves: list[CostCurve]
     total: int
+    whole: int
     where: LatencyTarget | None
 
     def widths_at(self, share: float) -> WidthPlan:
         """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
-        best = allocate(self.curves, self.total, share)
+        best = allocate(self.curves, self.total, share, whole=self.whole)
         return WidthPlan(
             method=self.probe.method,
             widths=best.widths,
@@ -148,13 +157,13 @@ class BudgetPlanner:
 
     def beside_uniform(self, share: float) -> tuple[ProbedAllocation, ...]:
         """The allocated widths of a share and, where there are any, uniform ones, both tried on the probe's images."""
-        best = allocate(self.curves, self.total, share)
-        return _beside_uniform(self.probe, best, self.curves, self.total, share)
+        best = allocate(self.curves, self.total, share, whole=self.whole)
+        return _beside_uniform(self.probe, best, self.curves, self.total, share, self.whole)
 
     def narrowest(self) -> float:
         """The least share that any widths keep."""
         fixed = self.total - sum(curve.cost_now for curve in self.curves)
-        return (fixed + sum(curve.costs[0] for curve in self.curves)) / self.total
+        return (fixed + sum(curve.costs[0] for curve in self.curves)) / self.whole
 
     def _used(self, best: Allocation, share: float) -> str:
         if self.where is None:
@@ -164,6 +173,71 @@ class BudgetPlanner:
             f"{best.share * self.total / 1e6:.3f} of {self.total / 1e6:.3f} ms at batch {self.where.batches[0]} in "
             f"{self.where.backend}"
         )
+
+
+def _unmerged(dense: Checkpoint, currency: Currency) -> int:
+    """The cost of the model were no tokens merged."""
+    family = family_of(dense.model)
+    merges = family.merging_of(dense.model) is not None
+    return dense_cost(family.with_merging(dense.model, None) if merges else dense.model, currency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointPlanner:
+    """What BudgetPlanner is, for a budget that chooses which tokens are merged away too."""
+
+    joint: Joint
+
+    @property
+    def probe(self) -> Probe:
+        return self.joint.probe
+
+    def narrowest(self) -> float:
+        """About the least share that is within reach."""
+        return self.joint.narrowest()
+
+    def _planned(self, way: JointAllocation, share: float) -> WidthPlan:
+        return WidthPlan(
+            method=self.probe.method,
+            widths=way.allocated.widths,
+            said=(f"budget: {way.allocated.share:.1%} of the dense macs used of {share:.1%} allowed, {way.words()}",),
+            eliminations=self.probe.eliminations,
+            merging=way.merging,
+        )
+
+    def widths_at(self, share: float) -> WidthPlan:
+        """The schedule and the widths of least predicted error. Raises BadInput where nothing keeps so little."""
+        return self._planned(self.joint.ranked(share)[0], share)
+
+    def tried_at(self, share: float) -> WidthPlan:
+        """The best on the probe's images of those that were predicted to be the best, all of which are told."""
+        ways = self.joint.ranked(share)[:TRIED]
+        errors = [self.joint.measured(way) for way in ways]
+        told = tuple(
+            ProbedAllocation(
+                name=way.words(),
+                share=way.allocated.share,
+                predicted_error=way.allocated.predicted_error,
+                measured_error=error,
+            )
+            for way, error in zip(ways, errors, strict=True)
+        )
+        return replace(self._planned(ways[errors.index(min(errors))], share), ways=told)
+
+
+def joint_planner(
+    dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet, currency: str
+) -> JointPlanner:
+    """Learn what merging and narrower sites lose. Raises BadInput for a model that can't merge, and for other budgets
+    than of MACs.
+    """
+    if refusal := family_of(dense.model).merging_refusal(dense.model):
+        raise BadInput(f"--merge-tokens auto: {refusal}; leave it away")
+    if currency != "macs":
+        why = "merging keeps every parameter" if currency == "params" else "blocks are timed with all tokens"
+        raise BadInput(f"--merge-tokens auto: {why}, so that --{currency} can't weigh it; give --macs")
+    probe = _probe(dense, moments, asked.method, images)
+    return JointPlanner(joint=joint(probe, cost_curves(probe, "macs"), partial(merging_of_schedule, asked.merging)))
 
 
 def budget_planner(
@@ -179,15 +253,24 @@ def budget_planner(
     probe = _probe(dense, moments, method, images)
     if currency != "latency":
         curves, total = cost_curves(probe, currency), dense_cost(dense.model, currency)
-        return BudgetPlanner(probe=probe, currency=currency, curves=curves, total=total, where=None)
+        return BudgetPlanner(
+            probe=probe, currency=currency, curves=curves, total=total, whole=_unmerged(dense, currency), where=None
+        )
+    if family_of(dense.model).merging_of(dense.model) is not None:
+        raise BadInput("--latency: blocks are timed with all tokens, and here some are merged away; give --macs")
     assert where is not None, currency
     tables = measure_tables(dense, method, where)
     curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, where.batches[0])
-    return BudgetPlanner(probe=probe, currency=currency, curves=curves, total=total, where=where)
+    return BudgetPlanner(probe=probe, currency=currency, curves=curves, total=total, whole=total, where=where)
 
 
 def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet | None) -> WidthPlan:
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
+    if asked.merging.is_auto and (asked.budget is None or asked.auto_heads):
+        raise BadInput(
+            "--merge-tokens auto chooses for a budget what each block merges away; give --macs (without --heads auto) "
+            "or --within, or say how many tokens: 12 in each block, grow:36"
+        )
     if asked.needs_images and images is None:
         raise BadInput(
             "a budget, --within, --heads auto, --closed-loop, --polish and presets that merge channels (grail-fold, "
@@ -209,5 +292,7 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
         )
     budget = asked.budget
     assert budget is not None, asked
+    if asked.merging.is_auto:
+        return joint_planner(dense, moments, asked, images, budget.currency).tried_at(budget.share)
     planner = budget_planner(dense, moments, asked.method, images, currency=budget.currency, where=budget.where)
     return replace(planner.widths_at(budget.share), ways=planner.beside_uniform(budget.share))

@@ -37,10 +37,9 @@ PRICES = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlace:
-    """Where a block merges: the branch before, what tokens are compared by, the branches up to the next place."""
+    """Where a block merges: the branch before it, the tokens protected, the branches up to the next place."""
 
     before: str
-    norm: nn.Module
     protected: int
     behind: tuple[str, ...]
 
@@ -56,7 +55,7 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
         assert isinstance(before, Branch), before
         assert isinstance(merge, Merge), merge
         behind = tuple(step.name for step in steps[place + 1 : following] if isinstance(step, Branch))
-        places.append(MergePlace(before=before.name, norm=merge.norm, protected=merge.merge.protected, behind=behind))
+        places.append(MergePlace(before=before.name, protected=merge.merge.protected, behind=behind))
     return places
 
 
@@ -66,7 +65,7 @@ def _lost(place: MergePlace, tangent: Tangent, amounts: Sequence[int]) -> list[f
     tokens, merged, lost = Tokens(x_BNC, None, sources_of(x_BNC)), 0, []
     for amount in amounts:
         merge = TokenMerge(count=amount - merged, protected=place.protected, how="merge")
-        tokens, merged = Tokens(*merge(*tokens, place.norm(tokens.x))), amount
+        tokens, merged = Tokens(*merge(*tokens, tokens.x)), amount
         assert tokens.sources is not None, place
         lost.append(tangent.energy_of_change(place.before, unmerged(tokens.x, tokens.sources) - x_BNC))
     return lost

@@ -14,7 +14,7 @@ from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
 
 from .judging import Judge, Judgement, Judging
-from .plan import BudgetPlanner, WidthPlan, WithinRequest
+from .plan import BudgetPlanner, JointPlanner, WidthPlan, WithinRequest
 
 # Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
 STEPS = 100
@@ -98,7 +98,7 @@ def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequen
 
 def smallest_within(
     asked: WithinRequest,
-    planner: BudgetPlanner,
+    planner: BudgetPlanner | JointPlanner,
     judging: Judging,
     reduced: Callable[[WidthPlan], Reduction],
     *,
