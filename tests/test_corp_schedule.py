@@ -174,6 +174,7 @@ def test_the_schedule_by_effect_errs_no_more_than_a_constant_one(probe: Probe, c
 
 def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
+    dense.model.requires_grad_(False)  # as every loaded model is
     path = tmp_path / "images.npy"
     np.save(path, tiny.images(24, size=48))
     images = images_for_model(dense.model, path)
@@ -202,6 +203,7 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
 
 def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) -> None:
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
+    dense.model.requires_grad_(False)  # as every loaded model is
     path = tmp_path / "images.npy"
     np.save(path, tiny.images(24, size=48))
     images = images_for_model(dense.model, path)
