@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging, grown, most_merged
+from corp_deploy.families.merging import Merging, most_merged
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.budget import dense_cost
@@ -23,6 +23,7 @@ from corp_deploy.planning.schedule import (
     MergeCurves,
     amounts_tried,
     best_schedule,
+    constant_schedule,
     merge_costs_in_macs,
     merge_curves,
     merge_places,
@@ -88,8 +89,7 @@ def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurv
             assert predicted == pytest.approx(0.0, abs=1e-10)
             continue
         ratios.append(predicted / exact)
-    assert 0.6 < np.median(ratios) < 1.7
-    assert all(0.2 < ratio < 5.0 for ratio in ratios), ratios
+    assert all(0.3 < ratio < 4.0 for ratio in ratios), ratios  # tokens of random weights are hardly alike
 
 
 @pytest.mark.parametrize("schedule", [(0, 0, 0, 0), (4, 4, 4, 4), (0, 4, 8, 8), (12, 0, 0, 4)])
@@ -166,15 +166,17 @@ def test_a_joint_budget_is_never_predicted_worse_than_either_alone(planned: Join
     assert planned.narrowest() < 0.5
 
 
-def test_the_schedule_by_effect_errs_no_more_than_a_constant_one(probe: Probe, curves: MergeCurves) -> None:
-    costs = merge_costs_in_macs(probe.model, curves)
-    for counts in ((4,) * DEPTH, (8, 8, 8, 4)):
-        picks = [list(curves.amounts_G).index(amount) for amount in itertools.accumulate(counts)]
-        best = best_schedule(curves, costs, costs.of(picks))
-        assert best is not None
-        settled, constant = (probe.effect({}, merging=Merging(schedule=each)) for each in (best.counts, counts))
-        assert settled <= 1.05 * constant, (best.counts, settled, counts, constant)
-    assert grown(8, DEPTH)[0] == 0
+def test_a_schedule_errs_no_more_than_a_constant_one(planned: Joint) -> None:
+    probe, dense = planned.probe, macs(planned.probe.model)
+    for step in (2, 4, 6):
+        stage = planned._stage(step)
+        constant = constant_schedule(planned.losses, planned.costs, (1.0 - 0.05 * step) * dense)
+        assert stage is not None
+        assert constant is not None
+        assert len(set(constant.counts)) == 1
+        assert stage.cost <= (1.0 - 0.05 * step) * dense
+        assert constant.cost <= (1.0 - 0.05 * step) * dense
+        assert stage.lost <= probe.effect({}, merging=Merging(schedule=constant.counts))
 
 
 def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ def reduce_as_asked(
         return _within(dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done)
     with torch.inference_mode():
         planned = plan(dense, moments, asked, images)
-        dense = merging_as_planned(dense, planned.merging)
-        planned = _with_words(planned, dense.model, moments)
+    # Weights that are copied in inference mode can't be run with gradients.
+    dense = merging_as_planned(dense, planned.merging)
+    planned = _with_words(planned, dense.model, moments)
     return _as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
 
 

@@ -20,7 +20,7 @@ from ground.errors import BadInput
 from .budget import Allocation, allocate, dense_cost
 from .curves import CostCurve
 from .probe import Probe
-from .schedule import MergeCosts, MergeCurves, best_schedule, merge_costs_in_macs, merge_curves
+from .schedule import MergeCosts, MergeCurves, best_schedule, constant_schedule, merge_costs_in_macs, merge_curves
 
 GRID = 0.05
 TRIED = 2
@@ -87,14 +87,18 @@ class Joint:
         model = self.probe.model
         if step == 0:
             return Stage(merging=None, lost=0.0, curves=self.curves, cost=self.whole)
-        schedule = best_schedule(self.losses, self.costs, (1.0 - step * GRID) * self.whole)
-        if schedule is None:
+        limit = (1.0 - step * GRID) * self.whole
+        settled = (each(self.losses, self.costs, limit) for each in (best_schedule, constant_schedule))
+        mergings = [self.merging(schedule.counts) for schedule in settled if schedule is not None]
+        if not mergings:
             return None
-        merging = self.merging(schedule.counts)
+        # Curves are right to first order: a schedule must be no worse than the plainest one, measured.
+        lost = [self.probe.effect({}, merging=merging) for merging in mergings]
+        merging = mergings[lost.index(min(lost))]
         merged = family_of(model).with_merging(model, merging)
         return Stage(
             merging=merging,
-            lost=self.probe.effect({}, merging=merging),
+            lost=min(lost),
             curves=repriced(self.curves, merged, "macs", self.probe),
             cost=dense_cost(merged, "macs"),
         )

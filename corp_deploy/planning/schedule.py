@@ -221,3 +221,13 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
         if high < 1e-30:
             break
     return _schedule(curves, costs, _path(curves.errors_LG, costs, high))
+
+
+def constant_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
+    """The fewest tokens, the same number in each block, with which a model costs at most `limit`; None where none do."""
+    blocks, last = costs.running_LG.shape[0], len(curves.amounts_G) - 1
+    for each in range(last // blocks + 1):
+        picks = [each * (block + 1) for block in range(blocks)]
+        if costs.of(picks) <= limit:
+            return _schedule(curves, costs, picks)
+    return None
