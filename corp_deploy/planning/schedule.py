@@ -224,7 +224,7 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
 
 
 def constant_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
-    """The fewest tokens, the same number in each block, with which a model costs at most `limit`; None where none do."""
+    """The same few tokens in each block, with which a model costs at most `limit`; None where none do."""
     blocks, last = costs.running_LG.shape[0], len(curves.amounts_G) - 1
     for each in range(last // blocks + 1):
         picks = [each * (block + 1) for block in range(blocks)]
