@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .family import Family, family_of
+from .merging_record import merging_record
 from .model_cost import counted, parameters
 from .steps import Merge
 
@@ -50,7 +51,7 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
     of everything that is no site; totals, which are the sums of both.
     """
     family, count = family_of(model), counted(model)
-    merging = family.merging_of(model)
+    merging = merging_record(model)
     sites, fixed = _rows(family, model, dict(count.by_module))
     return {
         "architecture": type(model).__name__,
@@ -59,5 +60,5 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
         "macs": count.macs,
         "sites": sites,
         "fixed": fixed,
-        **({} if merging is None else {"merging": merging.as_json()}),
+        **({} if merging is None else {"merging": merging.as_json() | {"sentences": list(merging.sentences())}}),
     }

@@ -13,6 +13,7 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.merging_record import merging_record
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
@@ -36,10 +37,12 @@ from .within import smallest_within
 
 def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
     """The reduction and what was decided for it, as JSON values."""
+    merging = merging_record(reduction.model)
     return reduction.as_json() | {
         "decided": [*planned.said, *reduction.said],
         "ways": [asdict(way) for way in planned.ways],
         **({} if planned.within is None else {"within": dict(planned.within)}),
+        **({} if merging is None else {"merging": merging.as_json()}),
     }
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.model_config import CONFIG, ModelConfig
 from ground.records import record_from_value
@@ -18,12 +19,15 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Every part of every site, the ways a budget was weighed by, and what was decided by itself, in words."""
+    """Every part of every site, the ways a budget was weighed by, what was decided by itself, in words, and how
+    tokens are merged.
+    """
 
     sites: tuple[SiteReport, ...] = ()
     ways: tuple[WayLine, ...] = ()
     decided: tuple[str, ...] = ()
     coverage: Covered | None = None
+    merging: MergingRecord | None = None
 
 
 def reduction_of(config: ModelConfig, directory: Path) -> ReductionRecord:

@@ -52,6 +52,14 @@ def _site_line(site: SiteReport) -> dict[str, Any]:
     }
 
 
+def _merging_lines(reduction: ReductionRecord) -> dict[str, Any] | None:
+    """How tokens are merged, in words and by block; None where none are."""
+    merging = reduction.merging
+    if merging is None:
+        return None
+    return {"verb": merging.verb, "sentences": merging.sentences(), "blocks": merging.rows}
+
+
 def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
     """The two subjects of the measurement with what the parity record knows about them."""
     if bench is None:
@@ -121,6 +129,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
         "coverage": reduction.coverage and reduction.coverage.verdict,
         "models": _models(bench, parity),
         "ways": json_from_record(reduction.ways),
+        "merging": _merging_lines(reduction),
         "effects": json_from_record(effects.rows if effects else ()),
         "lineage": _lineage(manifest, reduced),
         "commands": list(dict.fromkeys(commands)),

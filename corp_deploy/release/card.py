@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.proof.reduction_record import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.model_config import ModelConfig, load_model_config
@@ -43,7 +44,9 @@ def _asked(table: ReduceTable) -> str:
         if share is not None
     ]
     shares = f"{table.mlp or 0.0:.0%} of the MLP channels and {table.attn or 0.0:.0%} of the head dimensions removed"
-    return f"{budgets[0] if budgets else shares}; preset `{table.preset}`, heads `{table.heads}`"
+    tokens = [] if table.merge_tokens is None else [f"tokens merged away by block: `{table.merge_tokens}`"]
+    widths = [budgets[0]] if budgets else [shares] if table.mlp or table.attn or not tokens else []
+    return f"{', '.join([*widths, *tokens])}; preset `{table.preset}`, heads `{table.heads}`"
 
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
@@ -72,6 +75,19 @@ def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
         energy = site.energy or 1.0
         lost = f"{site.error_uncompensated / energy:.2%} | {_share(site.error, energy)} | {_held_out(site)}"
         yield f"| {markdown_line(site.site)} | {site.part} | {site.width_dense} | {site.width} | {lost} |"
+
+
+def _tokens(merging: MergingRecord) -> Iterator[str]:
+    """How tokens are merged, and how many each block has."""
+    yield "## Tokens"
+    yield ""
+    yield markdown_line(" ".join(f"{words[:1].upper()}{words[1:]}." for words in merging.sentences()))
+    yield ""
+    yield f"| block | tokens that enter | {merging.verb} | tokens behind |"
+    yield "|---|---|---|---|"
+    for row in merging.rows:
+        yield f"| {' | '.join(map(str, row))} |"
+    yield ""
 
 
 class _Moments(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +165,9 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
         f"`{markdown_line(config.built.name)}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
         "",
     ]
-    lines += ["## What was removed", "", *_removed(reduction_of(config, root / "reduced"), recipe), ""]
+    reduction = reduction_of(config, root / "reduced")
+    lines += ["## What was removed", "", *_removed(reduction, recipe), ""]
+    lines += [] if reduction.merging is None else _tokens(reduction.merging)
     lines += ["## Calibrated on", "", *_calibrated(root, config), ""]
     lines += ["## Agreement with the dense model", "", *_agreement(parity), ""]
     for target in recipe.targets:

@@ -24,7 +24,7 @@ from corp_deploy.proof.report_input import json_of_file, lineage_of_model, recor
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.store.manifest import MANIFEST_KIND
+from corp_deploy.store.manifest import MANIFEST_KIND, tokens_entry
 from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
@@ -214,6 +214,7 @@ def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: st
         "command": command,
         "versions": versions(),
         "lineage": _lineage(root),
+        **tokens_entry(load_model_config(root / "reduced")),
         "preprocessing": load_model_config(root / "dense").input.preprocessing,
         "stages": [stage.name for stage in stages],
         "files": files,

@@ -10,7 +10,7 @@ from corp_deploy.machine import versions
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_file
 
-from .model_config import load_model_config
+from .model_config import ModelConfig, load_model_config
 
 NAME, MANIFEST_KIND = "manifest.json", "corp-deploy/manifest"
 
@@ -34,9 +34,14 @@ def load_manifest(directory: Path) -> Manifest:
     return record_from_file(directory / NAME, Manifest, kind=MANIFEST_KIND)
 
 
+def tokens_entry(reduced: ModelConfig) -> dict[str, str]:
+    """What a manifest says of a model that merges tokens, nothing of another one."""
+    return {} if reduced.merging is None else {"tokens": reduced.merging.merging.words()}
+
+
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
     """Digest, size and making command of every file below the directory, the manifest itself aside, how its dense model
-    takes its images, and in one word by what the reduced one was polished, if it was.
+    takes its images, in one word by what the reduced one was polished, if it was, and which tokens it merges, if any.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
@@ -49,7 +54,8 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         }
         for path in files
     }
-    polish = load_model_config(directory / "reduced").lineage.get("polish")
+    reduced = load_model_config(directory / "reduced")
+    polish = reduced.lineage.get("polish")
     return {
         "kind": MANIFEST_KIND,
         "version": 1,
@@ -57,6 +63,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         "versions": versions(),
         "preprocessing": load_model_config(directory / "dense").input.preprocessing,
         **({} if polish is None else {"polish": polish}),
+        **tokens_entry(reduced),
         "files": entries,
     }
 

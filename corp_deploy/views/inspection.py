@@ -20,6 +20,14 @@ def inspection_table(record: Mapping[str, Any]) -> Table:
     return table
 
 
+def merging_lines(record: Mapping[str, Any]) -> list[str]:
+    """How the model merges tokens, block by block; nothing for one that merges none."""
+    merging = record.get("merging")
+    if merging is None:
+        return []
+    return [*merging["sentences"], f"tokens behind each block: {' '.join(map(str, merging['tokens'][1:]))}"]
+
+
 def size_line(record: Mapping[str, Any]) -> str:
     """The whole model in one line."""
     macs = f"{record['macs'] / 1e9:.3f} GMAC"

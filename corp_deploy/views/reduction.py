@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
+from corp_deploy.families.merging_record import MergingRecord, merging_record
 from corp_deploy.planning.plan import ProbedAllocation, WidthPlan
 from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
@@ -66,10 +67,14 @@ def ways_table(ways: Sequence[ProbedAllocation]) -> Table:
     return table
 
 
+def _tokens(merging: MergingRecord | None) -> tuple[str, ...]:
+    return () if merging is None else merging.sentences()
+
+
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
     """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
     ways = [ways_table(plan.ways)] if plan.ways else []
-    return [site_table(reduction.sites), *ways, *plan.said, *reduction.said]
+    return [site_table(reduction.sites), *ways, *plan.said, *reduction.said, *_tokens(merging_record(reduction.model))]
 
 
 def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:

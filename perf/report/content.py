@@ -67,6 +67,17 @@ class WayLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MergingLines:
+    """Tokens merged away on the way through the model, in sentences, and by block: its place, the tokens that enter it,
+    those merged away, those behind it. `verb`: what happens to them, `merged` or `dropped`.
+    """
+
+    verb: str
+    sentences: tuple[str, ...]
+    blocks: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GateLine:
     """One rule as the gate judged it."""
 
@@ -98,6 +109,7 @@ class Content:
     models: tuple[ModelLine, ...] = ()
     effects: tuple[EffectLine, ...] = ()
     ways: tuple[WayLine, ...] = ()
+    merging: MergingLines | None = None
     environment: Mapping[str, str]
     lineage: Mapping[str, str]
     commands: tuple[str, ...] = ()
@@ -105,8 +117,8 @@ class Content:
 
 def content_from_record(record: Mapping[str, Any]) -> Content:
     """`record` has the keys title, bench, parity, gate (records as read from JSON, or None), sites, models, effects,
-    ways, environment, lineage (flat mappings), coverage (how many sites were changed, in words) and commands (lines);
-    every key but title may be missing.
+    ways, merging (tokens by block, or None), environment, lineage (flat mappings), coverage (how many sites were
+    changed, in words) and commands (lines); every key but title may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
@@ -138,6 +150,7 @@ def _content(record: Mapping[str, Any]) -> Content:
         models=_typed(record, "models", tuple[ModelLine, ...], ()),
         effects=_typed(record, "effects", tuple[EffectLine, ...], ()),
         ways=_typed(record, "ways", tuple[WayLine, ...], ()),
+        merging=record.get("merging") and _typed(record, "merging", MergingLines, {}),
         environment=_flat(_typed(record, "environment", dict[str, Any], bench.environment if bench else {})),
         lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
         commands=_typed(record, "commands", tuple[str, ...], ()),

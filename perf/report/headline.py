@@ -56,7 +56,8 @@ def lead(content: Content) -> str:
             same = f"the {SAME[shipped.role]} is the same on {percent(m.agreement)}"
             clauses.append(f"{same} of {m.images:,} {m.inputs}")
     sentence = " and ".join(clauses)
-    return " ".join(f"{words[:1].upper()}{words[1:]}." for words in (sentence, content.coverage) if words)
+    merging = content.merging.sentences[:1] if content.merging else ()
+    return " ".join(f"{words[:1].upper()}{words[1:]}." for words in (sentence, content.coverage, *merging) if words)
 
 
 def where(content: Content) -> str:

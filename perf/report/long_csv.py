@@ -45,6 +45,9 @@ def _rows(content: Content) -> Iterator[CsvRow]:
     for site in content.sites:
         for name in SITE_ERRORS:
             yield _row("sites", site.site, name, getattr(site, name))
+    for block, entering, away, behind in content.merging.blocks if content.merging else ():
+        for name, tokens in (("tokens_entering", entering), ("tokens_away", away), ("tokens_behind", behind)):
+            yield _row("merging", f"block {block}", name, tokens)
     for way in content.ways:
         for name in ("share", "predicted_error", "measured_error"):
             yield _row("ways", way.name, name, getattr(way, name))

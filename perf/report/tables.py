@@ -54,6 +54,7 @@ def tables(content: Content) -> dict[str, Table]:
         accuracy(content),
         shift(content),
         ways(content),
+        merging(content),
         sites(content),
         pairs("environment", "Environment", content.environment),
         pairs("lineage", "Lineage", content.lineage),
@@ -262,6 +263,19 @@ def ways(content: Content) -> Table:
         columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
         rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in content.ways),
         note="Found on a few calibration images, before any labels or held-out images are looked at.",
+    )
+
+
+def merging(content: Content) -> Table:
+    """Tokens by block."""
+    lines = content.merging
+    verb = lines.verb if lines else "merged"
+    return Table(
+        key="merging",
+        title="Tokens by block",
+        columns=("Block", "Tokens that enter", verb.capitalize(), "Tokens behind"),
+        rows=tuple((f"block {block}", *map(count, rest)) for block, *rest in (lines.blocks if lines else ())),
+        note=" ".join(f"{words[:1].upper()}{words[1:]}." for words in (lines.sentences[1:] if lines else ())),
     )
 
 

@@ -1,0 +1,84 @@
+"""What merging makes of a model, in numbers and in words: tokens by block, and its share of the multiply-adds."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from .family import family_of
+from .merging import How, Metric, tokens_after
+from .model_cost import counted
+from .steps import Merge
+
+COMPARED: Mapping[Metric, str] = {"stream": "the residual stream", "keys": "the keys of all heads"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergingRecord:
+    """A schedule, and what it comes to.
+
+    `tokens`: those that enter the first block, then those behind each; `protected` of them are never merged. Multiply-
+    adds of one input: `macs` of the model, `macs_of_merging` those of them that compare and merge tokens, and
+    `macs_with_all_tokens` at the same widths with nothing merged.
+    """
+
+    schedule: tuple[int, ...]
+    metric: Metric
+    how: How
+    unmerged: bool
+    protected: int
+    tokens: tuple[int, ...]
+    macs: int
+    macs_of_merging: int
+    macs_with_all_tokens: int
+
+    @property
+    def verb(self) -> str:
+        """What happens to tokens."""
+        return "merged" if self.how == "merge" else "dropped"
+
+    @property
+    def rows(self) -> tuple[tuple[int, int, int, int], ...]:
+        """By block: its place, the tokens that enter it, those merged away, those behind it."""
+        each = zip(pairwise(self.tokens), self.schedule, strict=True)
+        return tuple((block, entering, count, behind) for block, ((entering, behind), count) in enumerate(each))
+
+    def sentences(self) -> tuple[str, ...]:
+        """In plain words, the first letter small and no full stop."""
+        which = (
+            f"merges the tokens that are most alike by {COMPARED[self.metric]}"
+            if self.how == "merge"
+            else "drops the tokens that the class token attends to least"
+        )
+        share = self.macs / self.macs_with_all_tokens
+        kept = f"{self.protected} of them protected" if self.protected else "none of them protected"
+        outputs = "the outputs stand unmerged: each source token has the value of the token that it was merged into"
+        return (
+            f"between attention and MLP each block {which}: {self.tokens[0]} tokens become {self.tokens[-1]}, {kept}",
+            f"this takes {share:.1%} of the multiply-adds of the same widths with all tokens, "
+            f"{self.macs_of_merging / self.macs:.2%} of them to compare and merge",
+            *((outputs,) if self.unmerged else ()),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def merging_record(model: nn.Module) -> MergingRecord | None:
+    """Counted for one input; None for a model that merges nothing."""
+    family = family_of(model)
+    merging = family.merging_of(model)
+    if merging is None:
+        return None
+    kinds, count = family.token_kinds(model), counted(model)
+    protected = len(kinds) - kinds.count("patch")
+    return MergingRecord(
+        **merging.as_json() | {"schedule": merging.schedule},
+        protected=protected,
+        tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
+        macs=count.macs,
+        macs_of_merging=sum(count.within(step.name) for step in family.steps(model) if isinstance(step, Merge)),
+        macs_with_all_tokens=counted(family.with_merging(model, None)).macs,
+    )
