@@ -1,12 +1,15 @@
 """What widths cost in time on this machine: one block of each kind measured alone over a grid of widths.
 
+Where tokens are merged away a block is measured at a few numbers of tokens, between which it is interpolated, each
+merge as a layer of its own, and the whole model with all its tokens too.
+
 A block is timed as its MLP or its attention, fed with tokens, through the same backend that the model will run on. The
 tables are cached under the machine's fingerprint, so a second budget measures nothing: those of blocks by shape and
 structure, that of the whole model by its digest.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +19,7 @@ from torch import nn
 
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
 from corp_deploy.families.site import Site
+from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -31,6 +35,8 @@ from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
 from .curves import CostCurve
+from .latency_of_tokens import POINTS as TOKEN_POINTS
+from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, tokens_of_sites
 
 Backend = Literal["onnxruntime", "torch"]
 POINTS = 6
@@ -50,16 +56,24 @@ class LatencyTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """The tables by kind and shape, which of them each site's is, and the model's own latency under width 1."""
+    """The tables by kind and shape, which of them are each site's, by number of tokens, the tokens that reach it, and
+    the model's own latency under width 1.
+
+    `merges`: the table of every merge of tokens. `all_tokens`: the latency of a model that merges, with nothing merged.
+    """
 
     by_name: dict[str, LatencyTable]
-    names: dict[str, str]
+    names: dict[str, dict[int, str]]
+    tokens: dict[str, int]
     dense: LatencyTable
+    merges: dict[str, str]
+    all_tokens: LatencyTable | None
     measured: int
 
     def refuse_disturbed(self) -> None:
         """Raise BadInput where other programs had the CPU for too much of a measurement."""
         named = {**self.by_name, "the dense model": self.dense}
+        named |= {} if self.all_tokens is None else {"the dense model with all tokens": self.all_tokens}
         disturbed = [name for name, table in named.items() if any(cell.disturbed for cell in table.cells)]
         if disturbed:
             raise BadInput(
@@ -67,8 +81,18 @@ class Tables:
                 "delete the tables' directory and measure again when it is quiet"
             )
 
-    def of(self, site: str) -> LatencyTable:
-        return self.by_name[self.names[site]]
+    def latency_ms(self, site: str, size: int, batch: int) -> float:
+        """Of a site's layer at this size and the tokens that reach it."""
+        at = {tokens: self.by_name[name] for tokens, name in self.names[site].items()}
+        return latency_at(at, self.tokens[site], size, batch)
+
+    def merging_ms(self, batch: int) -> float:
+        """Of all merges of tokens, each measured alone."""
+        return sum(self.by_name[name].latency_ms(1, batch) for name in self.merges.values())
+
+    def whole_ms(self, batch: int) -> float:
+        """Of the model with nothing merged."""
+        return (self.all_tokens or self.dense).latency_ms(1, batch)
 
 
 STREAM = OutputPort(name="stream", role="feature map")
@@ -104,17 +128,55 @@ def _grid_of_site(
         identity=repr(layer),
         open_width=open_width,
         inputs=inputs,
-        widths=_spread(tuple(by_size)),
+        widths=spread(tuple(by_size), POINTS),
         batches=where.batches,
     )
 
 
-def _spread(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """At most POINTS of the widths, evenly, both ends included."""
-    if len(widths) <= POINTS:
-        return widths
-    picks = {round(place * (len(widths) - 1) / (POINTS - 1)) for place in range(POINTS)}
-    return tuple(widths[pick] for pick in sorted(picks))
+def _grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTarget, scratch: Path) -> Grid:
+    return Grid(
+        name=name,
+        open_width=lambda _: _runner(MergeAlone(merge), inputs, (STREAM,), where, scratch),
+        inputs=inputs,
+        widths=(1,),
+        batches=where.batches,
+    )
+
+
+def _grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -> Grid:
+    model = checkpoint.model
+    family, inputs, outputs = family_of(model), input_ports(model), output_ports(model)
+    return Grid(
+        name=f"dense {checkpoint.architecture.name}",
+        identity=_identity(checkpoint),
+        open_width=lambda _: _runner(family.exportable(model), inputs, outputs, where, scratch),
+        inputs=inputs,
+        widths=(1,),
+        batches=where.batches,
+    )
+
+
+def _grids_of_sites(
+    model: nn.Module, method: Method, tokens: Mapping[str, int], where: LatencyTarget, scratch: Path
+) -> tuple[dict[str, Grid], dict[str, dict[int, str]]]:
+    """Grids by name, one for each distinct shape and number of tokens, and those of each site by number of tokens."""
+    every = sites_of(model).every
+    shapes = {site.name: _table_name(site, method, model) for site in every}
+    reach: dict[str, set[int]] = {}
+    for site in every:
+        reach.setdefault(shapes[site.name], set()).add(tokens[site.name])
+    points = {shape: spread(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
+    whole = len(family_of(model).token_kinds(model))
+
+    def named(shape: str) -> dict[int, str]:
+        return {count: shape if count == whole else f"{shape}, {count} tokens" for count in points[shape]}
+
+    grids: dict[str, Grid] = {}
+    for site in every:
+        for count, name in named(shapes[site.name]).items():
+            if name not in grids:
+                grids[name] = _grid_of_site(name, site, method, model, count, where, scratch)
+    return grids, {name: named(shape) for name, shape in shapes.items()}
 
 
 def _runner(
@@ -130,7 +192,8 @@ def _runner(
 def _identity(checkpoint: Checkpoint) -> str:
     """Which whole model was measured: its weights, its layers, and the head geometry that neither of them tells."""
     geometries = [site.geometry for site in sites_of(checkpoint.model).heads]
-    return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}"
+    merging = family_of(checkpoint.model).merging_of(checkpoint.model) or ""
+    return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}{merging}"
 
 
 def measure_tables(
@@ -140,34 +203,35 @@ def measure_tables(
     *,
     progress: Callable[[float, str], None] | None = None,
 ) -> Tables:
-    """One table per distinct block shape, and the dense model's latency, from the cache where it holds them."""
+    """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
+    holds them.
+    """
     model = checkpoint.model
-    family = family_of(model)
-    sites, tokens = family.sites(model), len(family.token_kinds(model))
-    names = {site.name: _table_name(site, method, model) for site in sites.every}
-    distinct: dict[str, Site] = {}
-    for site in sites.every:
-        distinct.setdefault(names[site.name], site)
-    measured = 0
-    by_name: dict[str, LatencyTable] = {}
+    tokens, merges = tokens_of_sites(model), merges_of(model)
+    of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
-        for name, site in distinct.items():
-            grid = _grid_of_site(name, site, method, model, tokens, where, at)
-            by_name[name], cached = cached_table(grid, where.plan, where.cache, **how)
-            measured += not cached
-        inputs, outputs = input_ports(model), output_ports(model)
-        grid = Grid(
-            name=f"dense {checkpoint.architecture.name}",
-            identity=_identity(checkpoint),
-            open_width=lambda _: _runner(family.exportable(model), inputs, outputs, where, at),
-            inputs=inputs,
-            widths=(1,),
-            batches=where.batches,
-        )
-        dense, cached = cached_table(grid, where.plan, where.cache, **how)
-    return Tables(by_name=by_name, names=names, dense=dense, measured=measured + (not cached))
+        grids, names = _grids_of_sites(model, method, tokens, where, at)
+        channels = sites_of(model).every[0].first.in_features if merges else 0
+        for step, (merge, entering) in merges.items():
+            of_merges[step] = name = merge_name(merge, entering, channels)
+            inputs = (Port(name="tokens", shape=(entering, channels)),)
+            grids[name] = _grid_of_merge(name, merge, inputs, where, at)
+        found = {name: cached_table(grid, where.plan, where.cache, **how) for name, grid in grids.items()}
+        wholes = [cached_table(_grid_of_model(checkpoint, where, at), where.plan, where.cache, **how)]
+        if merges:
+            unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None))
+            wholes.append(cached_table(_grid_of_model(unmerged, where, at), where.plan, where.cache, **how))
+    return Tables(
+        by_name={name: table for name, (table, _) in found.items()},
+        names=names,
+        tokens=tokens,
+        dense=wholes[0][0],
+        merges=of_merges,
+        all_tokens=wholes[1][0] if merges else None,
+        measured=sum(not cached for _, cached in (*found.values(), *wholes)),
+    )
 
 
 def curves_in_time(
@@ -181,10 +245,10 @@ def curves_in_time(
     sites = sites_of(checkpoint.model).by_name
     priced = []
     for curve in curves:
-        table, size_of = tables.of(curve.site), sites[curve.site].size_of
-        costs = tuple(round(1e6 * table.latency_ms(size_of(width), batch)) for width in curve.widths)
+        size_of = sites[curve.site].size_of
+        costs = tuple(round(1e6 * tables.latency_ms(curve.site, size_of(width), batch)) for width in curve.widths)
         priced.append(replace(curve, costs=costs, cost_now=costs[-1]))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
-    alone = sum(curve.costs[-1] for curve in priced)
+    alone = sum(curve.costs[-1] for curve in priced) + round(1e6 * tables.merging_ms(batch))
     # Measured inside the model, a block can be faster than alone; what the blocks can't explain counts as fixed.
     return priced, max(dense, alone)

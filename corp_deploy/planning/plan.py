@@ -134,7 +134,7 @@ class BudgetPlanner:
     """All that a budget's plan follows from but its share: curves priced in one currency, made once for every share.
 
     `total` is the dense model's cost in the unit of the curves' costs, `whole` that of one that merges no tokens, which
-    shares are of.
+    shares are of. `merging_ms`: what merging alone takes, where latency counts and tokens are merged.
     """
 
     probe: Probe
@@ -143,6 +143,7 @@ class BudgetPlanner:
     total: int
     whole: int
     where: LatencyTarget | None
+    merging_ms: float | None = None
 
     def widths_at(self, share: float) -> WidthPlan:
         """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
@@ -168,11 +169,13 @@ class BudgetPlanner:
     def _used(self, best: Allocation, share: float) -> str:
         if self.where is None:
             return f"budget: {best.share:.1%} of the dense {self.currency} used of {share:.1%} allowed"
-        return (
+        used = (
             f"budget: {best.share:.1%} of the dense latency predicted of {share:.1%} allowed, which is "
-            f"{best.share * self.total / 1e6:.3f} of {self.total / 1e6:.3f} ms at batch {self.where.batches[0]} in "
+            f"{best.share * self.whole / 1e6:.3f} of {self.whole / 1e6:.3f} ms at batch {self.where.batches[0]} in "
             f"{self.where.backend}"
         )
+        merging = self.merging_ms
+        return used if merging is None else f"{used}; merging tokens takes about {merging:.3f} ms of it, measured alone"
 
 
 def _unmerged(dense: Checkpoint, currency: Currency) -> int:
@@ -256,12 +259,15 @@ def budget_planner(
         return BudgetPlanner(
             probe=probe, currency=currency, curves=curves, total=total, whole=_unmerged(dense, currency), where=None
         )
-    if family_of(dense.model).merging_of(dense.model) is not None:
-        raise BadInput("--latency: blocks are timed with all tokens, and here some are merged away; give --macs")
     assert where is not None, currency
     tables = measure_tables(dense, method, where)
-    curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, where.batches[0])
-    return BudgetPlanner(probe=probe, currency=currency, curves=curves, total=total, whole=total, where=where)
+    batch = where.batches[0]
+    curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, batch)
+    whole = total if tables.all_tokens is None else round(1e6 * tables.whole_ms(batch))
+    merging_ms = tables.merging_ms(batch) if tables.merges else None
+    return BudgetPlanner(
+        probe=probe, currency=currency, curves=curves, total=total, whole=whole, where=where, merging_ms=merging_ms
+    )
 
 
 def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet | None) -> WidthPlan:

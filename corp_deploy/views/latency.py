@@ -6,8 +6,14 @@ from typing import Any
 from rich.table import Table
 
 from corp_deploy.planning.latency import Tables
+from corp_deploy.planning.latency_of_tokens import MERGE
+from perf.bench.latency_table import LatencyTable
 
-DENSE = "dense model"
+DENSE, ALL_TOKENS = "dense model", "dense model with all tokens"
+
+
+def _whole(tables: Tables) -> list[tuple[str, LatencyTable]]:
+    return [] if tables.all_tokens is None else [(ALL_TOKENS, tables.all_tokens)]
 
 
 def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
@@ -18,7 +24,7 @@ def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]
             "width": width,
             "p50_ms": {str(size): table.latency_ms(width, size) for size in batches},
         }
-        for name, table in (*tables.by_name.items(), (DENSE, tables.dense))
+        for name, table in (*tables.by_name.items(), (DENSE, tables.dense), *_whole(tables))
         for width in table.widths
     ]
 
@@ -27,6 +33,6 @@ def latency_view(rows: Sequence[dict[str, Any]], batches: Sequence[int]) -> Tabl
     """One row a block and width."""
     table = Table("block", "width", *(f"batch {size} (ms)" for size in batches))
     for row in rows:
-        width = "-" if row["block"] == DENSE else str(row["width"])
+        width = "-" if row["block"] in (DENSE, ALL_TOKENS) or row["block"].startswith(MERGE) else str(row["width"])
         table.add_row(row["block"], width, *(f"{row['p50_ms'][str(size)]:.3f}" for size in batches))
     return table

@@ -1,0 +1,73 @@
+"""What fewer tokens cost in time: which numbers of them a layer is timed at, and a merge of tokens as a layer alone."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.steps import Merge
+from corp_deploy.families.token_merging import TokenMerge, Tokens
+from perf.bench.latency_table import LatencyTable
+
+POINTS = 4
+MERGE = "merge of"
+
+
+def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
+    """At most so many of rising values, evenly, both ends included."""
+    if len(values) <= points:
+        return values
+    picks = {round(place * (len(values) - 1) / (points - 1)) for place in range(points)}
+    return tuple(values[pick] for pick in sorted(picks))
+
+
+def tokens_of_sites(model: nn.Module) -> dict[str, int]:
+    """How many tokens of one input reach each site: fewer behind a merge."""
+    if family_of(model).merging_of(model) is None:
+        return dict.fromkeys(sites_of(model).by_name, len(family_of(model).token_kinds(model)))
+    return dict(site_costs(model, "macs").tokens)
+
+
+def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
+    """Milliseconds of a layer at this size, straight between the numbers of tokens that it was measured at."""
+    measured = sorted(tables)
+    return float(np.interp(tokens, measured, [tables[each].latency_ms(size, batch) for each in measured]))
+
+
+class MergeAlone(nn.Module):
+    """One merge as a layer of a stream [B,N,C]: its tokens compared by themselves, or kept for their first channel.
+
+    Sizes are of the stream too, so that no part of the merge is a constant.
+    """
+
+    def __init__(self, merge: TokenMerge) -> None:
+        super().__init__()
+        self.merge = TokenMerge(count=merge.count, protected=merge.protected, how=merge.how)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        first_BN = x_BNC[..., 0].abs() + 1.0
+        if self.merge.how == "drop":
+            return Tokens(*self.merge(x_BNC, None, None, first_BN)).x
+        x, sizes, _ = self.merge(x_BNC, first_BN, None, x_BNC)
+        # The sizes go on to the next attention: they count.
+        return torch.as_tensor(x + 0.0 * sizes.unsqueeze(-1))
+
+
+def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
+    """Every merge of the model by name, with the tokens that enter it."""
+    family = family_of(model)
+    tokens, merges = len(family.token_kinds(model)), {}
+    for step in family.steps(model):
+        if isinstance(step, Merge):
+            merges[step.name] = step.merge, tokens
+            tokens -= step.merge.count
+    return merges
+
+
+def merge_name(merge: TokenMerge, tokens: int, channels: int) -> str:
+    """What the latency of a merge depends on."""
+    verb = "" if merge.how == "merge" else ", dropped"
+    return f"{MERGE} {merge.count} of {tokens} tokens of {channels} channels{verb}, {merge.protected} protected"
