@@ -23,10 +23,11 @@ from corp_deploy.planning.schedule import (
     MergeCurves,
     amounts_tried,
     best_schedule,
-    constant_schedule,
     merge_costs_in_macs,
     merge_curves,
     merge_places,
+    shaped_schedule,
+    shapes,
 )
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -166,17 +167,19 @@ def test_a_joint_budget_is_never_predicted_worse_than_either_alone(planned: Join
     assert planned.narrowest() < 0.5
 
 
-def test_a_schedule_errs_no_more_than_a_constant_one(planned: Joint) -> None:
+def test_a_schedule_errs_no_more_than_plain_ones(planned: Joint) -> None:
     probe, dense = planned.probe, macs(planned.probe.model)
     for step in (2, 4):
+        limit = (1.0 - 0.05 * step) * dense
         stage = planned._stage(step)
-        constant = constant_schedule(planned.losses, planned.costs, (1.0 - 0.05 * step) * dense)
         assert stage is not None
-        assert constant is not None
-        assert len(set(constant.counts)) == 1
-        assert stage.cost <= (1.0 - 0.05 * step) * dense
-        assert constant.cost <= (1.0 - 0.05 * step) * dense
-        assert stage.lost <= probe.effect({}, merging=Merging(schedule=constant.counts))
+        assert stage.cost <= limit
+        for shape in shapes(DEPTH):
+            plain = shaped_schedule(planned.losses, planned.costs, limit, shape)
+            assert plain is not None
+            assert plain.cost <= limit
+            assert stage.lost <= probe.effect({}, merging=Merging(schedule=plain.counts))
+    assert shaped_schedule(planned.losses, planned.costs, 1.0, [1.0] * DEPTH) is None
 
 
 def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:

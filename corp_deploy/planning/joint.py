@@ -20,7 +20,7 @@ from ground.errors import BadInput
 from .budget import Allocation, allocate, dense_cost
 from .curves import CostCurve
 from .probe import Probe
-from .schedule import MergeCosts, MergeCurves, best_schedule, constant_schedule, merge_costs_in_macs, merge_curves
+from .schedule import MergeCosts, MergeCurves, best_schedule, merge_costs_in_macs, merge_curves, shaped_schedule, shapes
 
 GRID = 0.05
 TRIED = 2
@@ -88,11 +88,12 @@ class Joint:
         if step == 0:
             return Stage(merging=None, lost=0.0, curves=self.curves, cost=self.whole)
         limit = (1.0 - step * GRID) * self.whole
-        settled = (each(self.losses, self.costs, limit) for each in (best_schedule, constant_schedule))
+        plain = [shaped_schedule(self.losses, self.costs, limit, shape) for shape in shapes(len(self.losses.errors_LG))]
+        settled = (best_schedule(self.losses, self.costs, limit), *plain)
         mergings = [self.merging(schedule.counts) for schedule in settled if schedule is not None]
         if not mergings:
             return None
-        # Curves are right to first order: a schedule must be no worse than the plainest one, measured.
+        # Sums of first-order losses mistake large merges for cheap ones: what is taken must be the best as measured.
         lost = [self.probe.effect({}, merging=merging) for merging in mergings]
         merging = mergings[lost.index(min(lost))]
         merged = family_of(model).with_merging(model, merging)

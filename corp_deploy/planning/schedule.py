@@ -31,7 +31,7 @@ from .curvature import Tangent, tangents
 Array = NDArray[np.float64]
 TRIED = 16  # amounts of merging whose loss is learned; between them it is interpolated
 STEP = 4  # tokens between two amounts that a schedule may have
-MOST = 0.85  # of the tokens are merged away at most
+MOST = 0.95  # of the tokens are merged away at most
 PRICES = 60
 
 
@@ -223,11 +223,25 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
     return _schedule(curves, costs, _path(curves.errors_LG, costs, high))
 
 
-def constant_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
-    """The same few tokens in each block, with which a model costs at most `limit`; None where none do."""
-    blocks, last = costs.running_LG.shape[0], len(curves.amounts_G) - 1
-    for each in range(last // blocks + 1):
-        picks = [each * (block + 1) for block in range(blocks)]
-        if costs.of(picks) <= limit:
+def shapes(blocks: int) -> list[list[float]]:
+    """Plain schedules, as shares of the most tokens that a block merges away: alike in each block, growing from none,
+    and none in the first third.
+    """
+    growing = [block / max(1, blocks - 1) for block in range(blocks)]
+    return [[1.0] * blocks, growing, [float(block >= blocks // 3) for block in range(blocks)]]
+
+
+def shaped_schedule(curves: MergeCurves, costs: MergeCosts, limit: float, shape: Sequence[float]) -> Schedule | None:
+    """The schedule of this shape that merges the fewest tokens with which a model costs at most `limit`; None where
+    there is none.
+    """
+    so_far, last = np.cumsum(shape), len(curves.amounts_G) - 1
+    before: list[int] | None = None
+    for most in np.arange(0.0, curves.amounts_G[-1] / max(shape) + 1.0, 0.5):
+        picks = [round(float(most * each) / STEP) for each in so_far]
+        if picks[-1] > last:
+            return None
+        if picks != before and costs.of(picks) <= limit:
             return _schedule(curves, costs, picks)
+        before = picks
     return None
