@@ -26,6 +26,7 @@ from corp_deploy.planning.schedule import (
     merge_costs_in_macs,
     merge_curves,
     merge_places,
+    most_at_once,
     shaped_schedule,
     shapes,
 )
@@ -113,7 +114,12 @@ def test_a_schedule_on_the_hull_is_the_best_of_all() -> None:
         if amounts_G[other] - amounts_G[one] <= most_merged("merge", 21 - int(amounts_G[one]), 1):
             merging_GG[one, other] = 0.5 * (other > one)
     costs = MergeCosts(fixed=3.0, running_LG=np.tile(21.0 - amounts_G, (3, 1)), merging_GG=merging_GG)
-    paths = [path for path in itertools.combinations_with_replacement(range(5), 3) if np.isfinite(costs.of(path))]
+    assert most_at_once(21) == 8
+    paths = [
+        path
+        for path in itertools.combinations_with_replacement(range(5), 3)
+        if np.isfinite(costs.of(path)) and max(np.diff((0, *path))) <= 2
+    ]
 
     def error(path: tuple[int, ...]) -> float:
         return sum(
@@ -121,7 +127,7 @@ def test_a_schedule_on_the_hull_is_the_best_of_all() -> None:
             for block, (came, pick) in enumerate(zip((0, *path[:-1]), path, strict=True))
         )
 
-    for limit in (60.0, 50.0, 40.0, 34.0):
+    for limit in (60.0, 50.0, 45.0):
         best = best_schedule(curves, costs, limit)
         assert best is not None
         assert best.cost <= limit
@@ -176,7 +182,9 @@ def test_a_schedule_errs_no_more_than_plain_ones(planned: Joint) -> None:
         assert stage.cost <= limit
         for shape in shapes(DEPTH):
             plain = shaped_schedule(planned.losses, planned.costs, limit, shape)
-            assert plain is not None
+            if plain is None:
+                assert step == 4, "no shape of so few tokens saves more"
+                continue
             assert plain.cost <= limit
             assert stage.lost <= probe.effect({}, merging=Merging(schedule=plain.counts))
     assert shaped_schedule(planned.losses, planned.costs, 1.0, [1.0] * DEPTH) is None

@@ -10,7 +10,7 @@ Legend: L blocks that can merge, G numbers of tokens merged so far, B images, N 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -206,10 +206,20 @@ def _schedule(curves: MergeCurves, costs: MergeCosts, picks: Sequence[int]) -> S
     return Schedule(counts=counts, cost=costs.of(picks), error=float(error))
 
 
+def most_at_once(tokens: int) -> int:
+    """The most that one block merges away on a path: curves merge little by little, pairing tokens anew each time, and
+    one merge of many, which pairs once, loses more than they say.
+    """
+    return max(2 * STEP, tokens // 7)
+
+
 def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
     """The schedule of least predicted error among those that some price on cost asks for and that cost at most `limit`;
-    None where none does.
+    None where none does. No block merges more at once than the curves are of (see `most_at_once`).
     """
+    step_GG = curves.amounts_G[None, :] - curves.amounts_G[:, None]
+    too_many_GG = step_GG > most_at_once(curves.tokens)
+    costs = replace(costs, merging_GG=np.where(too_many_GG, np.inf, costs.merging_GG))
     low, high = 0.0, 1e-30
     while costs.of(_path(curves.errors_LG, costs, high)) > limit:
         low, high = high, high * 16.0
