@@ -34,7 +34,7 @@ PURE = {
     "len",
     "min",
 }
-PURE |= {"numel", "set", "sum"}
+PURE |= {"numel", "pairwise", "set", "sum"}
 
 
 def properties() -> set[str]:

@@ -111,7 +111,7 @@ def test_hidden_keys_get_no_weight_whatever_their_scores() -> None:
         dim=8, heads=2, qk=4, v=4, scale=0.5, geometry="square", qkv_bias=True, proj_bias=True, fused=False
     )
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    weights = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0], [0.5, 1.0, 1.0, 1.0, 1.0]])
+    weights = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     torch.testing.assert_close(attention(x, weights)[:1, :2], attention(x[:1, :2]))
     torch.testing.assert_close(attention(x, weights)[1:], attention(x[1:]))
     with pytest.raises(ValueError, match="no attention mask"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.inspection import inspection_of_model
@@ -84,6 +85,11 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = CliRunner().invoke(main, ["release", str(home / "recipe.toml"), "-o", str(home / "out")])
     assert result.exit_code == 0, result.output
     return home / "out"
+
+
+def test_its_moments_are_taken_with_merging_active(released: Path) -> None:
+    (moments,) = released.rglob("moments.safetensors")
+    assert json.loads(load(moments).lineage["merging"])["schedule"] == [2, 4]
 
 
 def test_a_release_of_a_model_that_merges_ends_in_its_verdict(released: Path) -> None:

@@ -208,6 +208,7 @@ def small_images(directory: Path) -> None:
 
 
 CORP: dict[str, object] = {"reduce.preset": "corp"}
+MERGED: dict[str, object] = {"reduce.merge_tokens": "3"}
 # Another value for every key of a recipe, with what must hold before and after for it to mean something.
 CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "calibration.samples": (9, {}),
@@ -235,6 +236,11 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.allow_partial": (True, {}),
     "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
+    "reduce.within": ("error 0.5", {"reduce.mlp": None, "reduce.attn": None, "reduce.within": "error 0.4"}),
+    "reduce.merge_tokens": ("2", {}),
+    "reduce.merge_metric": ("keys", MERGED),
+    "reduce.merge_how": ("drop", MERGED),
+    "reduce.merge_outputs": ("unmerged", MERGED),
     "reduce.polish": ("block", {"reduce.polish": "model", "reduce.polish_steps": 2}),
     "reduce.polish_steps": (3, {"reduce.polish": "model", "reduce.polish_steps": 2}),
     "reduce.polish_time": (0.2, {"reduce.polish": "model", "reduce.polish_time": 0.1}),

@@ -73,6 +73,14 @@ class StatisticsChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartsChoice:
+    """How the images are parted: how many are held out, and which belong together (see --groups)."""
+
+    hold_out: int | None
+    groups: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassChoice:
     """How the model is run over the images, and after how many of them the state is saved (None: never)."""
 
@@ -114,6 +122,22 @@ statistics_options = value_options(
         + CALIBRATE.help("dtype"),
     ),
 )
+parts_options = value_options(
+    "parts",
+    PartsChoice,
+    click.option(
+        "--hold-out",
+        type=Number(IMAGES),
+        default=None,
+        help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
+    ),
+    click.option(
+        "--groups",
+        default=None,
+        help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar "
+        "shard is one), or a .json or .npy file with a label an image.",
+    ),
+)
 pass_options = value_options(
     "passes",
     PassChoice,
@@ -132,18 +156,7 @@ pass_options = value_options(
 @input_options(images_option(), text_option(), *drawing_options, *decoding_options)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
 @statistics_options
-@click.option(
-    "--hold-out",
-    type=Number(IMAGES),
-    default=None,
-    help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
-)
-@click.option(
-    "--groups",
-    default=None,
-    help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar shard "
-    "is one), or a .json or .npy file with a label an image.",
-)
+@parts_options
 @merging_of_statistics
 @pass_options
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
@@ -153,8 +166,7 @@ def calibrate(
     inputs: InputChoice,
     output: Path,
     statistics: StatisticsChoice,
-    hold_out: int | None,
-    groups: str | None,
+    parts: PartsChoice,
     merging: MergingChoice,
     passes: PassChoice,
     summary: Path | None,
@@ -203,8 +215,8 @@ def calibrate(
         batch_size=passes.batch_size,
         device=passes.device,
         seed=inputs.seed,
-        hold_out=hold_out,
-        groups=groups,
+        hold_out=parts.hold_out,
+        groups=parts.groups,
     )
     with ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)

@@ -48,7 +48,7 @@ class Tangent:
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    drawn = torch.randint(0, 2, like.shape, generator=generator)
+    drawn = torch.randint(0, 2, like.shape, generator=generator, device=generator.device)
     return (2 * drawn - 1).to(like)
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Newton:
     most_tokens: int = 65_536
 
     def __post_init__(self) -> None:
-        assert list(self.looks) == sorted(set(self.looks)), self.looks
+        assert all(here < there for here, there in pairwise(self.looks)), self.looks
         assert self.most_tokens > 0, self.most_tokens
 
 

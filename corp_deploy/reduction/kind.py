@@ -55,7 +55,8 @@ class ErrorCurve:
     places: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.errors) == len(self.alone) > max(self.places), self
+        assert len(self.errors) == len(self.alone), self
+        assert all(place < len(self.errors) for place in self.places), self
 
 
 class Kind(Protocol):

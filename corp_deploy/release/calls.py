@@ -70,7 +70,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "attention_system": recipe.reduce.method.needs_attention_system,
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
-            **{name: value for name, value in recipe.reduce.merging.items() if name != "merge_outputs"},
+            **recipe.reduce.merging_of_statistics,
             "hold_out": calibration.hold_out,
             "groups": path_from(root, calibration.group_labels) or calibration.groups,
             "checkpoint_every": SAVE_EVERY_IMAGES,

@@ -135,6 +135,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     drawn = _settings("calibration", calibration, without=("images", "workers", "attention_system", "group_labels"))
     labels = calibration.group_labels
     system = {key: calibrate[key] for key in ("attention_system", "attn", "align") if calibrate[key] is not None}
+    merging = {f"reduce.{name}": value for name, value in recipe.reduce.merging_of_statistics.items()}
     return Stage(
         name="moments",
         outputs=(MOMENTS, SUMMARY, *_held_out_moments(recipe)),
@@ -142,7 +143,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
         reads=MODELS["dense"],
         outside={"calibration.images": calibration.images}
         | ({} if labels is None else {"calibration.group_labels": labels}),
-        settings=drawn | system | {"versions": _tool(*() if on_gpu else TORCH)},
+        settings=drawn | system | merging | {"versions": _tool(*() if on_gpu else TORCH)},
         missing=missing_gpu if on_gpu else lambda: None,
         command=str(calibrate),
     )

@@ -14,7 +14,7 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.invocation.compositions import method_of, with_implied
 from corp_deploy.invocation.honours import Axis
 from corp_deploy.invocation.limit import limit_from_text
-from corp_deploy.invocation.merging import merging_from_options
+from corp_deploy.invocation.merging import AUTO, merging_from_options
 from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, PolishChoice, ReductionChoice
 from corp_deploy.invocation.table import ATTENTION, LOOP, MERGING, POLISH, PRESET
 from corp_deploy.polish.options import PolishName
@@ -203,6 +203,13 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "merge_outputs": self.merge_outputs,
         }
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def merging_of_statistics(self) -> dict[str, str]:
+        """Those under which moments are taken: none where a budget will choose the schedule."""
+        if self.merge_tokens == AUTO:
+            return {}
+        return {name: value for name, value in self.merging.items() if name != "merge_outputs"}
 
     @property
     def choice(self) -> ReductionChoice:

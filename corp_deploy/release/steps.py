@@ -6,10 +6,12 @@ Every function reads what its invocation names below `dirs.root` and writes belo
 from calib.images import Images
 from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.merging import merging_from_options
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
+from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
@@ -51,7 +53,7 @@ def _in_recipe(share: float) -> str:
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
-    dense = load_checkpoint(dirs.root / run["model"])
+    dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), merging_from_options(run.options))
     restriction = None
     if run["attn"] is not None:
         restriction = moments_files.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
