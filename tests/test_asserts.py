@@ -34,7 +34,7 @@ PURE = {
     "len",
     "min",
 }
-PURE |= {"numel", "pairwise", "set", "sum"}
+PURE |= {"numel", "pairwise", "set", "sum", "type"}
 
 
 def properties() -> set[str]:

@@ -26,7 +26,7 @@ def halves_at(site: Site, moments: Moments, own: OneKind, device: torch.device) 
     if moments.half is None:
         return None
     half = on_device(moments.half.sites[site.name], device)
-    assert isinstance(half, own.__class__), site.name
+    assert type(half) is type(own), site.name
     return half, without(own, half)
 
 
