@@ -73,7 +73,8 @@ Precisions: TypeAlias = Annotated[
 Groups: TypeAlias = Annotated[_Groups, _of(_Groups)]
 Reads: TypeAlias = Annotated[_Reads, _of(_Reads)]
 MergeTokens: TypeAlias = Annotated[
-    int | str, Meta(description="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...' or 'auto'")
+    Annotated[int, Meta(ge=0, le=2**16)] | str,
+    Meta(description="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...' or 'auto'"),
 ]
 MergeMetric: TypeAlias = Annotated[Metric, _of(Metric)]
 MergeHow: TypeAlias = Annotated[How, _of(How)]
