@@ -1,5 +1,6 @@
 """Moments and closed loops of models that merge tokens: sums weighted by size, targets that are means of tokens."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.families.steps import Branch, Walk
+from corp_deploy.proof.shift import shift_of_inputs
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import merging_note
@@ -23,6 +25,7 @@ from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import lineage_of_model
 from examples.digits.images import load
+from ground.errors import BadInput
 from tests import tiny
 from tests.test_corp_closed_loop import EXAMPLE, best, logits, opened, relative_error
 
@@ -175,3 +178,17 @@ def test_on_a_trained_model_the_closed_loop_repairs_what_merging_changed() -> No
     closed = reduce_closed_loop(model, opened(model, pixels), half).model
     errors = [relative_error(logits(each, held_out), expected) for each in (closed, opened_loop)]
     assert errors[0] < 0.97 * errors[1], errors
+
+
+def test_images_are_compared_with_moments_as_tokens_were_merged_then() -> None:
+    dense, pixels = tiny.checkpoint(), tiny.images(64)
+    moments = moments_of(merged_tiny(), pixels)
+    merged = shift_of_inputs(dense, moments, {"images": pixels})
+    plain = {key: text for key, text in moments.lineage.items() if key != "merging"}
+    otherwise = shift_of_inputs(dense, replace(moments, lineage=plain), {"images": pixels})
+    assert merged is not None
+    assert otherwise is not None
+    assert max(site.mean_distance for site in merged.sites) < max(site.mean_distance for site in otherwise.sites)
+    for text in ("{", "[]", '{"schedule": [], "metric": "stream", "how": "merge", "unmerged": false}'):
+        with pytest.raises(BadInput, match="the moments' merging"):
+            shift_of_inputs(dense, replace(moments, lineage={**plain, "merging": text}), {"images": pixels})

@@ -1,5 +1,6 @@
 """The smallest model within a limit: bisection beside a scan of all budgets, who judges, what is refused."""
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -245,6 +246,29 @@ def test_reduce_says_what_was_measured_and_on_what(
     record = load_checkpoint(tmp_path / "reduced").lineage["reduction"]["within"]
     assert record["limit"] == words[1]
     assert any(trial["holds"] for trial in record["trials"])
+
+
+@pytest.mark.parametrize("harms", [False, True])
+def test_a_limit_holds_of_the_polished_model_too(
+    home: Home, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harms: bool
+) -> None:
+    def harmed(_: nn.Module, reduction: Reduction, *__: Any, **___: Any) -> Reduction:
+        model = copy.deepcopy(reduction.model)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5 if harms else 1.0)
+        return replace(reduction, model=model, polish={"gradients": True})
+
+    monkeypatch.setattr(carry_out, "with_polish", harmed)
+    words = ["--within", "error 0.2", "--images", "images.npy", "--polish", "model"]
+    result = run(home, tmp_path / "reduced", *words)
+    assert result.exit_code == 0, result.output
+    written = load_checkpoint(tmp_path / "reduced")
+    decided = " ".join(written.lineage["reduction"]["decided"])
+    assert ("the polish is left away: with it" in decided, "polished, it gives" in decided) == (harms, not harms)
+    assert ("polish" in written.lineage) == (not harms)
+    judging = home.images.subset(range(FITTED, FITTED + JUDGING))
+    exact, answer = logits(home.dense.model, judging), logits(written.model, judging)
+    assert np.linalg.norm(answer - exact) <= 0.2 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(

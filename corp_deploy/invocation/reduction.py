@@ -154,6 +154,11 @@ class ReductionChoice:
                 "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), a budget: --macs 0.6, a "
                 "limit: --within 'error 0.05', or tokens to merge: --merge-tokens 12"
             )
+        if self.merging.asked and self.method.method.merges:
+            raise BadInput(
+                f"--merge-tokens: preset {self.method.preset} merges channels by tokens that all count alike, which "
+                "merged ones don't; give another preset"
+            )
         self._refuse_beside_within()
         if self.budget.currency is not None and any(sparsities):
             raise BadInput("a budget chooses the widths itself; give it without --mlp and --attn")

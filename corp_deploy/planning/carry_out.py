@@ -28,11 +28,11 @@ from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
-from .judging import Judges
+from .judging import Judge, Judges
 from .merging import merging_as_planned, merging_checkpoint
 from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, joint_planner, plan
 from .polishing import Polishing, given_to_polish, with_polish
-from .within import smallest_within
+from .within import figure, smallest_within
 
 
 def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
@@ -188,6 +188,27 @@ def _as_planned(
     )
 
 
+def _within_still(
+    dense: nn.Module,
+    moments: Moments,
+    asked: ReductionRequest,
+    reduction: Reduction,
+    polished: Reduction,
+    *,
+    images: InputSet | None,
+    judges: Judges | None,
+) -> Reduction:
+    """The polished reduction; the one before where a limit was asked for that only that one holds. It is said."""
+    if asked.within is None or images is None or judges is None:
+        return polished
+    limit, (_, judging) = asked.within.limit, judges.apart(images, moments)
+    judged = Judge(dense, judging, limit.measure).of(polished.model)
+    if limit.holds(judged.value):
+        return replace(polished, said=(*polished.said, f"polished, it gives {figure(limit, judged.value)} there"))
+    left = f"the polish is left away: with it {figure(limit, judged.value)}, beyond {limit}"
+    return replace(reduction, said=(*reduction.said, left))
+
+
 def reduce_checkpoint(
     dense: Checkpoint,
     moments: Path,
@@ -215,7 +236,8 @@ def reduce_checkpoint(
         done=done,
     )
     if given is not None and asked.polish is not None:
-        reduction = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
+        polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
+        reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)

@@ -237,7 +237,7 @@ def joint_planner(
     if refusal := family_of(dense.model).merging_refusal(dense.model):
         raise BadInput(f"--merge-tokens auto: {refusal}; leave it away")
     if currency != "macs":
-        why = "merging keeps every parameter" if currency == "params" else "blocks are timed with all tokens"
+        why = "merging keeps every parameter" if currency == "params" else "only a given schedule's tokens are timed"
         raise BadInput(f"--merge-tokens auto: {why}, so that --{currency} can't weigh it; give --macs")
     probe = _probe(dense, moments, asked.method, images)
     return JointPlanner(joint=joint(probe, cost_curves(probe, "macs"), partial(merging_of_schedule, asked.merging)))

@@ -65,12 +65,12 @@ class Within:
         smaller = (
             "no widths are narrower"
             if below is None
-            else f"{below.share:.2f} gives {_figure(self.limit, below.judged.value)}"
+            else f"{below.share:.2f} gives {figure(self.limit, below.judged.value)}"
         )
         return (
             f"within {self.limit}: {answer.share:.2f} of the dense {self.currency} gives "
-            f"{_figure(self.limit, answer.judged.value)} (95 % interval {_figure(self.limit, answer.judged.low)} to "
-            f"{_figure(self.limit, answer.judged.high)}{past}) on {self.judges}; {smaller}; {len(self.trials)} "
+            f"{figure(self.limit, answer.judged.value)} (95 % interval {figure(self.limit, answer.judged.low)} to "
+            f"{figure(self.limit, answer.judged.high)}{past}) on {self.judges}; {smaller}; {len(self.trials)} "
             f"model{'s were' if len(self.trials) > 1 else ' was'} reduced and judged"
         )
 
@@ -78,7 +78,8 @@ class Within:
         return self.limit.holds(trial.judged.low) and self.limit.holds(trial.judged.high)
 
 
-def _figure(limit: Limit, value: float) -> str:
+def figure(limit: Limit, value: float) -> str:
+    """A measured value as people read it."""
     return {"accuracy": f"{value:+.2f} points", "agreement": f"{value:.2%}", "error": f"{value:.3g}"}[limit.measure]
 
 
@@ -91,8 +92,8 @@ def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequen
             closest = trial
     raise BadInput(
         f"--within '{limit}': out of reach on {judges}; the closest of the {len(trials)} models tried keeps "
-        f"{closest.share:.2f} of the dense {currency} and gives {_figure(limit, closest.judged.value)} (95 % interval "
-        f"{_figure(limit, closest.judged.low)} to {_figure(limit, closest.judged.high)}); allow more"
+        f"{closest.share:.2f} of the dense {currency} and gives {figure(limit, closest.judged.value)} (95 % interval "
+        f"{figure(limit, closest.judged.low)} to {figure(limit, closest.judged.high)}); allow more"
     )
 
 

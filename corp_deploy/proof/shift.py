@@ -13,6 +13,7 @@ from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import merging_of_moments
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, noun_of, only, rows_of
 from perf.parity import structure
@@ -29,7 +30,8 @@ def _stats(moments: Moments, name: str) -> Stats:
 
 
 def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
-    """Compare the inputs with the calibration at every site that the moments hold; None for too few of them.
+    """Compare the inputs with the calibration at every site that the moments hold, tokens merged as they were then;
+    None for too few of them.
 
     Raises BadInput for moments of another model.
     """
@@ -37,13 +39,15 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     count = batch_size(feeds)
     if count < PARTS:
         return None
-    sites = [site for site in calibration_taps(dense.model, sites_of(dense.model)) if site.name in moments.sites]
+    merging = merging_of_moments(moments.lineage)
+    model = dense.model if merging is None else family_of(dense.model).with_merging(dense.model, merging)
+    sites = [site for site in calibration_taps(model, sites_of(model)) if site.name in moments.sites]
     each = count // PARTS
-    token_weights = partial(family_of(dense.model).token_weights, dense.model)
+    token_weights = partial(family_of(model).token_weights, model)
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     for start in range(0, PARTS * each, each):
         batches = _batches(feeds, start, start + each)
-        part = collect(dense.model, sites, batches, device="cpu", token_weights=token_weights)
+        part = collect(model, sites, batches, device="cpu", token_weights=token_weights)
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from calib.images import Images, open_images
 from calib.input_set import InputSet
 from calib.texts import Texts, open_texts
 from corp_deploy.families.family import family_of, image_spec, text_spec
+from corp_deploy.families.merging import Merging
 from ground.errors import BadInput
 from ground.files import regular
+from ground.records import record_from_bytes
 
 from .checkpoint import Checkpoint
+from .model_config import MergingEntry
 
 MERGING = "merging"
 
@@ -75,6 +79,14 @@ def merging_text(model: nn.Module) -> str:
     """How the model merges tokens as one text, to be kept and compared; empty for one that merges none."""
     merging = family_of(model).merging_of(model)
     return "" if merging is None else json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
+
+
+def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
+    """How tokens were merged when moments of this lineage were taken. Raises BadInput for what is no merging."""
+    text = lineage.get(MERGING)
+    if text is None:
+        return None
+    return record_from_bytes(text.encode(), MergingEntry, where="the moments' merging").merging
 
 
 def lineage_of_model(model: nn.Module) -> dict[str, str]:
