@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from calib.moments import ChannelMoments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
@@ -17,6 +18,8 @@ from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.channel_modules import layers_of
+from corp_deploy.reduction.channels import elimination, kept_channels
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
@@ -122,3 +125,14 @@ def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) ->
     assert [site.site for site in side_by_side.sites] == [site.site for site in alone.sites]
     for one, other in zip(side_by_side.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_probe_leaves_channels_as_elimination_does(tmp_path: Path) -> None:
+    probe = probe_of(tmp_path, "padded")
+    site = vit.sites(probe.model).channels[0]
+    plain = replace(probe.method, mlp_swaps=False)
+    moments = probe.moments.sites[site.name]
+    assert isinstance(moments, ChannelMoments)
+    order = elimination(moments, layers_of(site), plain)
+    for width in (8, 16, 32):
+        assert torch.equal(kept_channels(moments, layers_of(site), plain, width), order.kept(width))

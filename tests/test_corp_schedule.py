@@ -213,7 +213,7 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.said[0]
     with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
         reduce_as_asked(dense, probe.moments, replace(asked, budget=None), images=images)
-    for currency, why in (("params", "keeps every parameter"), ("latency", "timed with all tokens")):
+    for currency, why in (("params", "keeps every parameter"), ("latency", "only a given schedule.s tokens are timed")):
         other = replace(asked, budget=Budget(currency=currency, share=0.6))  # type: ignore[arg-type]
         with pytest.raises(BadInput, match=why):
             reduce_as_asked(dense, probe.moments, other, images=images)

@@ -110,5 +110,7 @@ def reduce_command(
             speed = measured_speedup(dense, output, reduction.budget.batch or 1)
         record |= {"predicted_speedup": plan.predicted_speedup, "measured_speedup": speed}
         measured.append(speedup_line(plan.predicted_speedup, speed))
-    written = f"{output}: reduced model written, {result.coverage.verdict}"
+    merges, narrower = "merging" in record, bool(result.coverage.reduced)
+    done_words = ["tokens merged"] * merges + [result.coverage.verdict] * (narrower or not merges)
+    written = f"{output}: reduced model written, {', '.join(done_words)}"
     out.result(record, *reduction_shown(result, plan), *measured, written)

@@ -66,6 +66,8 @@ def kept_channels(
     match method.mlp_selection:
         case "obs":
             kept_K = (known or elimination(moments, layers, method)).kept(width)
+            if not method.mlp_swaps:
+                return kept_K
             return swap(moments.covariance_FF, weight_OF, kept_K, ridge_rel=method.ridge_rel).kept_K
         case "producer-l1":
             score_F = scores.producer_l1(layers.first_FI)
