@@ -26,7 +26,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.machine import versions
 from corp_deploy.planning.carry_out import reduce_checkpoint
-from corp_deploy.planning.plan import Budget, ReductionRequest
+from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import loop_from, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture

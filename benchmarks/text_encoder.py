@@ -24,7 +24,8 @@ from calib.inputs import run_model
 from calib.texts import Texts
 from corp_deploy.families.model_cost import macs
 from corp_deploy.machine import versions
-from corp_deploy.planning.plan import Budget, ReductionRequest, plan
+from corp_deploy.planning.plan import plan
+from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import Method, method_from_preset

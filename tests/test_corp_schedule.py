@@ -16,8 +16,8 @@ from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.joint import Joint, joint
-from corp_deploy.planning.plan import Budget, ReductionRequest
 from corp_deploy.planning.probe import Probe
+from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.planning.schedule import (
     MergeCosts,
     MergeCurves,

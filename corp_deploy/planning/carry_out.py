@@ -28,10 +28,14 @@ from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
+from .budget_planner import budget_planner
+from .joint_planner import joint_planner
 from .judging import Judge, Judges
 from .merging import merging_as_planned, merging_checkpoint
-from .plan import ReductionRequest, WidthPlan, WithinRequest, budget_planner, joint_planner, plan
+from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
+from .request import ReductionRequest, WithinRequest
+from .width_plan import WidthPlan
 from .within import figure, smallest_within
 
 

@@ -18,7 +18,7 @@ from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.read_tokens import Reads
 
 from .judging import Judges
-from .plan import ReductionRequest
+from .request import ReductionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

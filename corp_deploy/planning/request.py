@@ -1,9 +1,60 @@
 """What is planned, from how it was asked for."""
 
+from dataclasses import dataclass, field
+from typing import Literal
+
+from corp_deploy.invocation.limit import Limit
+from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.reduction.method import LoopName, Method
+from corp_deploy.reduction.read_tokens import Reads
 
 from .latency import LatencyTarget
-from .plan import Budget, ReductionRequest, WithinRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A share of the dense model's MACs, parameters or latency that may stay, in (0, 1]; `where` tells latency's."""
+
+    currency: Literal["macs", "params", "latency"]
+    share: float
+    where: LatencyTarget | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithinRequest:
+    """What the smallest model must stay within, and what it is to be least in; `where` tells latency's."""
+
+    limit: Limit
+    currency: Literal["macs", "latency"] = "macs"
+    where: LatencyTarget | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionRequest:
+    """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop, a polish and merged channels
+    need images.
+
+    `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
+    closed loop's last block is fitted to, see tokens_to_fit; `merging`: which tokens are merged away.
+    """
+
+    preset: str
+    method: Method
+    budget: Budget | None = None
+    within: WithinRequest | None = None
+    auto_heads: bool = False
+    closed_loop: LoopName | None = None
+    allow_partial: bool = False
+    reads: Reads | None = None
+    polish: PolishOptions | None = None
+    merging: MergingChoice = field(default_factory=MergingChoice)
+
+    @property
+    def needs_images(self) -> bool:
+        planned = self.budget is not None or self.within is not None or self.auto_heads
+        return planned or self.closed_loop is not None or self.polish is not None or self.method.merges
 
 
 def _target(choice: BudgetChoice) -> LatencyTarget | None:

@@ -13,8 +13,11 @@ from corp_deploy.invocation.limit import Limit
 from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
 
+from .budget_planner import BudgetPlanner
+from .joint_planner import JointPlanner
 from .judging import Judge, Judgement, Judging
-from .plan import BudgetPlanner, JointPlanner, WidthPlan, WithinRequest
+from .request import WithinRequest
+from .width_plan import WidthPlan
 
 # Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
 STEPS = 100

@@ -1,0 +1,76 @@
+"""Merged tokens and widths for every share of one budget, from one look at the images."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from calib.input_set import InputSet
+from calib.moments import Moments
+from corp_deploy.families.family import family_of
+from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import BadInput
+
+from .budget_planner import probe_of
+from .curves import cost_curves
+from .joint import TRIED, Joint, JointAllocation, joint
+from .merging import merging_of_schedule
+from .probe import Probe
+from .request import ReductionRequest
+from .width_plan import ProbedAllocation, WidthPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointPlanner:
+    """What BudgetPlanner is, for a budget that chooses which tokens are merged away too."""
+
+    joint: Joint
+
+    @property
+    def probe(self) -> Probe:
+        return self.joint.probe
+
+    def narrowest(self) -> float:
+        """About the least share that is within reach."""
+        return self.joint.narrowest()
+
+    def _planned(self, way: JointAllocation, share: float) -> WidthPlan:
+        return WidthPlan(
+            method=self.probe.method,
+            widths=way.allocated.widths,
+            said=(f"budget: {way.allocated.share:.1%} of the dense macs used of {share:.1%} allowed, {way.words()}",),
+            eliminations=self.probe.eliminations,
+            merging=way.merging,
+        )
+
+    def widths_at(self, share: float) -> WidthPlan:
+        """The schedule and the widths of least predicted error. Raises BadInput where nothing keeps so little."""
+        return self._planned(self.joint.ranked(share)[0], share)
+
+    def tried_at(self, share: float) -> WidthPlan:
+        """The best on the probe's images of those that were predicted to be the best, all of which are told."""
+        ways = self.joint.ranked(share)[:TRIED]
+        errors = [self.joint.measured(way) for way in ways]
+        told = tuple(
+            ProbedAllocation(
+                name=way.words(),
+                share=way.allocated.share,
+                predicted_error=way.allocated.predicted_error,
+                measured_error=error,
+            )
+            for way, error in zip(ways, errors, strict=True)
+        )
+        return replace(self._planned(ways[errors.index(min(errors))], share), ways=told)
+
+
+def joint_planner(
+    dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet, currency: str
+) -> JointPlanner:
+    """Learn what merging and narrower sites lose. Raises BadInput for a model that can't merge, and for other budgets
+    than of MACs.
+    """
+    if refusal := family_of(dense.model).merging_refusal(dense.model):
+        raise BadInput(f"--merge-tokens auto: {refusal}; leave it away")
+    if currency != "macs":
+        why = "merging keeps every parameter" if currency == "params" else "only a given schedule's tokens are timed"
+        raise BadInput(f"--merge-tokens auto: {why}, so that --{currency} can't weigh it; give --macs")
+    probe = probe_of(dense, moments, asked.method, images)
+    return JointPlanner(joint=joint(probe, cost_curves(probe, "macs"), partial(merging_of_schedule, asked.merging)))

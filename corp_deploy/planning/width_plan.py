@@ -1,0 +1,40 @@
+"""What a reduction is to be, settled before it is done, and what it was weighed against."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.merging import Merging
+from corp_deploy.families.widths import Widths
+from corp_deploy.reduction.method import Method
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedAllocation:
+    """An allocation of a budget: the share of the dense cost that stays, the relative logit error that the curves
+    predict, and the one found on the images of the probe.
+    """
+
+    name: str
+    share: float
+    predicted_error: float
+    measured_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthPlan:
+    """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
+
+    `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
+    `within`: what was tried for a limit, as JSON values. `merging`: what a budget chose to merge away.
+    """
+
+    method: Method
+    widths: Widths | None
+    said: tuple[str, ...]
+    predicted_speedup: float | None = None
+    ways: tuple[ProbedAllocation, ...] = ()
+    eliminations: Mapping[str, Elimination] | None = None
+    within: Mapping[str, Any] | None = None
+    merging: Merging | None = None
