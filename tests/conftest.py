@@ -1,9 +1,14 @@
 """One thread a process: tests run side by side, and threads that wait for each other would only cost time."""
 
+import gc
+
 import pytest
 import torch
 
+from tests.tracing import look_up_once
+
 torch.set_num_threads(1)
+look_up_once()
 
 # A file is run by one process: those of few but long tests go first, or the others would wait for them at the end.
 LONGEST = (
@@ -23,3 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, all others in their order."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: half a million objects that no later collection needs to walk through again."""
+    gc.collect()
+    gc.freeze()

@@ -14,22 +14,43 @@ LOST_REL = 0.02
 CLEAN_CALLS = 2  # of each subject that a span must have to be compared
 
 
-def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
-    """The units of a comparison: whole rounds, successive ones taken together until each subject has clean calls.
+class QuietSpans:
+    """The units of a comparison, as rounds come: whole rounds, taken together until each subject has clean calls.
 
     On a quiet machine every round is a span. Under load a span is as long as it takes to find a few calls of each
     subject that no other program interrupted; what is left over at the end is no span.
     """
-    blocks = tuple(blocks)
-    subjects = {block.subject for block in blocks}
-    clean = Counter((block.round, block.subject) for block in blocks for call in _clean(block) if call)
-    spans, span = list[tuple[int, ...]](), list[int]()
-    for index in whole_rounds(blocks):
-        span.append(index)
-        if all(sum(clean[each, subject] for each in span) >= CLEAN_CALLS for subject in subjects):
-            spans.append(tuple(span))
-            span = []
-    return spans
+
+    def __init__(self, subjects: Iterable[str]) -> None:
+        self.rounds = 0
+        self.spans: list[tuple[int, ...]] = []
+        self._subjects = frozenset(subjects)
+        self._span: list[int] = []
+        self._clean: Counter[str] = Counter()
+
+    def add(self, index: int, blocks: Iterable[Block]) -> None:
+        """The next round with all its blocks; none comes of one of which a block was dropped."""
+        blocks, self.rounds = tuple(blocks), self.rounds + 1
+        if any(block.dropped is not None for block in blocks):
+            return
+        self._span.append(index)
+        for block in blocks:
+            self._clean[block.subject] += sum(_clean(block))
+        if all(self._clean[subject] >= CLEAN_CALLS for subject in self._subjects):
+            self.spans.append(tuple(self._span))
+            self._span.clear()
+            self._clean.clear()
+
+
+def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
+    """The spans of a finished measurement, see `QuietSpans`."""
+    rounds: dict[int, list[Block]] = {}
+    for block in blocks:
+        rounds.setdefault(block.round, []).append(block)
+    quiet = QuietSpans(block.subject for own in rounds.values() for block in own)
+    for index in sorted(rounds):
+        quiet.add(index, rounds[index])
+    return quiet.spans
 
 
 def interrupted_share(blocks: Iterable[Block]) -> float:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import count
 
 from perf.record.runs import Block
-from perf.stats.quiet import comparison_measure, quiet_spans, samples
+from perf.stats.quiet import QuietSpans, comparison_measure, samples
 from perf.stats.stats import MIN_ROUNDS, ratio_of_medians
 
 from .laps import Bound, Clock, Plan
@@ -53,13 +53,14 @@ def measure_pair(
         on_round: called with the rounds done.
     """
     reference, candidate = bounds
-    started, blocks, stop = clock(), list[Block](), None
+    started, blocks, stop, quiet = clock(), list[Block](), None, QuietSpans(bounds)
     with no_garbage_collection():
         for index in count():
-            blocks += _round(bounds, index, calls, started, clock, watch)
+            blocks += (latest := _round(bounds, index, calls, started, clock, watch))
+            quiet.add(index, latest)
             if on_round is not None:
                 on_round(index + 1)
-            stop = _stop(blocks, reference, candidate, plan, (clock() - started) / 1e9)
+            stop = _stop(blocks, quiet, (reference, candidate), plan, (clock() - started) / 1e9)
             if stop is not None:
                 break
     assert stop is not None, "rounds are counted without end"
@@ -133,12 +134,13 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     )
 
 
-def _stop(blocks: Sequence[Block], reference: str, candidate: str, plan: Plan, elapsed_s: float) -> str | None:
+def _stop(
+    blocks: Sequence[Block], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan, elapsed_s: float
+) -> str | None:
     """Why to stop now, or None. Width alone decides, never the verdict: stopping on a verdict would favour it."""
-    done = len({block.round for block in blocks})
-    if done >= plan.max_rounds:
+    kept = len(quiet.spans)
+    if quiet.rounds >= plan.max_rounds:
         return "round limit"
-    kept = len(quiet_spans(blocks))
     late = elapsed_s >= plan.time_limit_s
     if late and (kept >= MIN_ROUNDS or elapsed_s >= 2 * plan.time_limit_s):
         return "time limit"
@@ -146,8 +148,8 @@ def _stop(blocks: Sequence[Block], reference: str, candidate: str, plan: Plan, e
         return None
     measure = comparison_measure(blocks)
     ratio = ratio_of_medians(
-        samples(blocks, reference, measure),
-        samples(blocks, candidate, measure),
+        samples(blocks, subjects[0], measure),
+        samples(blocks, subjects[1], measure),
         confidence=plan.confidence,
         draws=plan.draws,
         seed=plan.seed,
