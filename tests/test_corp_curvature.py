@@ -193,3 +193,16 @@ def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(folder: Pa
     assert of_width[HeadWidths(qk=8, v=8)][1] == pytest.approx(
         of_width[HeadWidths(qk=8, v=16)][1] + of_width[narrow][1]
     )
+
+
+def test_beside_other_losses_changes_are_from_the_dense_layer_in_that_place() -> None:
+    dense, name = tiny.checkpoint().model, "blocks.1.mlp"
+    others = {each: _slightly_other(dense.get_submodule(each), 0.3) for each in ("blocks.0.mlp", name)}
+    narrower, tried = replaced(dense, others), _slightly_other(dense.get_submodule(name), 0.01)
+    images = torch.from_numpy(tiny.images(12))
+    whole = {name: dense.get_submodule(name)}
+    (effect,) = linear_effects(narrower, images, {name: [tried]}, whole=whole, directions=400)[name]
+    with torch.no_grad():
+        outputs = [replaced(narrower, {name: layer}).double()(images.double()) for layer in (tried, whole[name])]
+        energy = narrower.double()(images.double()).square().sum()
+    assert effect == pytest.approx(float((outputs[0] - outputs[1]).square().sum() / energy), rel=0.3)

@@ -21,7 +21,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site import Currency
-from corp_deploy.families.widths import HeadWidths
+from corp_deploy.families.widths import EMPTY_HEADS, HeadWidths
 from corp_deploy.planning.budget import allocate, dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
@@ -107,10 +107,10 @@ def test_a_site_that_keeps_q_and_k_offers_its_values(geometry: Any) -> None:
     asked = probe("q/k norm", best(geometry=geometry))
     found = {offer.site: offer for offer in cost_curves(asked, "macs")}
     offer = found["blocks.1.attn"]
-    assert offer.widths == (HeadWidths(qk=16, v=8), HeadWidths(qk=16, v=16))
-    assert offer.costs[0] < offer.costs[1] == offer.cost_now
-    assert offer.errors[0] > offer.errors[1] == 0.0
-    narrow = {name: each.widths[0] for name, each in found.items()}
+    assert offer.widths == (EMPTY_HEADS, HeadWidths(qk=16, v=8), HeadWidths(qk=16, v=16))
+    assert offer.costs[0] < offer.costs[1] < offer.costs[2] == offer.cost_now
+    assert offer.errors[0] > offer.errors[1] > offer.errors[2] == 0.0
+    narrow = {name: each.widths[1] for name, each in found.items()}
     reduction = reduce(asked.model, asked.moments, asked.method, widths=narrow, eliminations=asked.eliminations)
     assert [(site.part, site.width) for site in reduction.sites if site.site == "blocks.1.attn"] == [("v", 8)]
     assert reduction.notes[1].startswith("blocks.1.attn keeps Q/K: q_norm / k_norm stand")

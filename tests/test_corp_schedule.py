@@ -14,7 +14,7 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.carry_out import reduce_as_asked
-from corp_deploy.planning.curves import cost_curves, eliminations
+from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.joint import Joint, joint
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.request import Budget, ReductionRequest
@@ -149,7 +149,8 @@ def test_amounts_never_ask_for_more_than_a_merge_can_take() -> None:
 
 @pytest.fixture(scope="module")
 def planned(probe: Probe) -> Joint:
-    return joint(probe, cost_curves(probe, "macs"), lambda counts: Merging(schedule=counts))
+    own = site_curves(probe)
+    return joint(probe, own, cost_curves(probe, "macs", curves=own), lambda counts: Merging(schedule=counts))
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])

@@ -39,7 +39,7 @@ class Elimination:
     def kept(self, width: int) -> Tensor:
         """The channels that stay at this width, ascending int64."""
         total = self.order_F.numel()
-        assert 0 < width <= total, (width, total)
+        assert 0 <= width <= total, (width, total)
         return self.order_F[total - width :].sort().values
 
     def error_at(self, width: int) -> float:

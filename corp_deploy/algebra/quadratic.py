@@ -35,10 +35,12 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float) -> Solve
     """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
 
     By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues
-    under 1e-12 of the largest are dropped instead: the shortest of the least-squares solutions.
+    under 1e-12 of the largest are dropped instead: the shortest of the least-squares solutions. K may be 0.
     """
     assert ridge_rel >= 0.0, ridge_rel
-    ridge = ridge_rel * float(gram_KK.diagonal().mean())
+    if not gram_KK.numel():
+        return Solved(solution_OK=cross_OK.clone(), condition=1.0, ridge=0.0)
+    ridge = ridge_rel * max(float(gram_KK.diagonal().mean()), 0.0)  # of constants rounding alone is left
     matrix_KK = gram_KK.clone()
     matrix_KK.diagonal().add_(ridge)
     factor_KK, info = torch.linalg.cholesky_ex(matrix_KK)

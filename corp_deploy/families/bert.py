@@ -189,7 +189,9 @@ def classes(model: nn.Module) -> int:
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul."""
-    copied = replaced(model, {site.name: site.plain(geometry) for site in sites(model).heads})
+    every = sites(model)
+    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
+    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
     return copied.eval().requires_grad_(False)
 
 

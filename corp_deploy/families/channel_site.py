@@ -9,7 +9,8 @@ from torch import nn
 from calib.sites import ChannelTaps
 
 from . import cost
-from .modules import replaced
+from .constant import Constant
+from .modules import linear, replaced
 from .widths import HeadGeometry, Width
 
 
@@ -91,9 +92,13 @@ class ChannelSite:
         """Both layers at another width, the first one first, by module name, their weights not yet set."""
         where: dict[str, Any] = {"device": self.first.weight.device, "dtype": self.first.weight.dtype}
         input_bias = self.first.bias is not None if input_bias is None else input_bias
-        first = nn.Linear(self.first.in_features, width, bias=input_bias, **where)
-        last = nn.Linear(width, self.last.out_features, bias=output_bias, **where)
+        first = linear(self.first.in_features, width, bias=input_bias, **where)
+        last = linear(width, self.last.out_features, bias=output_bias, **where)
         return {self.first_name: first, self.last_name: last}
+
+    def plain(self) -> dict[str, nn.Module]:
+        """The modules that are exported in place of the site's own, by name: a constant where nothing else stays."""
+        return {} if self.width else {self.first_name: nn.Identity(), self.last_name: Constant(self.last)}
 
     def _inside(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")

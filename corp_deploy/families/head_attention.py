@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .modules import linear
+
 Geometry = Literal["square", "padded", "ragged"]
 # Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
 _HIDDEN = -30_000.0
@@ -39,7 +41,8 @@ class HeadAttention(nn.Module):
     the case qk = v. The scale is the dense model's, never derived from the reduced width. With geometry `padded` the
     narrower of (q, k) and v is zero-padded to the wider inside the graph, which leaves the result unchanged and lets
     engines keep their fused attention kernel. `fused` selects torch's scaled_dot_product_attention; without it the
-    same product is spelled MatMul-Softmax-MatMul, which is the form to export.
+    same product is spelled MatMul-Softmax-MatMul, which is the form to export. With qk = v = 0 all that it gives is the
+    projection's bias.
     """
 
     def __init__(
@@ -58,18 +61,20 @@ class HeadAttention(nn.Module):
         fused: bool = True,
     ) -> None:
         super().__init__()
-        if min(dim, heads, qk, v) < 1:
-            raise ValueError(f"attention widths: got dim={dim}, heads={heads}, qk={qk}, v={v}, expected all at least 1")
+        if min(dim, heads) < 1 or (min(qk, v) < 1 and (qk, v) != (0, 0)):
+            raise ValueError(
+                f"attention widths: got dim={dim}, heads={heads}, qk={qk}, v={v}, expected all at least 1, or qk=v=0"
+            )
         if geometry == "square" and qk != v:
             raise ValueError(f"geometry 'square' needs qk = v, got qk={qk}, v={v}; use 'padded' or 'ragged'")
         self.heads, self.qk, self.v = heads, qk, v
         self.scale = scale
         self.geometry: Geometry = geometry
         self.fused = fused
-        self.qkv = nn.Linear(dim, heads * (2 * qk + v), bias=qkv_bias)
+        self.qkv = linear(dim, heads * (2 * qk + v), bias=qkv_bias)
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
-        self.proj = nn.Linear(heads * v, dim, bias=proj_bias)
+        self.proj = linear(heads * v, dim, bias=proj_bias)
 
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input."""
@@ -93,6 +98,11 @@ class HeadAttention(nn.Module):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("HeadAttention takes no attention mask")
+        if not self.v:
+            if beside is not None:
+                raise ValueError(f"HeadAttention of no width has no {beside} to tell")
+            constant: Tensor = self.proj(x[..., :0])
+            return constant
         q, k, v = self._heads(x)
         bias_B11N = None if weights_BN is None else key_bias(weights_BN, q.dtype)
         extra = None if beside is None else self._beside(beside, q, k, bias_B11N)

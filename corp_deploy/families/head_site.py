@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from calib.sites import HeadTaps, Tap
 
 from . import cost
+from .constant import Constant
 from .head_attention import HeadAttention
 from .modules import fill_, parameters, replaced
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
@@ -186,6 +187,8 @@ class HeadSite:
         chosen = self.geometry if geometry is None or self.qk == self.v else geometry
         module = self.empty(qk=self.qk, v=self.v, geometry=chosen, fused=False)
         module.load_state_dict(self.module.state_dict())
+        if not self.v:
+            module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
 
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:

@@ -40,6 +40,11 @@ class Merging:
         if self.how == "drop" and self.unmerged:
             raise BadInput("merging: tokens that were dropped have no value to give back; merge instead, or drop alone")
 
+    @property
+    def compares_attention(self) -> bool:
+        """Whether it asks attentions for their keys or for what they attend to."""
+        return self.how == "drop" or self.metric == "keys"
+
     def as_json(self) -> dict[str, Any]:
         """As config.json and lineages have it."""
         return {

@@ -28,6 +28,18 @@ def with_modules(layer: nn.Module, name: str, modules: Mapping[str, nn.Module]) 
     )
 
 
+def linear(inputs: int, outputs: int, **how: Any) -> nn.Linear:
+    """A linear layer whose weights are to be set; torch warns of initialising one without any."""
+    layer = nn.Linear(max(inputs, 1), max(outputs, 1), **how)
+    if inputs and outputs:
+        return layer
+    layer.in_features, layer.out_features = inputs, outputs
+    layer.weight = nn.Parameter(layer.weight.new_zeros(outputs, inputs))
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.new_zeros(outputs))
+    return layer
+
+
 @torch.no_grad()
 def fill_(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     """Set a new linear layer; the one place where float64 results become the model's type."""

@@ -12,6 +12,7 @@ from .merging import Merging, tokens_after
 from .timm_blocks import MergingBlock, MergingBlocks, plain_block
 from .timm_sites import comes_apart, sites
 from .token_merging import TokenMerge, unmerged
+from .widths import is_empty
 
 
 def merging_of(vit: VisionTransformer) -> Merging | None:
@@ -60,6 +61,11 @@ def _refuse_misfit(vit: VisionTransformer, merging: Merging) -> None:
         )
     if merging.how == "drop" and not vit.has_class_token:
         raise BadInput("merging: drop keeps what the class token attends to, and the model has none; merge instead")
+    if merging.compares_attention and (empty := [site.name for site in sites(vit).heads if is_empty(site.width)]):
+        raise BadInput(
+            f"merging: tokens are compared by what attentions tell, and {', '.join(empty)} is a constant; compare them "
+            "by the stream"
+        )
     tokens_after(merging, vit.num_prefix_tokens + vit.patch_embed.num_patches, vit.num_prefix_tokens)
 
 

@@ -90,7 +90,9 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
 
     `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
     """
-    copied = replaced(model, {site.name: site.plain(geometry) for site in sites(model).heads})
+    every = sites(model)
+    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
+    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
     for module in copied.modules():
         if isinstance(module, TimmAttention):
             module.fused_attn = False  # type: ignore[misc]  # final for TorchScript only

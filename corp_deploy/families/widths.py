@@ -16,6 +16,9 @@ class HeadWidths:
     v: int
 
 
+EMPTY_HEADS = HeadWidths(qk=0, v=0)
+"""Of an attention of which a constant stays."""
+
 Width = int | HeadWidths
 Widths = Mapping[str, Width]
 
@@ -37,6 +40,11 @@ def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
     """Every width a site may have under an alignment, the dense one included, narrowest first."""
     step = align if dense >= align else MIN_WIDTH
     return (*range(step, dense, step), dense)
+
+
+def is_empty(width: Width) -> bool:
+    """Whether a constant is all that stays of a site: the bias of its last layer."""
+    return width in (0, EMPTY_HEADS)
 
 
 def head_widths(size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool) -> HeadWidths:

@@ -1,6 +1,6 @@
 """Widths for every share of one budget, from one look at the images."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from calib.input_set import InputSet
@@ -12,16 +12,18 @@ from corp_deploy.store.checkpoint import Checkpoint
 
 from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, uniform_for_share
-from .curves import CostCurve, cost_curves, eliminations
+from .curves import CostCurve, SiteCurves, cost_curves, eliminations, output_errors, site_curves
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
-from .width_plan import ProbedAllocation, WidthPlan
+from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 
 def probe_of(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
     apart = set_apart(dense, moments, images)
     known = eliminations(dense.model, moments, method)
-    return Probe(model=dense.model, moments=apart.moments, method=method, inputs=apart.inputs, eliminations=known)
+    # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
+    fitted = replace(apart.moments, half=None)
+    return Probe(model=dense.model, moments=fitted, method=method, inputs=apart.inputs, eliminations=known)
 
 
 def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
@@ -31,49 +33,63 @@ def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
     )
 
 
-def _beside_uniform(
-    probe: Probe, by_curves: Allocation, curves: list[CostCurve], dense: int, share: float, whole: int
-) -> tuple[ProbedAllocation, ...]:
-    """The allocated widths and, where there are any, uniform ones of the same budget."""
-    by_site = probed("by site", probe, by_curves)
-    uniform = uniform_for_share(probe.model, probe.method, curves, dense, share, whole=whole)
-    if uniform is None:
-        return (by_site,)
-    sparsity, allocated = uniform
-    return by_site, probed(f"uniform sparsity {sparsity:.2f}", probe, allocated)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPlanner:
     """All that a budget's plan follows from but its share: curves priced in one currency, made once for every share.
 
-    `total` is the dense model's cost in the unit of the curves' costs, `whole` that of one that merges no tokens, which
-    shares are of. `merging_ms`: what merging alone takes, where latency counts and tokens are merged.
+    `own`: the sites' curves in their own units, which any look at the outputs scales anew. `total` is the dense model's
+    cost in the unit of the curves' costs, `whole` that of one that merges no tokens, which shares are of. `merging_ms`:
+    what merging alone takes, where latency counts and tokens are merged.
     """
 
     probe: Probe
     currency: Literal["macs", "params", "latency"]
+    own: SiteCurves
     curves: list[CostCurve]
     total: int
     whole: int
     where: LatencyTarget | None
     merging_ms: float | None = None
 
-    def widths_at(self, share: float) -> WidthPlan:
-        """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
-        best = allocate(self.curves, self.total, share, whole=self.whole)
+    def _planned(self, best: Allocation, share: float) -> WidthPlan:
         return WidthPlan(
             method=self.probe.method,
             widths=best.widths,
-            said=(self._used(best, share),),
+            said=(self._used(best, share), *left_alone(self.probe.model, best.widths)),
             predicted_speedup=1.0 / best.share if self.currency == "latency" else None,
             eliminations=self.probe.eliminations,
         )
 
-    def beside_uniform(self, share: float) -> tuple[ProbedAllocation, ...]:
-        """The allocated widths of a share and, where there are any, uniform ones, both tried on the probe's images."""
-        best = allocate(self.curves, self.total, share, whole=self.whole)
-        return _beside_uniform(self.probe, best, self.curves, self.total, share, self.whole)
+    def _allocated(self, share: float) -> Allocation:
+        return allocate(self.curves, self.total, share, whole=self.whole)
+
+    def widths_at(self, share: float) -> WidthPlan:
+        """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
+        return self._planned(self._allocated(share), share)
+
+    def _again(self, first: Allocation, share: float) -> Allocation:
+        """The widths by what every site loses in the model that the first ones leave, where errors meet each other."""
+        errors = output_errors(self.probe, self.own, around=self.probe.narrowed(first.widths))
+        curves = [replace(curve, errors=errors[curve.site]) for curve in self.curves]
+        return allocate(curves, self.total, share, whole=self.whole)
+
+    def tried_at(self, share: float) -> WidthPlan:
+        """Two allocations tried on the probe's images, the second by what sites lose beside the first one's losses, and
+        the better of them; uniform widths of the same budget, where there are any, are told beside them.
+        """
+        first = self._allocated(share)
+        ways = {"by site": first}
+        if (again := self._again(first, share)).widths != first.widths:
+            ways["by site, allocated again"] = again
+        tried = [probed(name, self.probe, way) for name, way in ways.items()]
+        best = min(tried, key=lambda way: way.measured_error)
+        uniform = uniform_for_share(
+            self.probe.model, self.probe.method, self.curves, self.total, share, whole=self.whole
+        )
+        if uniform is not None:
+            sparsity, allocated = uniform
+            tried.append(probed(f"uniform sparsity {sparsity:.2f}", self.probe, allocated))
+        return replace(self._planned(ways[best.name], share), ways=tuple(tried))
 
     def narrowest(self) -> float:
         """The least share that any widths keep."""
@@ -110,17 +126,30 @@ def budget_planner(
 ) -> BudgetPlanner:
     """Probe the sites and price their widths: one look at the images, and for latency the measured tables."""
     probe = probe_of(dense, moments, method, images)
+    own = site_curves(probe)
     if currency != "latency":
-        curves, total = cost_curves(probe, currency), dense_cost(dense.model, currency)
         return BudgetPlanner(
-            probe=probe, currency=currency, curves=curves, total=total, whole=_unmerged(dense, currency), where=None
+            probe=probe,
+            currency=currency,
+            own=own,
+            curves=cost_curves(probe, currency, curves=own),
+            total=dense_cost(dense.model, currency),
+            whole=_unmerged(dense, currency),
+            where=None,
         )
     assert where is not None, currency
     tables = measure_tables(dense, method, where)
     batch = where.batches[0]
-    curves, total = curves_in_time(cost_curves(probe, "macs"), tables, dense, batch)
+    curves, total = curves_in_time(cost_curves(probe, "macs", curves=own), tables, dense, batch)
     whole = total if tables.all_tokens is None else round(1e6 * tables.whole_ms(batch))
     merging_ms = tables.merging_ms(batch) if tables.merges else None
     return BudgetPlanner(
-        probe=probe, currency=currency, curves=curves, total=total, whole=whole, where=where, merging_ms=merging_ms
+        probe=probe,
+        currency=currency,
+        own=own,
+        curves=curves,
+        total=total,
+        whole=whole,
+        where=where,
+        merging_ms=merging_ms,
     )

@@ -110,6 +110,9 @@ def reduce_as_asked(
     for a model of which less would be removed than was asked for, unless that is allowed.
     """
     dense = dense if asked.merging.is_auto else merging_checkpoint(dense, asked.merging)
+    merging = family_of(dense.model).merging_of(dense.model)
+    if asked.merging.merge_metric == "keys" or (merging is not None and merging.compares_attention):
+        asked = replace(asked, method=replace(asked.method, empties=False))
     require_same_model(dense.model, moments)
     if asked.closed_loop is not None and held_out is not None:
         raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")

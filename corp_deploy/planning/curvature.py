@@ -39,12 +39,12 @@ class Tangent:
         moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[name], change_BNC).double()
         return float(moved_VB.square().mean(dim=0).sum())
 
-    def effect(self, branch: Branch, layer: nn.Module) -> float:
-        """The same with this layer in the branch's place."""
+    def behind_of(self, branch: Branch, layer: nn.Module) -> Tensor:
+        """The stream behind a branch [B,N,C] with this layer in its place."""
         entering = self.entering[branch.name]
         with torch.no_grad():
             behind_BNC, _ = branch.passed(layer, entering.x, entering.sizes)
-            return self.energy_of_change(branch.name, behind_BNC - self.behind[branch.name])
+        return behind_BNC
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -88,10 +88,16 @@ def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) 
 
 
 def linear_effects(
-    model: nn.Module, inputs: Inputs, layers: Mapping[str, Sequence[nn.Module]], *, directions: int = DIRECTIONS
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Mapping[str, Sequence[nn.Module]],
+    *,
+    whole: Mapping[str, nn.Module] | None = None,
+    directions: int = DIRECTIONS,
 ) -> dict[str, list[float]]:
     """Squared relative change of the outputs, to first order, with each of these layers in its branch's place alone.
 
+    Changes are from `whole`, the dense layers by branch, of a model whose own are narrower, else from the model's own.
     Runs the model once forwards and `directions` times backwards, and every layer once.
     """
     effects = {name: [0.0] * len(several) for name, several in layers.items()}
@@ -101,6 +107,10 @@ def linear_effects(
         for tangent in tangents(model, inputs, directions=directions):
             energy += tangent.energy
             for name, several in layers.items():
+                branch, before_BNC = branches[name], tangent.behind[name]
+                if whole is not None:
+                    before_BNC = tangent.behind_of(branch, whole[name])
                 for place, layer in enumerate(several):
-                    effects[name][place] += tangent.effect(branches[name], layer)
+                    change_BNC = tangent.behind_of(branch, layer) - before_BNC
+                    effects[name][place] += tangent.energy_of_change(name, change_BNC)
     return {name: [value / energy for value in values] for name, values in effects.items()}

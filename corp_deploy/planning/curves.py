@@ -18,7 +18,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.site import Currency, Site
 from corp_deploy.families.site_cost import SiteCosts, site_costs
-from corp_deploy.families.widths import Width
+from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import ErrorCurve
 from corp_deploy.reduction.kinds import kind_of
@@ -59,9 +59,12 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
 
 
 def _tried(curve: ErrorCurve) -> list[int]:
-    """The positions at which a curve is tried: at a quarter, half and three quarters of the way to the full width."""
+    """The positions at which a curve is tried: at a quarter, half and three quarters of the way to the full width, and
+    where a constant is all that stays, which is like no width.
+    """
     narrower = len(curve.errors) - 1
-    return sorted({min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in PARTS})
+    empty = {0} if is_empty(curve.alone[0]) else set[int]()
+    return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in PARTS})
 
 
 def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...]:
@@ -91,15 +94,16 @@ def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]
     return tuple(total) or (0.0,)
 
 
-def cost_curves(probe: Probe, currency: Currency) -> list[CostCurve]:
-    """Every site's costs and output errors by width; one walk of the probe tries a width of each.
+SiteCurves = Mapping[str, list[ErrorCurve]]
+"""The curves of every site's parts in their own units, none where there is no choice of width."""
 
-    An attention whose Q/K must stay has those of its values. Raises BadInput for a method that has no error curves.
-    """
+
+def site_curves(probe: Probe) -> SiteCurves:
+    """By the moments alone. Raises BadInput for a method that has no error curves."""
     method, model = probe.method, probe.model
     if method.mlp_selection != "obs" or method.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
-    sites, costs, where = sites_of(model).every, site_costs(model, currency), device(model)
+    sites, where = sites_of(model).every, device(model)
 
     def curves_at(site: Site) -> list[ErrorCurve]:
         known = probe.eliminations.get(site.name)
@@ -108,10 +112,27 @@ def cost_curves(probe: Probe, currency: Currency) -> list[CostCurve]:
             return []
         return kind.curves(site, site_moments(site, probe.moments, where), method, known)
 
-    curves = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
+    return dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
+
+
+def output_errors(probe: Probe, curves: SiteCurves, *, around: nn.Module | None = None) -> dict[str, tuple[float, ...]]:
+    """What every width of a site loses of the outputs, squared and relative; one look of the probe tries a few widths.
+
+    `around` is a narrowed model: what a site loses then is what it loses beside the others' losses.
+    """
     trials = [(name, curve.alone[at]) for name, several in curves.items() for curve in several for at in _tried(curve)]
-    effects = probe.linear_effects(trials)
-    return [_cost_curve(site, _errors(curves[site.name], site, effects), costs, method) for site in sites]
+    effects = probe.linear_effects(trials, around=around)
+    return {site.name: _errors(curves[site.name], site, effects) for site in sites_of(probe.model).every}
+
+
+def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:
+    """Every site's costs and output errors by width. `curves` spares `site_curves`.
+
+    An attention whose Q/K must stay has those of its values.
+    """
+    errors = output_errors(probe, site_curves(probe) if curves is None else curves)
+    costs = site_costs(probe.model, currency)
+    return [_cost_curve(site, errors[site.name], costs, probe.method) for site in sites_of(probe.model).every]
 
 
 def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:

@@ -18,7 +18,7 @@ from corp_deploy.families.site_cost import site_costs
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate, dense_cost
-from .curves import CostCurve
+from .curves import CostCurve, SiteCurves, output_errors
 from .probe import Probe
 from .schedule import MergeCosts, MergeCurves, best_schedule, merge_costs_in_macs, merge_curves, shaped_schedule, shapes
 
@@ -44,9 +44,11 @@ class JointAllocation:
 
     merging: Merging | None
     allocated: Allocation
+    again: bool = False
 
     def words(self) -> str:
-        return "widths alone" if self.merging is None else f"tokens {self.merging.words()}, and widths"
+        name = "widths alone" if self.merging is None else f"tokens {self.merging.words()}, and widths"
+        return f"{name}, allocated again" if self.again else name
 
 
 def repriced(curves: list[CostCurve], model: nn.Module, currency: Currency, probe: Probe) -> list[CostCurve]:
@@ -66,10 +68,12 @@ def repriced(curves: list[CostCurve], model: nn.Module, currency: Currency, prob
 class Joint:
     """What a joint plan follows from but its share; `merging` makes a schedule's merging, `whole` is the dense cost.
 
-    `stages` are those settled so far, by the share that merging alone may keep.
+    `own`: the sites' curves in their own units. `stages` are those settled so far, by the share that merging alone may
+    keep.
     """
 
     probe: Probe
+    own: SiteCurves
     curves: list[CostCurve]
     whole: int
     merging: Callable[[tuple[int, ...]], Merging]
@@ -141,16 +145,36 @@ class Joint:
         fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
         return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.whole
 
+    def again(self, way: JointAllocation, share: float) -> JointAllocation | None:
+        """The same schedule with widths by what every site loses in the model that `way` leaves; None where those are
+        the same widths.
+        """
+        (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
+        probe, model = self.probe, self.probe.model
+        around = probe.narrowed(way.allocated.widths, merging=way.merging)
+        if way.merging is not None:
+            probe = replace(probe, model=family_of(model).with_merging(model, way.merging))
+        errors = output_errors(probe, self.own, around=around)
+        curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]
+        widths = allocate(curves, stage.cost, share, whole=self.whole)
+        if widths.widths == way.allocated.widths:
+            return None
+        error = (stage.lost + widths.predicted_error**2) ** 0.5
+        return JointAllocation(merging=way.merging, allocated=replace(widths, predicted_error=error), again=True)
+
     def measured(self, way: JointAllocation) -> float:
         """Relative change of the outputs on the probe's images, tried end to end."""
         return math.sqrt(self.probe.effect(way.allocated.widths, merging=way.merging))
 
 
-def joint(probe: Probe, curves: list[CostCurve], merging: Callable[[tuple[int, ...]], Merging]) -> Joint:
+def joint(
+    probe: Probe, own: SiteCurves, curves: list[CostCurve], merging: Callable[[tuple[int, ...]], Merging]
+) -> Joint:
     """Learn what merging loses in every block, from the images that the probe looks at."""
     losses = merge_curves(probe.model, probe.inputs)
     return Joint(
         probe=probe,
+        own=own,
         curves=curves,
         whole=dense_cost(probe.model, "macs"),
         merging=merging,

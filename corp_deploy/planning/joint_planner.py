@@ -10,12 +10,12 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
 from .budget_planner import probe_of
-from .curves import cost_curves
+from .curves import cost_curves, site_curves
 from .joint import TRIED, Joint, JointAllocation, joint
 from .merging import merging_of_schedule
 from .probe import Probe
 from .request import ReductionRequest
-from .width_plan import ProbedAllocation, WidthPlan
+from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,10 @@ class JointPlanner:
         return WidthPlan(
             method=self.probe.method,
             widths=way.allocated.widths,
-            said=(f"budget: {way.allocated.share:.1%} of the dense macs used of {share:.1%} allowed, {way.words()}",),
+            said=(
+                f"budget: {way.allocated.share:.1%} of the dense macs used of {share:.1%} allowed, {way.words()}",
+                *left_alone(self.probe.model, way.allocated.widths),
+            ),
             eliminations=self.probe.eliminations,
             merging=way.merging,
         )
@@ -46,9 +49,13 @@ class JointPlanner:
         return self._planned(self.joint.ranked(share)[0], share)
 
     def tried_at(self, share: float) -> WidthPlan:
-        """The best on the probe's images of those that were predicted to be the best, all of which are told."""
+        """The best on the probe's images of those that were predicted to be the best, and of the best one's widths
+        allocated again beside its losses; all are told.
+        """
         ways = self.joint.ranked(share)[:TRIED]
         errors = [self.joint.measured(way) for way in ways]
+        if again := self.joint.again(ways[errors.index(min(errors))], share):
+            ways, errors = [*ways, again], [*errors, self.joint.measured(again)]
         told = tuple(
             ProbedAllocation(
                 name=way.words(),
@@ -73,4 +80,6 @@ def joint_planner(
         why = "merging keeps every parameter" if currency == "params" else "only a given schedule's tokens are timed"
         raise BadInput(f"--merge-tokens auto: {why}, so that --{currency} can't weigh it; give --macs")
     probe = probe_of(dense, moments, asked.method, images)
-    return JointPlanner(joint=joint(probe, cost_curves(probe, "macs"), partial(merging_of_schedule, asked.merging)))
+    own = site_curves(probe)
+    curves = cost_curves(probe, "macs", curves=own)
+    return JointPlanner(joint=joint(probe, own, curves, partial(merging_of_schedule, asked.merging)))

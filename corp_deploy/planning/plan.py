@@ -1,7 +1,5 @@
 """Settle what a reduction does before it is done: the widths of a budget, the geometry of the heads."""
 
-from dataclasses import replace
-
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.store.checkpoint import Checkpoint
@@ -45,4 +43,4 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     if asked.merging.is_auto:
         return joint_planner(dense, moments, asked, images, budget.currency).tried_at(budget.share)
     planner = budget_planner(dense, moments, asked.method, images, currency=budget.currency, where=budget.where)
-    return replace(planner.widths_at(budget.share), ways=planner.beside_uniform(budget.share))
+    return planner.tried_at(budget.share)

@@ -54,9 +54,7 @@ class Probe:
         """Squared relative change of the outputs when these sites have these widths and the others stay, and tokens are
         merged so.
         """
-        reduced = reduce(self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations).model
-        if merging is not None:
-            reduced = family_of(reduced).with_merging(reduced, merging)
+        reduced = self.narrowed(widths, merging=merging)
         with torch.inference_mode():
             return _change(run_model(reduced, self.inputs), run_model(self.model, self.inputs))
 
@@ -83,9 +81,17 @@ class Probe:
                 walk = walk.behind(step)
         return effects
 
-    def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+    def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
+        """The model with these widths that merges tokens so, as `effect` looks at it; gradients may go through it."""
+        with torch.inference_mode(False), torch.no_grad():
+            reduced = reduce(
+                self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations
+            ).model
+            return reduced if merging is None else family_of(reduced).with_merging(reduced, merging)
+
+    def linear_effects(self, trials: Sequence[Trial], *, around: nn.Module | None = None) -> dict[Trial, float]:
         """`effects` to first order, at the cost of a few passes however many trials there are (see curvature.py); exact
-        ones of sites that stand in no branch.
+        ones of sites that stand in no branch. `around`: a narrowed model whose streams and gradients count instead.
         """
         inside = {step.name: step for step in family_of(self.model).steps(self.model) if isinstance(step, Branch)}
         walked = [trial for trial in trials if trial[0] in inside]
@@ -93,7 +99,9 @@ class Probe:
         layers: dict[str, list[nn.Module]] = defaultdict(list)
         for (name, _), new in zip(walked, self._reduced(walked), strict=True):
             layers[name].append(with_modules(inside[name].layer, name, new.modules))
-        by_site = {name: iter(values) for name, values in linear_effects(self.model, self.inputs, layers).items()}
+        whole = None if around is None else {name: inside[name].layer for name in layers}
+        found = linear_effects(around or self.model, self.inputs, layers, whole=whole)
+        by_site = {name: iter(values) for name, values in found.items()}
         return effects | {trial: next(by_site[trial[0]]) for trial in walked}
 
     def _start(self) -> Walk:

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.widths import Widths
 from corp_deploy.reduction.method import Method
@@ -20,6 +23,19 @@ class ProbedAllocation:
     share: float
     predicted_error: float
     measured_error: float
+
+
+NAMED = 6
+
+
+def left_alone(model: nn.Module, widths: Widths) -> tuple[str, ...]:
+    """A sentence on the sites that a budget spares, none where it spares none."""
+    sites = sites_of(model).every
+    whole = [site.name for site in sites if widths.get(site.name, site.width) == site.width]
+    if not whole:
+        return ()
+    named = f"{', '.join(whole[:NAMED])}{', ...' if len(whole) > NAMED else ''}"
+    return (f"left alone: {len(whole)} of {len(sites)} sites would lose more than narrower ones save ({named})",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.steps import Branch, Merge
+from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
 
 from .descent import Pace
@@ -32,9 +33,10 @@ def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[Pai
 
 
 def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
-    """The sites that are narrower than the dense model's."""
+    """The sites that are narrower than the dense model's and have anything to fit."""
     widths = {site.name: site.width for site in sites_of(dense).every}
-    return [site.name for site in sites_of(model).every if widths.get(site.name) != site.width]
+    narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.width)
+    return [site.name for site in narrower if not is_empty(site.width)]
 
 
 Fit = Callable[[Branch, str, list[Pair]], None]

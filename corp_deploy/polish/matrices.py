@@ -64,7 +64,7 @@ def chosen_(model: nn.Module, *, within: str = "") -> tuple[Matrix, ...]:
         if within and not site.name.startswith(f"{within}."):
             continue
         layers = (layer for module in site.modules for layer in module.modules() if isinstance(layer, nn.Linear))
-        linear |= {names[id(layer)]: layer for layer in layers}
+        linear |= {names[id(layer)]: layer for layer in layers if layer.weight.numel()}
     model.requires_grad_(False)
     for layer in linear.values():
         layer.requires_grad_(True)

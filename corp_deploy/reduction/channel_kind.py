@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from calib.moments import ChannelMoments, SiteMoments
@@ -13,7 +14,7 @@ from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import aligned_width, aligned_widths
 
 from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums
-from .channel_modules import built, channel_report, layers_of
+from .channel_modules import built, channel_report, emptied, layers_of
 from .channel_target import refitted
 from .channels import Halves, channels_at_site, elimination, output_energy
 from .folded_channels import See, folded_channels, judged_folds
@@ -41,7 +42,7 @@ class ChannelKind:
         return aligned_widths(site.width, method.align_hidden)
 
     def offers(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
-        return self.widths(site, method)
+        return (0,) * method.empties + self.widths(site, method)
 
     def refusal(self, site: ChannelSite, method: Method) -> str:
         return ""
@@ -60,6 +61,8 @@ class ChannelKind:
         held_out: ChannelMoments | None = None,
         halves: Halves | None = None,
     ) -> Reduced:
+        if width == 0:
+            return emptied(site, moments, method, held_out)
         new = channels_at_site(moments, layers_of(site), method, width, known, halves)
         return built(site, new, moments, method, held_out)
 
@@ -102,6 +105,10 @@ class ChannelKind:
             new = _merged(branch, site, moments, streams, method, width)
             layer = with_modules(branch.layer, site.name, new.modules)
             return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+        if width == 0:
+            none_K = torch.zeros(0, dtype=torch.int64, device=streams.device)
+            new = emptied(site, moments, method)
+            return OnStreams(new=new, lacking=on_all.each(lambda sums: sums.of(none_K)), energy=energy)
         layers = layers_of(site)
         toward_stream = method.mlp_selection == "obs" and method.mlp_recovery == "affine" and branch.read is None
         if refit is not None and toward_stream:

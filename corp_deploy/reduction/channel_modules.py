@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from calib.moments import ChannelMoments
@@ -11,6 +12,7 @@ from corp_deploy.families.modules import fill_
 
 from . import channels
 from .channels import ChannelLayers, ChannelsAtSite, output_energy
+from .emptied import constant_report, mean_given
 from .kind import Reduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
@@ -56,6 +58,27 @@ def channel_report(
         ridge=recovery.ridge,
         held_out=held_out,
     )
+
+
+def emptied(
+    site: ChannelSite, moments: ChannelMoments, method: Method, held_out: ChannelMoments | None = None
+) -> Reduced:
+    """Both layers without channels: the mean of what the MLP gives stays."""
+    layers, mean_O = layers_of(site), mean_given(site.last, moments.mean_F)
+    bias_K = None if layers.first_bias_F is None else layers.first_bias_F[:0]
+    modules = placed(site, layers.first_FI[:0], bias_K, layers.second_OF[:, :0], mean_O)
+    report = constant_report(
+        site.name,
+        "mlp",
+        site.last,
+        width_dense=site.width,
+        width_asked=site.width * method.mlp_kept,
+        mean_K=moments.mean_F,
+        covariance_KK=moments.covariance_FF,
+        held_out=None if held_out is None else (held_out.mean_F, held_out.covariance_FF),
+    )
+    kept_K = moments.sum_F.new_zeros(0, dtype=torch.int64)
+    return Reduced(modules={**modules}, last=modules[site.last_name], reports=[report], kept_K=kept_K)
 
 
 def built(

@@ -13,6 +13,7 @@ from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import (
+    EMPTY_HEADS,
     HeadWidths,
     aligned_width,
     aligned_widths,
@@ -21,7 +22,7 @@ from corp_deploy.families.widths import (
 )
 
 from .branch_sums import dense_advanced, head_moments_in_halves, inputs_sums
-from .head_modules import reduced_heads
+from .head_modules import emptied_heads, reduced_heads
 from .heads import Halves
 from .kind import ErrorCurve, OnStreams, Reduced
 from .method import Method
@@ -50,11 +51,14 @@ class HeadKind:
         return tuple(head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk) for size in sizes)
 
     def offers(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
-        """Queries and keys by values, unless heads are square or one of them must stay."""
-        if site.keeps_qk or method.geometry == "square" or method.value_recovery == "keep":
+        """Queries and keys by values, unless heads are square or one of them must stay; none where values may go."""
+        if method.value_recovery == "keep":
             return self.widths(site, method)
+        empty = (EMPTY_HEADS,) * method.empties
+        if site.keeps_qk or method.geometry == "square":
+            return empty + self.widths(site, method)
         qk, v = (aligned_widths(size, method.align_head) for size in (site.qk, site.v))
-        return tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
+        return empty + tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
 
     def refusal(self, site: HeadSite, method: Method) -> str:
         return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
@@ -78,6 +82,8 @@ class HeadKind:
         held_out: HeadMoments | None = None,
         halves: Halves | None = None,
     ) -> Reduced:
+        if width == EMPTY_HEADS:
+            return emptied_heads(site, moments, method, held_out)
         return reduced_heads(site, moments, method, width, held_out, halves)
 
     def elimination(self, site: HeadSite, moments: HeadMoments, method: Method) -> None:
@@ -86,19 +92,20 @@ class HeadKind:
     def curves(
         self, site: HeadSite, moments: HeadMoments, method: Method, known: Elimination | None
     ) -> list[ErrorCurve]:
-        """Of Q/K where they may shrink, and of the values where they may."""
+        """Of Q/K where they may shrink, and of the values where they may; without values no query is asked."""
         offers = self.offers(site, method)
         if len(offers) == 1:
             return []
         curves = []
         if not site.keeps_qk:
             lost_HD = queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
-            alone = {width.qk: HeadWidths(qk=width.qk, v=site.v) for width in offers}
-            curves.append(_curve(lost_HD, alone, [width.qk for width in offers]))
+            offered = [width.qk or site.qk for width in offers]
+            alone = {size: HeadWidths(qk=size, v=site.v) for size in offered}
+            curves.append(_curve(lost_HD, alone, offered))
         if any(width.v != site.v for width in offers):
             weight_OC = site.last.weight.detach().double()
             lost_HD = values.lowrank_spectrum(moments.z_mean_C, moments.z_second_CC, weight_OC, site.heads)
-            alone = {width.v: HeadWidths(qk=site.qk, v=width.v) for width in offers}
+            alone = {width.v: HeadWidths(qk=site.qk, v=width.v) if width.v else EMPTY_HEADS for width in offers}
             curves.append(_curve(lost_HD, alone, [width.v for width in offers]))
         return curves
 
@@ -109,7 +116,7 @@ class HeadKind:
     def rebuilt(self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths) -> Reduced:
         system = method.needs_attention_system
         moments, halves = head_moments_in_halves(branch, site, streams, system=system)
-        return reduced_heads(site, moments, method, width, halves=halves)
+        return self.reduced(site, moments, method, width, halves=halves)
 
     def on_streams(
         self,

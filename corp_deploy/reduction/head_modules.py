@@ -1,13 +1,15 @@
 """A head site's new attention module, its weights set, with its reports."""
 
+import torch
 from torch import Tensor
 
 from calib.moments import HeadMoments
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.families.head_site import HeadSite
-from corp_deploy.families.widths import HeadWidths
+from corp_deploy.families.widths import EMPTY_HEADS, HeadWidths
 
 from . import heads
+from .emptied import constant_report, mean_given
 from .heads import Halves, HeadMaps, QkAtSite, ValuesAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .kind import Reduced
 from .method import Method
@@ -111,3 +113,30 @@ def reduced_heads(
         (values.weight_OK, values.bias_O if needs_bias else None),
     )
     return Reduced(modules={site.name: module}, last=last, reports=reports)
+
+
+def emptied_heads(site: HeadSite, moments: HeadMoments, method: Method, held_out: HeadMoments | None = None) -> Reduced:
+    """The mean of what the attention gives stays."""
+    weight, bias = site.first.weight.detach(), site.first.bias
+    module, last = site.placed(
+        EMPTY_HEADS,
+        method.geometry,
+        (weight[:0], None if bias is None else bias.detach()[:0]),
+        (site.last.weight.detach()[:, :0], mean_given(site.last, moments.z_mean_C)),
+    )
+    report = constant_report(
+        site.name,
+        "v",
+        site.last,
+        width_dense=site.v,
+        width_asked=site.v * method.attention_kept,
+        mean_K=moments.z_mean_C,
+        covariance_KK=_covariance(moments),
+        held_out=None if held_out is None else (held_out.z_mean_C, _covariance(held_out)),
+    )
+    return Reduced(modules={site.name: module}, last=last, reports=[report])
+
+
+def _covariance(moments: HeadMoments) -> Tensor:
+    """Of what enters the output projection."""
+    return moments.z_second_CC - torch.outer(moments.z_mean_C, moments.z_mean_C)

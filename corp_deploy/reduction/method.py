@@ -36,7 +36,7 @@ DEFAULT_RIDGE_REL = 1e-4
 class Method:
     """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
     full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
-    elimination (see swap.py).
+    elimination (see swap.py). `empties`: whether a budget may leave a constant of a site.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -50,6 +50,7 @@ class Method:
     mlp_sparsity: float | None = None
     attention_sparsity: float | None = None
     mlp_swaps: bool = True
+    empties: bool = True
     geometry: HeadGeometry = "padded"
     align_hidden: int = 64
     align_head: int = 16

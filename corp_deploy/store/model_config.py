@@ -13,7 +13,7 @@ from ground.records import Sha256, record_from_file, record_from_value
 
 CONFIG, KIND = "config.json", "corp-deploy/model"
 REMEDY = "the file was edited or cut off, write the model again"
-_Width = Annotated[int, Meta(ge=1, le=2**20)]
+_Width = Annotated[int, Meta(ge=0, le=2**20)]  # of 0 a constant stays
 
 
 class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    heads: _Width
+    heads: Annotated[int, Meta(ge=1, le=2**20)]
     qk: _Width
     v: _Width
     scale: Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -34,6 +34,8 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if self.geometry == "square" and self.qk != self.v:
             raise BadInput(f"it is square, but qk is {self.qk} and v is {self.v}")
+        if (self.qk == 0) != (self.v == 0):
+            raise BadInput(f"qk is {self.qk} and v is {self.v}; expected both or none to be 0")
 
 
 class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
