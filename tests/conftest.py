@@ -30,7 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
 
+def pytest_runtest_setup() -> None:
+    """Whatever a benchmark's command that was called before has set for its own process."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: half a million objects that no later collection needs to walk through again."""
+    """What is imported by now stays: half a million objects that no later collection needs to walk through again.
+
+    Graphs are traced by allocating millions of objects that go by themselves; collections are for circles alone.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)

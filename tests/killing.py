@@ -124,9 +124,16 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     from corp_deploy.release.baseline import Baseline
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import release
+    from export.graph.to_onnx import onnx_from_model
+    from ground.ports import LOGITS, image_port
+    from tests.export_vit import Vit
+    from tests.tracing import look_up_once
 
     assert own_steps is not steps
     torch.set_num_threads(1)
+    # What tracing imports takes seconds, and every fork that comes as far as a graph would import it anew.
+    look_up_once()
+    onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
     recipe = load_recipe(recipe_path)
     for point in points:
         ended = "killed" if killed_at(point, root, lambda: release(recipe, root, Baseline())) else "ended"

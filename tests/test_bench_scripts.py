@@ -153,7 +153,9 @@ def test_calibration_is_measured_whole_beside_the_faster_bare_pass_and_names_the
 
 def test_a_proof_is_told_in_passes_and_memory(tmp_path: Path) -> None:
     kwargs = ["--model", tiny.ARCHITECTURE.name, "--model-kwargs", json.dumps(tiny.ARCHITECTURE.kwargs)]
-    result = CliRunner().invoke(proof_cost.main, [*kwargs, "--images", "8", "-o", str(tmp_path / "proof_cost.json")])
+    result = CliRunner().invoke(
+        proof_cost.main, [*kwargs, "--images", "8", "--threads", "1", "-o", str(tmp_path / "proof_cost.json")]
+    )
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "proof_cost.json").read_text())
     assert list(record["pass_cpu_s"]) == ["dense in FP16", *proof_cost.ARTEFACTS]

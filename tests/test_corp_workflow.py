@@ -280,17 +280,30 @@ def test_asking_for_a_gpu_that_is_not_there_exits_with_4(home: Path, tmp_path: P
 # Engines
 
 
+@pytest.fixture(scope="module")
+def half(home: Path) -> Path:
+    """The dense model's fp16 graph, beside it what the command printed."""
+    graph = home / "half" / "x.onnx"
+    graph.parent.mkdir()
+    result = done("export", "--model", home / "dense", "--precision", "fp16", "-o", graph, "--json")
+    (home / "half.json").write_text(result.stdout)
+    return graph
+
+
+@pytest.fixture(scope="module")
+def single(home: Path) -> Path:
+    """The dense model's fp32 graph."""
+    done("export", "--model", home / "dense", "-o", home / "dense.onnx")
+    return home / "dense.onnx"
+
+
 @needs_rtx
-def test_build_and_audit(home: Path, tmp_path: Path) -> None:
+def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
     padded = reduced(home, tmp_path / "padded", "--attn", 0.5, "--align", "head=8")
-    graphs = {}
-    for name, model, extra in (
-        ("dense", home / "dense", []),
-        ("padded", padded, []),
-        ("ragged", padded, ["--heads", "ragged"]),
-    ):
+    graphs = {"dense": half}
+    for name, extra in (("padded", []), ("ragged", ["--heads", "ragged"])):
         graphs[name] = tmp_path / f"{name}.fp16.onnx"
-        done("export", "--model", model, "-o", graphs[name], "--precision", "fp16", *extra)
+        done("export", "--model", padded, "-o", graphs[name], "--precision", "fp16", *extra)
     plan = tmp_path / "padded.plan"
     done("build", graphs["padded"], "--backend", "tensorrt-rtx", "--batch", "1:2:4", "--sm", "86", "-o", plan)
     record = json.loads((tmp_path / "padded.plan.json").read_text())
@@ -301,39 +314,37 @@ def test_build_and_audit(home: Path, tmp_path: Path) -> None:
     assert "blocks.0.attn" in lost.stdout
 
 
-def test_a_backend_that_is_absent_exits_with_4_and_says_how(home: Path, tmp_path: Path) -> None:
+def test_a_backend_that_is_absent_exits_with_4_and_says_how(half: Path, tmp_path: Path) -> None:
     try:
         import tensorrt  # noqa: F401
 
         pytest.skip("TensorRT is installed")
     except ImportError:
         pass
-    done("export", "--model", home / "dense", "-o", tmp_path / "d.onnx", "--precision", "fp16")
-    result = run("build", tmp_path / "d.onnx", "--batch", "1:2:4", "-o", tmp_path / "d.plan")
+    result = run("build", half, "--batch", "1:2:4", "-o", tmp_path / "d.plan")
     assert result.exit_code == 4
     assert "pip install" in result.stderr
     assert not (tmp_path / "d.plan").exists()
 
 
-def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Path, tmp_path: Path) -> None:
-    one = done("export", "--model", home / "dense", "--precision", "fp16", "-o", tmp_path / "x.onnx", "--json")
-    assert [Path(row["path"]).name for row in json.loads(one.stdout)["written"]] == ["x.onnx"]
-    assert facts_of_onnx(tmp_path / "x.onnx").precision == "fp16"
-    assert [path.name for path in tmp_path.glob("*.onnx")] == ["x.onnx"]
+def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Path, half: Path, tmp_path: Path) -> None:
+    printed = json.loads((home / "half.json").read_text())
+    assert [Path(row["path"]).name for row in printed["written"]] == ["x.onnx"]
+    assert facts_of_onnx(half).precision == "fp16"
+    assert [path.name for path in half.parent.glob("*.onnx")] == ["x.onnx"]
     both = done("export", "--model", home / "dense", "--precision", "fp16,fp32", "-o", tmp_path / "y.onnx")
-    printed = "".join(both.stdout.split())
-    assert "y.onnx:fp32" in printed
-    assert "y.fp16.onnx:fp16" in printed
+    lines = "".join(both.stdout.split())
+    assert "y.onnx:fp32" in lines
+    assert "y.fp16.onnx:fp16" in lines
     assert [facts_of_onnx(tmp_path / name).precision for name in ("y.onnx", "y.fp16.onnx")] == ["fp32", "fp16"]
 
 
 # Proof
 
 
-def test_a_swapped_channel_is_found_and_located(home: Path, tmp_path: Path) -> None:
+def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_path: Path) -> None:
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")
-    done("export", "--model", home / "dense", "-o", tmp_path / "good.onnx")
     faulty = replaced(dense.model, {})
     fc1 = vit.sites(faulty).channels[1].first
     with torch.no_grad():
@@ -341,21 +352,22 @@ def test_a_swapped_channel_is_found_and_located(home: Path, tmp_path: Path) -> N
     save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
     done("export", "--model", tmp_path / "faulty", "-o", tmp_path / "bad.onnx")
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
-    done("verify", home / "dense", home / "dense", tmp_path / "good.onnx", *words)
+    done("verify", home / "dense", home / "dense", single, *words)
     result = done("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
     record = json.loads(result.stdout)
     assert record["located"][0]["site"] == "blocks.1.mlp"
 
 
-def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(home: Path, tmp_path: Path) -> None:
+def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
+    home: Path, single: Path, tmp_path: Path
+) -> None:
     save(tiny.checkpoint(seed=4), tmp_path / "other")
-    done("export", "--model", tmp_path / "other", "-o", tmp_path / "x.onnx")
-    graph = onnx.load(tmp_path / "x.onnx")
+    graph = onnx.load(single)
     for index, node in enumerate(graph.graph.node):
         node.name = f"n{index}"
     onnx.save(graph, tmp_path / "x.onnx")
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4"]
-    done("verify", home / "dense", home / "dense", tmp_path / "x.onnx", *words, code=1)
+    done("verify", tmp_path / "other", tmp_path / "other", tmp_path / "x.onnx", *words, code=1)
     record = json.loads((tmp_path / "p.json").read_text())
     assert (record["verdict"], record["located"]) == ("FAIL", [])
 
