@@ -9,27 +9,18 @@ import pytest
 import torch
 
 from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging, most_merged
+from corp_deploy.families.merging import Merging, most_merged, tokens_after
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.joint import Joint, joint
+from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
+from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.request import Budget, ReductionRequest
-from corp_deploy.planning.schedule import (
-    MergeCosts,
-    MergeCurves,
-    amounts_tried,
-    best_schedule,
-    merge_costs_in_macs,
-    merge_curves,
-    merge_places,
-    most_at_once,
-    shaped_schedule,
-    shapes,
-)
+from corp_deploy.planning.schedule import best_schedule, most_at_once, shaped_schedule, shapes
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -145,6 +136,52 @@ def test_amounts_never_ask_for_more_than_a_merge_can_take() -> None:
         for amount in amounts_tried(tokens, protected):
             assert 0 < amount - merged <= most_merged("merge", tokens - merged, protected)
             merged = amount
+
+
+def free_merging(tokens: int, blocks: int) -> tuple[MergeCurves, MergeCosts]:
+    """A model whose every block costs as much as it has tokens, and merges for nothing."""
+    amounts_G = amounts_offered(tokens, round(0.94 * tokens))
+    merging_GG = np.full((len(amounts_G), len(amounts_G)), np.inf)
+    for one, before in enumerate(amounts_G):
+        can = (amounts_G >= before) & (amounts_G - before <= most_merged("merge", tokens - int(before), 1))
+        merging_GG[one, can] = 0.0
+    running_LG = np.tile((tokens - amounts_G) / (tokens * blocks), (blocks, 1))
+    curves = MergeCurves(tokens=tokens, protected=1, amounts_G=amounts_G, errors_LG=np.zeros(running_LG.shape))
+    return curves, MergeCosts(fixed=0.0, running_LG=running_LG, merging_GG=merging_GG)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5, 0.4])
+def test_plain_schedules_reach_small_budgets_and_end_where_tokens_do(share: float) -> None:
+    """Of 257 tokens in 12 blocks, as at 224 pixels: 20 and more a block, and growing to more than 36."""
+    curves, costs = free_merging(257, 12)
+    for shape in shapes(12)[:3]:
+        plain = shaped_schedule(curves, costs, share, shape)
+        assert plain is not None
+        merging = Merging(schedule=plain.counts)
+        behind = tokens_after(merging, 257, 1)  # raises where a block can't merge so many
+        assert sum(behind) / (257 * 12) == pytest.approx(plain.cost)
+        assert share - 0.01 < plain.cost <= share
+        largest = max(plain.counts)
+        wanted = np.array([largest * each for each in shape])
+        full = [count >= most - 3 for count, most in zip(plain.counts, wanted, strict=True)]
+        assert all(full[: full.index(False)] if False in full else full)
+        cut = full.index(False) if False in full else 12
+        left = (257, *behind)
+        for count, entering in list(zip(plain.counts, left, strict=False))[cut:]:
+            room = int(curves.amounts_G[-1]) - (257 - entering)
+            assert count >= min(most_merged("merge", entering, 1), room) - 3
+    growing = shaped_schedule(curves, costs, 0.5, shapes(12)[1])
+    assert growing is not None
+    assert max(growing.counts) > 36
+
+
+def test_amounts_are_fine_at_any_number_of_tokens() -> None:
+    for tokens in (17, 197, 257, 577, 1370):
+        amounts_G = amounts_offered(tokens, tokens - 2)
+        assert amounts_G[0] == 0
+        assert amounts_G[-1] <= tokens - 2
+        assert set(np.diff(amounts_G)) == {max(1, tokens // 128)}
+    assert amounts_offered(1, 0).tolist() == [0]
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,10 @@ from ground.errors import BadInput
 
 from .budget import Allocation, allocate, dense_cost
 from .curves import CostCurve, SiteCurves, output_errors
+from .merge_costs import MergeCosts, merge_costs_in_macs
+from .merge_curves import MergeCurves, merge_curves
 from .probe import Probe
-from .schedule import MergeCosts, MergeCurves, best_schedule, merge_costs_in_macs, merge_curves, shaped_schedule, shapes
+from .schedule import Schedule, best_schedule, shaped_schedule, shapes
 
 GRID = 0.05
 TRIED = 2
@@ -87,14 +89,18 @@ class Joint:
             self.stages[step] = self._settled(step)
         return self.stages[step]
 
+    def _schedules(self, step: int) -> list[Schedule]:
+        """Those that leave 1 - step * GRID of the cost: the curves' best, and plain ones."""
+        limit = (1.0 - step * GRID) * self.whole
+        plain = [shaped_schedule(self.losses, self.costs, limit, shape) for shape in shapes(len(self.losses.errors_LG))]
+        settled = (best_schedule(self.losses, self.costs, limit), *plain)
+        return list({schedule.counts: schedule for schedule in settled if schedule is not None}.values())
+
     def _settled(self, step: int) -> Stage | None:
         model = self.probe.model
         if step == 0:
             return Stage(merging=None, lost=0.0, curves=self.curves, cost=self.whole)
-        limit = (1.0 - step * GRID) * self.whole
-        plain = [shaped_schedule(self.losses, self.costs, limit, shape) for shape in shapes(len(self.losses.errors_LG))]
-        settled = (best_schedule(self.losses, self.costs, limit), *plain)
-        mergings = [self.merging(schedule.counts) for schedule in settled if schedule is not None]
+        mergings = [self.merging(schedule.counts) for schedule in self._schedules(step)]
         if not mergings:
             return None
         # Sums of first-order losses mistake large merges for cheap ones: what is taken must be the best as measured.
@@ -134,13 +140,10 @@ class Joint:
 
     def narrowest(self) -> float:
         """About the least share that any widths keep, with as many tokens merged as a schedule of the grid can."""
-        least = 1.0
-        for step in range(round(1.0 / GRID)):
-            schedule = best_schedule(self.losses, self.costs, (1.0 - step * GRID) * self.whole)
-            if schedule is None:
-                break
-            least = step
-        stage = self._stage(int(least))
+        least = 0
+        while self._schedules(least + 1):
+            least += 1
+        stage = self._stage(least)
         assert stage is not None, least
         fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
         return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.whole
