@@ -12,14 +12,20 @@ look_up_once()
 
 # A file is run by one process: those of few but long tests go first, or the others would wait for them at the end.
 LONGEST = (
-    "test_corp_workflow.py",
     "test_corp_release.py",
-    "test_wheel.py",
+    "test_corp_workflow.py",
+    "test_export_to_onnx.py",
     "test_corp_printed.py",
-    "test_perf_gate_noise.py",
-    "test_readme.py",
+    "test_wheel.py",
     "test_export_engine.py",
+    "test_readme.py",
     "test_asserts.py",
+    "test_bad_calls.py",
+    "test_corp_merged_proof.py",
+    "test_corp_merged_release.py",
+    "test_bench_methods.py",
+    "test_bench_scripts.py",
+    "test_corp_text_cli.py",
 )
 
 
