@@ -300,6 +300,6 @@ def test_a_budget_stands_beside_uniform_widths(home: Path, tmp_path: Path) -> No
     assert uniform["share"] <= 0.7
     assert by_site["predicted_error"] <= uniform["predicted_error"]
     config = json.loads((tmp_path / "r" / "config.json").read_text())
-    assert config["lineage"]["reduction"]["ways"] == [by_site, uniform]
+    assert config["lineage"]["reduction"]["ways"] == [by_site, *again, uniform]
     sites = config["lineage"]["reduction"]["sites"]
     assert all(site["width_asked"] == site["width"] for site in sites)
