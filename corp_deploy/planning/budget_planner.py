@@ -68,8 +68,10 @@ class BudgetPlanner:
         return self._planned(self._allocated(share), share)
 
     def _again(self, first: Allocation, share: float) -> Allocation:
-        """The widths by what every site loses in the model that the first ones leave, where errors meet each other."""
-        errors = output_errors(self.probe, self.own, around=self.probe.narrowed(first.widths))
+        """The widths by what every site loses in the model that the first ones leave, where errors meet each other;
+        half of the inputs are looked at, as both are tried on all of them afterwards.
+        """
+        errors = output_errors(self.probe.fewer, self.own, around=self.probe.narrowed(first.widths))
         curves = [replace(curve, errors=errors[curve.site]) for curve in self.curves]
         return allocate(curves, self.total, share, whole=self.whole)
 

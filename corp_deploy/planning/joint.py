@@ -153,7 +153,7 @@ class Joint:
         the same widths.
         """
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
-        probe, model = self.probe, self.probe.model
+        probe, model = self.probe.fewer, self.probe.model
         around = probe.narrowed(way.allocated.widths, merging=way.merging)
         if way.merging is not None:
             probe = replace(probe, model=family_of(model).with_merging(model, way.merging))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from calib.inputs import Inputs, run_model
+from calib.inputs import Inputs, each, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import family_of, sites_of
@@ -80,6 +80,11 @@ class Probe:
                         effects[trial] = _change(self._finished(behind, steps[place + 1 :]), dense)
                 walk = walk.behind(step)
         return effects
+
+    @property
+    def fewer(self) -> "Probe":
+        """Looks at every other input alone."""
+        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::2]))
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """The model with these widths that merges tokens so, as `effect` looks at it; gradients may go through it."""
