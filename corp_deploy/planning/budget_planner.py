@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch import nn
+
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import family_of
@@ -26,11 +28,16 @@ def probe_of(dense: Checkpoint, moments: Moments, method: Method, images: InputS
     return Probe(model=dense.model, moments=fitted, method=method, inputs=apart.inputs, eliminations=known)
 
 
-def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
-    measured = probe.effect(allocation.widths) ** 0.5
+def told(name: str, allocation: Allocation, effect: float) -> ProbedAllocation:
+    """An allocation with the squared relative change of the outputs that it was seen to cause."""
     return ProbedAllocation(
-        name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=measured
+        name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=effect**0.5
     )
+
+
+def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
+    """Tried end to end."""
+    return told(name, allocation, probe.effect(allocation.widths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +74,11 @@ class BudgetPlanner:
         """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
         return self._planned(self._allocated(share), share)
 
-    def _again(self, first: Allocation, share: float) -> Allocation:
+    def _again(self, narrowed: nn.Module, share: float) -> Allocation:
         """The widths by what every site loses in the model that the first ones leave, where errors meet each other;
-        half of the inputs are looked at, as both are tried on all of them afterwards.
+        half of the inputs are looked at, as both are tried on all of them.
         """
-        errors = output_errors(self.probe.fewer, self.own, around=self.probe.narrowed(first.widths))
+        errors = output_errors(self.probe.fewer, self.own, around=narrowed)
         curves = [replace(curve, errors=errors[curve.site]) for curve in self.curves]
         return allocate(curves, self.total, share, whole=self.whole)
 
@@ -80,10 +87,12 @@ class BudgetPlanner:
         the better of them; uniform widths of the same budget, where there are any, are told beside them.
         """
         first = self._allocated(share)
+        narrowed = self.probe.narrowed(first.widths)
         ways = {"by site": first}
-        if (again := self._again(first, share)).widths != first.widths:
+        tried = [told("by site", first, self.probe.effect_of(narrowed))]
+        if (again := self._again(narrowed, share)).widths != first.widths:
             ways["by site, allocated again"] = again
-        tried = [probed(name, self.probe, way) for name, way in ways.items()]
+            tried.append(probed("by site, allocated again", self.probe, again))
         best = min(tried, key=lambda way: way.measured_error)
         uniform = uniform_for_share(
             self.probe.model, self.probe.method, self.curves, self.total, share, whole=self.whole

@@ -54,7 +54,10 @@ class Probe:
         """Squared relative change of the outputs when these sites have these widths and the others stay, and tokens are
         merged so.
         """
-        reduced = self.narrowed(widths, merging=merging)
+        return self.effect_of(self.narrowed(widths, merging=merging))
+
+    def effect_of(self, reduced: nn.Module) -> float:
+        """Squared relative change of the outputs with this model in place of the dense one."""
         with torch.inference_mode():
             return _change(run_model(reduced, self.inputs), run_model(self.model, self.inputs))
 
