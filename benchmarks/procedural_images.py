@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 
 IMAGE_SIZE = 64
 SEEDS = {"train": 1, "held-out": 2}
+WAVELENGTHS = (7.0, 12.0)
 Grid = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelled:
-    """images [N,3,64,64] float32, roughly in [-1, 1]; labels [N] int64."""
+    """images [N,3,64,64] float32, roughly in [-1, 1]; labels [N] int64; wavelengths [N] of the textures, in pixels."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
+    wavelengths: NDArray[np.float64]
 
 
 def _dots(u: Grid, v: Grid) -> Grid:
@@ -47,7 +49,8 @@ SHAPES: dict[str, Callable[[Grid, Grid], NDArray[np.bool_]]] = {
 CLASSES = tuple(f"{texture} {shape}" for texture in TEXTURES for shape in SHAPES)
 
 
-def _image(label: int, random: np.random.Generator) -> NDArray[np.float32]:
+def _image(label: int, random: np.random.Generator) -> tuple[NDArray[np.float32], float]:
+    """The image and its texture's wavelength."""
     texture, shape = CLASSES[label].split()
     axis = np.arange(IMAGE_SIZE) - (IMAGE_SIZE - 1) / 2
     y, x = np.meshgrid(axis, axis, indexing="ij")
@@ -55,13 +58,15 @@ def _image(label: int, random: np.random.Generator) -> NDArray[np.float32]:
     centre_x, centre_y = random.uniform(-2.5, 2.5, 2)
     turn, lean = random.uniform(0.0, 2.0 * np.pi), random.uniform(-0.15, 0.15)
     inside = SHAPES[shape](*_turned((x - centre_x) / radius, (y - centre_y) / radius, lean))
-    wave = 2.0 * np.pi / random.uniform(7.0, 12.0)
+    wavelength = random.uniform(*WAVELENGTHS)
+    wave = 2.0 * np.pi / wavelength
     pattern = TEXTURES[texture](*_turned((x - centre_x) * wave, (y - centre_y) * wave, turn))
     front, contrast, back = random.uniform(-0.4, 0.4, 3), random.uniform(0.35, 0.6, 3), random.uniform(-0.7, 0.7, 3)
     slope = (x * random.normal() + y * random.normal()) / IMAGE_SIZE * 0.5
     textured = front[:, None, None] + (contrast * random.choice([-1.0, 1.0]))[:, None, None] * pattern
     image = np.where(inside, textured, back[:, None, None] + slope)
-    return np.asarray(image + random.uniform(0.03, 0.15) * random.normal(size=image.shape), dtype=np.float32)
+    noisy = image + random.uniform(0.03, 0.15) * random.normal(size=image.shape)
+    return np.asarray(noisy, dtype=np.float32), wavelength
 
 
 def _turned(x: Grid, y: Grid, angle: float) -> tuple[Grid, Grid]:
@@ -75,8 +80,9 @@ def made(part: str, count: int) -> Labelled:
         raise ValueError(f"part of the procedural images: got {part!r}, expected one of {', '.join(SEEDS)}")
     images = np.empty((count, 3, IMAGE_SIZE, IMAGE_SIZE), dtype=np.float32)
     labels = np.empty(count, dtype=np.int64)
+    wavelengths = np.empty(count)
     for number in range(count):
         random = np.random.default_rng([SEEDS[part], number])
         labels[number] = random.integers(len(CLASSES))
-        images[number] = _image(int(labels[number]), random)
-    return Labelled(images=images, labels=labels)
+        images[number], wavelengths[number] = _image(int(labels[number]), random)
+    return Labelled(images=images, labels=labels, wavelengths=wavelengths)
