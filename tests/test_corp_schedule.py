@@ -15,9 +15,10 @@ from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
-from corp_deploy.planning.joint import Joint, joint
+from corp_deploy.planning.joint import Joint
 from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
+from corp_deploy.planning.merge_prices import prices_in_macs
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.planning.schedule import best_schedule, most_at_once, shaped_schedule, shapes
@@ -187,7 +188,9 @@ def test_amounts_are_fine_at_any_number_of_tokens() -> None:
 @pytest.fixture(scope="module")
 def planned(probe: Probe) -> Joint:
     own = site_curves(probe)
-    return joint(probe, own, cost_curves(probe, "macs", curves=own), lambda counts: Merging(schedule=counts))
+    losses = merge_curves(probe.model, probe.inputs)
+    prices = prices_in_macs(probe, cost_curves(probe, "macs", curves=own), losses)
+    return Joint(probe=probe, own=own, merging=lambda counts: Merging(schedule=counts), losses=losses, prices=prices)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
@@ -219,13 +222,13 @@ def test_a_schedule_errs_no_more_than_plain_ones(planned: Joint) -> None:
         assert stage is not None
         assert stage.cost <= limit
         for shape in shapes(DEPTH):
-            plain = shaped_schedule(planned.losses, planned.costs, limit, shape)
+            plain = shaped_schedule(planned.losses, planned.prices.costs, limit, shape)
             if plain is None:
                 assert step == 4, "no shape of so few tokens saves more"
                 continue
             assert plain.cost <= limit
             assert stage.lost <= probe.effect({}, merging=Merging(schedule=plain.counts))
-    assert shaped_schedule(planned.losses, planned.costs, 1.0, [1.0] * DEPTH) is None
+    assert shaped_schedule(planned.losses, planned.prices.costs, 1.0, [1.0] * DEPTH) is None
 
 
 def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:
@@ -251,10 +254,9 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.said[0]
     with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
         reduce_as_asked(dense, probe.moments, replace(asked, budget=None), images=images)
-    for currency, why in (("params", "keeps every parameter"), ("latency", "only a given schedule.s tokens are timed")):
-        other = replace(asked, budget=Budget(currency=currency, share=0.6))  # type: ignore[arg-type]
-        with pytest.raises(BadInput, match=why):
-            reduce_as_asked(dense, probe.moments, other, images=images)
+    other = replace(asked, budget=Budget(currency="params", share=0.6))
+    with pytest.raises(BadInput, match="keeps every parameter"):
+        reduce_as_asked(dense, probe.moments, other, images=images)
 
 
 def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) -> None:

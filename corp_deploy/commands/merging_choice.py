@@ -14,7 +14,7 @@ _tokens = click.option(
     default=None,
     metavar="R|SCHEDULE|auto",
     help="Tokens that each block merges away between attention and MLP (ToMe): 12 in each, grow:36 for 0 in the first "
-    "to 36 in the last, a number for every block (0,4,8,...), or auto for --macs: by what the outputs lose.",
+    "to 36 in the last, a number for every block (0,4,8,...), or auto for --macs, --latency: by what the outputs lose.",
 )
 _metric = click.option(
     "--merge-metric",

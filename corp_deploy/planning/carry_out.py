@@ -150,7 +150,7 @@ def _within(
     fitted, judging = judges.apart(images, moments)
     with torch.inference_mode():
         planner = (
-            joint_planner(dense, moments, asked, fitted, within.currency)
+            joint_planner(dense, moments, asked, fitted, within.currency, where=within.where)
             if asked.merging.is_auto
             else budget_planner(dense, moments, asked.method, fitted, currency=within.currency, where=within.where)
         )

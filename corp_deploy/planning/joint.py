@@ -9,18 +9,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.site import Currency
-from corp_deploy.families.site_cost import site_costs
 from ground.errors import BadInput
 
-from .budget import Allocation, allocate, dense_cost
+from .budget import Allocation, allocate
 from .curves import CostCurve, SiteCurves, output_errors
-from .merge_costs import MergeCosts, merge_costs_in_macs
-from .merge_curves import MergeCurves, merge_curves
+from .merge_curves import MergeCurves
+from .merge_prices import Prices
 from .probe import Probe
 from .schedule import Schedule, best_schedule, shaped_schedule, shapes
 
@@ -53,22 +49,9 @@ class JointAllocation:
         return f"{name}, allocated again" if self.again else name
 
 
-def repriced(curves: list[CostCurve], model: nn.Module, currency: Currency, probe: Probe) -> list[CostCurve]:
-    """The curves with the costs of their widths in this model, whose sites may see fewer tokens."""
-    costs, sites, geometry = site_costs(model, currency), sites_of(model).by_name, probe.method.geometry
-    return [
-        replace(
-            curve,
-            costs=tuple(costs.of(sites[curve.site], width, geometry) for width in curve.widths),
-            cost_now=costs.now[curve.site],
-        )
-        for curve in curves
-    ]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """What a joint plan follows from but its share; `merging` makes a schedule's merging, `whole` is the dense cost.
+    """What a joint plan follows from but its share, in one currency; `merging` makes a schedule's merging.
 
     `own`: the sites' curves in their own units. `stages` are those settled so far, by the share that merging alone may
     keep.
@@ -76,12 +59,15 @@ class Joint:
 
     probe: Probe
     own: SiteCurves
-    curves: list[CostCurve]
-    whole: int
     merging: Callable[[tuple[int, ...]], Merging]
     losses: MergeCurves
-    costs: MergeCosts
+    prices: Prices
     stages: dict[int, Stage | None] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> int:
+        """The dense model's cost."""
+        return self.prices.whole
 
     def _stage(self, step: int) -> Stage | None:
         """The schedule that leaves 1 - step * GRID of the cost; None where none does."""
@@ -92,14 +78,16 @@ class Joint:
     def _schedules(self, step: int) -> list[Schedule]:
         """Those that leave 1 - step * GRID of the cost: the curves' best, and plain ones."""
         limit = (1.0 - step * GRID) * self.whole
-        plain = [shaped_schedule(self.losses, self.costs, limit, shape) for shape in shapes(len(self.losses.errors_LG))]
-        settled = (best_schedule(self.losses, self.costs, limit), *plain)
+        losses, costs = self.losses, self.prices.costs
+        plain = [shaped_schedule(losses, costs, limit, shape) for shape in shapes(len(losses.errors_LG))]
+        settled = (best_schedule(losses, costs, limit), *plain)
         return list({schedule.counts: schedule for schedule in settled if schedule is not None}.values())
 
     def _settled(self, step: int) -> Stage | None:
         model = self.probe.model
         if step == 0:
-            return Stage(merging=None, lost=0.0, curves=self.curves, cost=self.whole)
+            curves, cost = self.prices.priced(model)
+            return Stage(merging=None, lost=0.0, curves=curves, cost=cost)
         mergings = [self.merging(schedule.counts) for schedule in self._schedules(step)]
         if not mergings:
             return None
@@ -107,12 +95,8 @@ class Joint:
         lost = [self.probe.effect({}, merging=merging) for merging in mergings]
         merging = mergings[lost.index(min(lost))]
         merged = family_of(model).with_merging(model, merging)
-        return Stage(
-            merging=merging,
-            lost=min(lost),
-            curves=repriced(self.curves, merged, "macs", self.probe),
-            cost=dense_cost(merged, "macs"),
-        )
+        curves, cost = self.prices.priced(merged)
+        return Stage(merging=merging, lost=min(lost), curves=curves, cost=cost)
 
     def _at(self, stage: Stage, share: float) -> JointAllocation | None:
         """None where even the narrowest widths cost more than this schedule leaves."""
@@ -168,19 +152,3 @@ class Joint:
     def measured(self, way: JointAllocation) -> float:
         """Relative change of the outputs on the probe's images, tried end to end."""
         return math.sqrt(self.probe.effect(way.allocated.widths, merging=way.merging))
-
-
-def joint(
-    probe: Probe, own: SiteCurves, curves: list[CostCurve], merging: Callable[[tuple[int, ...]], Merging]
-) -> Joint:
-    """Learn what merging loses in every block, from the images that the probe looks at."""
-    losses = merge_curves(probe.model, probe.inputs)
-    return Joint(
-        probe=probe,
-        own=own,
-        curves=curves,
-        whole=dense_cost(probe.model, "macs"),
-        merging=merging,
-        losses=losses,
-        costs=merge_costs_in_macs(probe.model, losses),
-    )

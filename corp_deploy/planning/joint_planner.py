@@ -11,7 +11,10 @@ from ground.errors import BadInput
 
 from .budget_planner import probe_of
 from .curves import cost_curves, site_curves
-from .joint import TRIED, Joint, JointAllocation, joint
+from .joint import TRIED, Joint, JointAllocation
+from .latency import LatencyTarget
+from .merge_curves import merge_curves
+from .merge_prices import prices_in_macs, prices_in_time
 from .merging import merging_of_schedule
 from .probe import Probe
 from .request import ReductionRequest
@@ -33,13 +36,15 @@ class JointPlanner:
         return self.joint.narrowest()
 
     def _planned(self, way: JointAllocation, share: float) -> WidthPlan:
+        kept, prices = way.allocated.share, self.joint.prices
         return WidthPlan(
             method=self.probe.method,
             widths=way.allocated.widths,
             said=(
-                f"budget: {way.allocated.share:.1%} of the dense macs used of {share:.1%} allowed, {way.words()}",
+                f"{prices.used(kept, share)}, {way.words()}",
                 *left_alone(self.probe.model, way.allocated.widths),
             ),
+            predicted_speedup=1.0 / kept if prices.currency == "latency" else None,
             eliminations=self.probe.eliminations,
             merging=way.merging,
         )
@@ -69,17 +74,29 @@ class JointPlanner:
 
 
 def joint_planner(
-    dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet, currency: str
+    dense: Checkpoint,
+    moments: Moments,
+    asked: ReductionRequest,
+    images: InputSet,
+    currency: str,
+    *,
+    where: LatencyTarget | None = None,
 ) -> JointPlanner:
-    """Learn what merging and narrower sites lose. Raises BadInput for a model that can't merge, and for other budgets
-    than of MACs.
+    """Learn what merging and narrower sites lose, and what they cost: one look at the images, and for latency a few
+    dozen timings. Raises BadInput for a model that can't merge, and for budgets of parameters.
     """
     if refusal := family_of(dense.model).merging_refusal(dense.model):
         raise BadInput(f"--merge-tokens auto: {refusal}; leave it away")
-    if currency != "macs":
-        why = "merging keeps every parameter" if currency == "params" else "only a given schedule's tokens are timed"
-        raise BadInput(f"--merge-tokens auto: {why}, so that --{currency} can't weigh it; give --macs")
+    if currency == "params":
+        why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
+        raise BadInput(f"--merge-tokens auto: {why}")
     probe = probe_of(dense, moments, asked.method, images)
     own = site_curves(probe)
-    curves = cost_curves(probe, "macs", curves=own)
-    return JointPlanner(joint=joint(probe, own, curves, partial(merging_of_schedule, asked.merging)))
+    curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, probe.inputs)
+    if currency == "latency":
+        assert where is not None, currency
+        prices = prices_in_time(dense, probe, curves, losses, where)
+    else:
+        prices = prices_in_macs(probe, curves, losses)
+    merging = partial(merging_of_schedule, asked.merging)
+    return JointPlanner(joint=Joint(probe=probe, own=own, merging=merging, losses=losses, prices=prices))

@@ -54,6 +54,16 @@ class LatencyTarget:
     plan: Plan = PLAN
 
 
+def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:
+    """Raise BadInput, by what was measured, where other programs had the CPU for too much of a measurement."""
+    disturbed = [name for name, table in tables.items() if any(cell.disturbed for cell in table.cells)]
+    if disturbed:
+        raise BadInput(
+            f"latency tables of {', '.join(disturbed)}: other programs had the machine while they were measured; "
+            "delete the tables' directory and measure again when it is quiet"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
     """The tables by kind and shape, which of them are each site's, by number of tokens, the tokens that reach it, and
@@ -73,13 +83,9 @@ class Tables:
     def refuse_disturbed(self) -> None:
         """Raise BadInput where other programs had the CPU for too much of a measurement."""
         named = {**self.by_name, "the dense model": self.dense}
-        named |= {} if self.all_tokens is None else {"the dense model with all tokens": self.all_tokens}
-        disturbed = [name for name, table in named.items() if any(cell.disturbed for cell in table.cells)]
-        if disturbed:
-            raise BadInput(
-                f"latency tables of {', '.join(disturbed)}: other programs had the machine while they were measured; "
-                "delete the tables' directory and measure again when it is quiet"
-            )
+        refuse_disturbed(
+            named if self.all_tokens is None else named | {"the dense model with all tokens": self.all_tokens}
+        )
 
     def latency_ms(self, site: str, size: int, batch: int) -> float:
         """Of a site's layer at this size and the tokens that reach it."""
@@ -107,14 +113,22 @@ def _own(module: nn.Module) -> str:
     return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
 
 
-def _table_name(site: Site, method: Method, model: nn.Module) -> str:
+def table_name(site: Site, method: Method, model: nn.Module) -> str:
     return f"{site.outline(method.geometry)}{_own(model.get_submodule(site.name))}"
 
 
-def _grid_of_site(
-    name: str, site: Site, method: Method, model: nn.Module, tokens: int, where: LatencyTarget, scratch: Path
+def grid_of_site(
+    name: str,
+    site: Site,
+    method: Method,
+    model: nn.Module,
+    tokens: int,
+    where: LatencyTarget,
+    scratch: Path,
+    *,
+    points: int = POINTS,
 ) -> Grid:
-    """A site's layer alone over its widths, with random weights: time doesn't depend on their values."""
+    """A site's layer alone over `points` of its widths, with random weights: time doesn't depend on their values."""
     kind, layer = kind_of(site), model.get_submodule(site.name)
     by_size = {site.size_of(width): width for width in kind.widths(site, method)}
     inputs = (Port(name="tokens", shape=(tokens, site.first.in_features)),)
@@ -128,12 +142,12 @@ def _grid_of_site(
         identity=repr(layer),
         open_width=open_width,
         inputs=inputs,
-        widths=spread(tuple(by_size), POINTS),
+        widths=spread(tuple(by_size), points),
         batches=where.batches,
     )
 
 
-def _grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTarget, scratch: Path) -> Grid:
+def grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTarget, scratch: Path) -> Grid:
     return Grid(
         name=name,
         open_width=lambda _: _runner(MergeAlone(merge), inputs, (STREAM,), where, scratch),
@@ -143,7 +157,7 @@ def _grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyT
     )
 
 
-def _grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -> Grid:
+def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -> Grid:
     model = checkpoint.model
     family, inputs, outputs = family_of(model), input_ports(model), output_ports(model)
     return Grid(
@@ -161,7 +175,7 @@ def _grids_of_sites(
 ) -> tuple[dict[str, Grid], dict[str, dict[int, str]]]:
     """Grids by name, one for each distinct shape and number of tokens, and those of each site by number of tokens."""
     every = sites_of(model).every
-    shapes = {site.name: _table_name(site, method, model) for site in every}
+    shapes = {site.name: table_name(site, method, model) for site in every}
     reach: dict[str, set[int]] = {}
     for site in every:
         reach.setdefault(shapes[site.name], set()).add(tokens[site.name])
@@ -175,7 +189,7 @@ def _grids_of_sites(
     for site in every:
         for count, name in named(shapes[site.name]).items():
             if name not in grids:
-                grids[name] = _grid_of_site(name, site, method, model, count, where, scratch)
+                grids[name] = grid_of_site(name, site, method, model, count, where, scratch)
     return grids, {name: named(shape) for name, shape in shapes.items()}
 
 
@@ -217,12 +231,12 @@ def measure_tables(
         for step, (merge, entering) in merges.items():
             of_merges[step] = name = merge_name(merge, entering, channels)
             inputs = (Port(name="tokens", shape=(entering, channels)),)
-            grids[name] = _grid_of_merge(name, merge, inputs, where, at)
+            grids[name] = grid_of_merge(name, merge, inputs, where, at)
         found = {name: cached_table(grid, where.plan, where.cache, **how) for name, grid in grids.items()}
-        wholes = [cached_table(_grid_of_model(checkpoint, where, at), where.plan, where.cache, **how)]
+        wholes = [cached_table(grid_of_model(checkpoint, where, at), where.plan, where.cache, **how)]
         if merges:
             unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None))
-            wholes.append(cached_table(_grid_of_model(unmerged, where, at), where.plan, where.cache, **how))
+            wholes.append(cached_table(grid_of_model(unmerged, where, at), where.plan, where.cache, **how))
     return Tables(
         by_name={name: table for name, (table, _) in found.items()},
         names=names,

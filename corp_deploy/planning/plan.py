@@ -16,8 +16,8 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     """Settle geometry and widths. Raises BadInput when images are needed and missing."""
     if asked.merging.is_auto and (asked.budget is None or asked.auto_heads):
         raise BadInput(
-            "--merge-tokens auto chooses for a budget what each block merges away; give --macs (without --heads auto) "
-            "or --within, or say how many tokens: 12 in each block, grow:36"
+            "--merge-tokens auto chooses for a budget what each block merges away; give --macs or --latency (without "
+            "--heads auto) or --within, or say how many tokens: 12 in each block, grow:36"
         )
     if asked.needs_images and images is None:
         raise BadInput(
@@ -41,6 +41,6 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     budget = asked.budget
     assert budget is not None, asked
     if asked.merging.is_auto:
-        return joint_planner(dense, moments, asked, images, budget.currency).tried_at(budget.share)
+        return joint_planner(dense, moments, asked, images, budget.currency, where=budget.where).tried_at(budget.share)
     planner = budget_planner(dense, moments, asked.method, images, currency=budget.currency, where=budget.where)
     return planner.tried_at(budget.share)

@@ -1,0 +1,100 @@
+"""What a plan of merged tokens and widths pays in: multiply-adds, or measured time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.store.checkpoint import Checkpoint
+
+from .budget import dense_cost
+from .curves import CostCurve
+from .latency import LatencyTarget
+from .latency_of_tokens import merges_of, tokens_of_sites
+from .merge_costs import MergeCosts, merge_costs_in_macs
+from .merge_curves import MergeCurves
+from .merge_latency import MergeLatencies, measure_merge_latencies, merge_costs_in_ns, sites_ns
+from .probe import Probe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """In one currency: the dense model's cost, that of schedules, and `priced`: the sites' curves in a model that
+    merges tokens, with that model's cost. `where` tells latency's.
+    """
+
+    currency: Literal["macs", "latency"]
+    whole: int
+    costs: MergeCosts
+    priced: Callable[[nn.Module], tuple[list[CostCurve], int]]
+    where: LatencyTarget | None = None
+
+    def used(self, share: float, allowed: float) -> str:
+        """What of a budget a plan uses, in words."""
+        if self.where is None:
+            return f"budget: {share:.1%} of the dense {self.currency} used of {allowed:.1%} allowed"
+        return (
+            f"budget: {share:.1%} of the dense latency predicted of {allowed:.1%} allowed, which is "
+            f"{share * self.whole / 1e6:.3f} of {self.whole / 1e6:.3f} ms at batch {self.where.batches[0]} in "
+            f"{self.where.backend}"
+        )
+
+
+def prices_in_macs(probe: Probe, curves: list[CostCurve], losses: MergeCurves) -> Prices:
+    """Counted, and by formula."""
+
+    def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
+        costs, sites, geometry = site_costs(model, "macs"), sites_of(model).by_name, probe.method.geometry
+        repriced = [
+            replace(
+                curve,
+                costs=tuple(costs.of(sites[curve.site], width, geometry) for width in curve.widths),
+                cost_now=costs.now[curve.site],
+            )
+            for curve in curves
+        ]
+        return repriced, dense_cost(model, "macs")
+
+    whole = dense_cost(probe.model, "macs")
+    return Prices(currency="macs", whole=whole, costs=merge_costs_in_macs(probe.model, losses), priced=priced)
+
+
+def prices_by_latencies(
+    dense: Checkpoint, curves: list[CostCurve], losses: MergeCurves, latencies: MergeLatencies, where: LatencyTarget
+) -> Prices:
+    """Nanoseconds, by what was measured; a merged model costs what its layers and merges do, beside what is fixed."""
+    sites = sites_of(dense.model).by_name
+    alone = sites_ns(dense, latencies, tokens_of_sites(dense.model))
+    whole = max(round(1e6 * latencies.whole_ms()), sum(alone.values()))
+
+    def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
+        tokens = tokens_of_sites(model)
+        now = sites_ns(dense, latencies, tokens)
+        merging = sum(latencies.merge_ms(entering, merge.count) for merge, entering in merges_of(model).values())
+        repriced = [
+            replace(
+                curve,
+                costs=tuple(
+                    round(1e6 * latencies.site_ms(curve.site, sites[curve.site].size_of(width), tokens[curve.site]))
+                    for width in curve.widths
+                ),
+                cost_now=now[curve.site],
+            )
+            for curve in curves
+        ]
+        return repriced, whole - sum(alone.values()) + sum(now.values()) + round(1e6 * merging)
+
+    costs = merge_costs_in_ns(dense, losses, latencies)
+    return Prices(currency="latency", whole=whole, costs=costs, priced=priced, where=where)
+
+
+def prices_in_time(
+    dense: Checkpoint, probe: Probe, curves: list[CostCurve], losses: MergeCurves, where: LatencyTarget
+) -> Prices:
+    """Measured on this machine, or read from the tables where they hold it."""
+    return prices_by_latencies(
+        dense, curves, losses, measure_merge_latencies(dense, probe.method, losses, where), where
+    )
