@@ -1,10 +1,7 @@
-"""calib.calibrate: several processes, interruptions and limits change nothing but say so. Run as a script it is one
-process of several, as torchrun would start it."""
+"""calib.calibrate: several processes, interruptions and limits change nothing but say so."""
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -26,6 +23,7 @@ from calib.resume import STATE, ResumeFile
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
+from tests.ranks import exits_of
 
 SHAPE = (3, 2, 8)
 HEADS, DIM, HIDDEN = 2, 8, 32
@@ -278,50 +276,19 @@ def test_shares_cover_every_image_once() -> None:
         assert max(map(len, spans)) - min(map(len, spans)) <= 1
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def started(size: int, path: Path, output: Path, fate: str = "") -> list[subprocess.Popen[str]]:
-    """Processes with the environment that torchrun gives; `fate`: all take `weighted` tokens, or the last is killed."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    return [
-        subprocess.Popen(
-            [sys.executable, __file__, str(path), str(output), fate if fate == "weighted" or rank == size - 1 else ""],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-
-
-def finished(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    results = []
-    for process in processes:
-        out, _ = process.communicate(timeout=120)
-        results.append((process.returncode, out))
-    return results
-
-
 @pytest.mark.parametrize(("size", "fate", "options"), [(2, "", SYSTEM), (3, "weighted", WEIGHTED)])
 def test_several_processes_give_the_moments_of_one(
     path: Path, tmp_path: Path, size: int, fate: str, options: Options
 ) -> None:
     output = tmp_path / "moments.safetensors"
-    results = finished(started(size, path, output, fate))
-    assert [code for code, _ in results] == [0] * size, results
+    exits = exits_of(__name__, size, path, output, fate)
+    assert [code for code, _ in exits] == [0] * size, exits
     assert_close(load(output), calibrated(path, options=options))
 
 
 def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path: Path) -> None:
     output = tmp_path / "moments.safetensors"
-    (alive, message), (killed, _) = finished(started(2, path, output, fate="killed"))
+    (alive, message), (killed, _) = exits_of(__name__, 2, path, output, "killed")
     assert killed == -signal.SIGKILL
     assert alive == 3
     assert "rank 0 of 2: another process of this calibration has ended or can't be reached" in message
@@ -333,30 +300,26 @@ def test_bad_input_of_one_process_is_every_processs(path: Path, tmp_path: Path) 
     images[-1] = np.nan
     np.save(path, images)
     output = tmp_path / "moments.safetensors"
-    for code, message in finished(started(2, path, output)):
+    for code, message in exits_of(__name__, 2, path, output, ""):
         assert code == 2
         assert f"rank 1 of 2: {path}[22]: holds NaN or Inf" in message
     assert not output.exists()
 
 
-def one_of_several(path: Path, output: Path, fate: str) -> int:
-    """Exit codes: 0 done, 2 bad input, 3 another process lost."""
-
-    def progress(done: int) -> None:
-        if fate == "killed" and done >= 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-
+def one_of_several(path: str, output: str, fate: str) -> int:
+    """All take `weighted` tokens, or the last is `killed`. Exit codes: 0 done, 2 bad input, 3 another process lost."""
     try:
         with joined_ranks("cpu", timeout_s=60) as ranks:
+
+            def progress(done: int) -> None:
+                if fate == "killed" and ranks.rank == ranks.size - 1 and done >= 8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
             options = WEIGHTED if fate == "weighted" else SYSTEM
-            moments = calibrated(path, options=options, ranks=ranks, progress=progress)
+            moments = calibrated(Path(path), options=options, ranks=ranks, progress=progress)
             if ranks.rank == 0:
-                save(moments, output)
+                save(moments, Path(output))
     except (BadInput, RankLost) as error:
         sys.stdout.write(str(error))
         return 2 if isinstance(error, BadInput) else 3
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(one_of_several(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

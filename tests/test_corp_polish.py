@@ -2,10 +2,6 @@
 
 import copy
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +31,7 @@ from corp_deploy.polish.views import view
 from corp_deploy.polish.walk import blocks
 from ground.errors import BadInput
 from tests import tiny
+from tests.ranks import exits_of
 
 COUNT = 24
 HOWS = ("block", "model")
@@ -389,27 +386,9 @@ def test_options_refuse_what_contradicts_itself(fields: dict[str, Any], message:
         PolishOptions(**fields)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_two_processes_are_one_with_twice_the_batch(images: Images, tmp_path: Path) -> None:
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    common["PYTHONPATH"] = str(Path(__file__).parents[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path / "images.npy"), str(tmp_path / f"{rank}.pt")],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    exits = exits_of(__name__, 2, tmp_path / "images.npy", tmp_path)
+    assert [code for code, _ in exits] == [0, 0], exits
     states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     dense = tiny.checkpoint().model
     start = narrowed(dense).state_dict()
@@ -422,17 +401,14 @@ def test_two_processes_are_one_with_twice_the_batch(images: Images, tmp_path: Pa
         assert any(not torch.equal(value, start[name]) for name, value in alone.items())
 
 
-def one_of_two(path: Path, output: Path) -> None:
+def one_of_several(path: str, folder: str) -> int:
     spec = vit.input_spec(tiny.checkpoint().model)
-    source, dense = open_images(path, image_shape=spec.shape, transform=spec.transform()), tiny.checkpoint().model
+    source = open_images(Path(path), image_shape=spec.shape, transform=spec.transform())
+    dense = tiny.checkpoint().model
     with joined_ranks("cpu", timeout_s=60) as ranks:
         states = {
             how: polished(dense, narrowed(dense), source, options(how, steps=6), ranks=ranks).model.state_dict()
             for how in HOWS
         }
-    torch.save(states, output)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    one_of_two(Path(sys.argv[1]), Path(sys.argv[2]))
+        torch.save(states, Path(folder) / f"{ranks.rank}.pt")
+    return 0
