@@ -49,9 +49,9 @@ VARIANTS = tuple(
     Variant(name=f"{name} at {share:g}", method=method, share=share)
     for share in (0.8, 0.6)
     for name, method in (
-        ("widths", "best, by site, closed loop"),
-        ("merging", "merging, growing, closed loop"),
-        ("both", "merging and widths, closed loop"),
+        ("widths", "best, by site"),
+        ("merging", "merging"),
+        ("both", "merging and widths"),
     )
 )
 
