@@ -253,6 +253,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "parity.min_agreement": (0.5, {}),
     "parity.max_error": (0.8, {}),
     "parity.half_factor": (7.0, {}),
+    "parity.max_apart": (0.3, {}),
     "bench.batches": ([3], {}),
     "bench.time_limit_s": (0.3, {}),
     "bench.half_width": (0.8, {}),

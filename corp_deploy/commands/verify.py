@@ -70,10 +70,10 @@ proof_input_options = value_options(
 )
 
 
-def _limits(min_agreement: float | None, max_error: float | None, half_factor: float) -> "ParityLimits":
+def _limits(**limits: float | None) -> "ParityLimits":
     from corp_deploy.proof.link_rules import ParityLimits
 
-    return ParityLimits(min_agreement=min_agreement, max_error=max_error, half_factor=half_factor)
+    return ParityLimits(**limits)  # type: ignore[arg-type]
 
 
 limit_options = value_options(
@@ -91,6 +91,13 @@ limit_options = value_options(
         default=4.0,
         show_default=True,
         help="FP16 links may err by this multiple of the dense model's own FP16 error.",
+    ),
+    click.option(
+        "--max-apart",
+        type=Number(SHARE),
+        default=0.05,
+        show_default=True,
+        help="Largest share of inputs of which rounding alone may merge other tokens; those are judged apart.",
     ),
 )
 

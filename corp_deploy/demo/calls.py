@@ -71,6 +71,7 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
         "min_agreement": 0.98,
         "max_error": 0.05,
         "half_factor": 4.0,
+        "max_apart": 0.05,
         "output": "parity.json",
     }
     bench = {

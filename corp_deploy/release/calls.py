@@ -152,6 +152,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "min_agreement": parity.min_agreement,
             "max_error": parity.max_error,
             "half_factor": parity.half_factor,
+            "max_apart": parity.max_apart,
             "output": PARITY,
         },
     )

@@ -91,7 +91,12 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 
 def _limits(recipe: Recipe) -> ParityLimits:
     parity = recipe.parity
-    return ParityLimits(min_agreement=parity.min_agreement, max_error=parity.max_error, half_factor=parity.half_factor)
+    return ParityLimits(
+        min_agreement=parity.min_agreement,
+        max_error=parity.max_error,
+        half_factor=parity.half_factor,
+        max_apart=parity.max_apart,
+    )
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:

@@ -107,7 +107,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
         [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs_from_set(source, labels),
         batches=run["batch"],
-        limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor")),
+        limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor", "max_apart")),
         moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
     )
     save_proof(proof, dirs.into / run["output"])
