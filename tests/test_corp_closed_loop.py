@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.collect import collect
-from calib.images import Images, open_images
+from calib.images import Images
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.modules import replaced
@@ -36,10 +36,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 def opened(model: nn.Module, images: NDArray[np.float32]) -> Images:
-    path = Path(tempfile.mkdtemp()) / "images.npy"
-    np.save(path, images)
-    spec = vit.input_spec(model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(Path(tempfile.mkdtemp()) / "images.npy", images, model)
 
 
 def logits(model: nn.Module, images: NDArray[np.float32]) -> Tensor:

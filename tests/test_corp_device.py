@@ -5,15 +5,13 @@ Within `torch.device("meta")` whatever names no device comes without values, so 
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.input_set import Batch
 from calib.moments import HeadMoments, Moments, on_device
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.planning.budget import allocate, dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.probe import Probe
@@ -30,10 +28,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    path = tmp_path_factory.mktemp("images") / "images.npy"
-    np.save(path, tiny.images(24))
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(tmp_path_factory.mktemp("images") / "images.npy", tiny.images(24))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from PIL import Image
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.moments import HeadMoments, Moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
@@ -57,10 +57,9 @@ def checkpoint(family: str) -> Checkpoint:
 
 @cache
 def opened(family: str) -> Images:
-    path = Path(mkdtemp()) / "images.npy"
-    np.save(path, tiny.images(24, size=SIZES.get(family, 32)))
-    spec = vit.input_spec(checkpoint(family).model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(
+        Path(mkdtemp()) / "images.npy", tiny.images(24, size=SIZES.get(family, 32)), checkpoint(family).model
+    )
 
 
 def pixels(family: str) -> Tensor:

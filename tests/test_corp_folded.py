@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.images import Images, open_images
@@ -33,15 +32,9 @@ from tests import tiny
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
-def opened(path: Path, pixels: NDArray[np.float32]) -> Images:
-    np.save(path, pixels)
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    return opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
+    return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +177,7 @@ def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], imag
     dense, method = tiny.checkpoint().model, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
     with pytest.raises(BadInput, match="give them: --images"):
         reduce(dense, both[0], method)
-    strangers = opened(tmp_path / "other.npy", tiny.images(9, seed=8))
+    strangers = tiny.opened(tmp_path / "other.npy", tiny.images(9, seed=8))
     with pytest.raises(BadInput, match="none of these 9 images is a calibration one"):
         reduce(dense, both[0], method, images=strangers)
     rest, _ = parted(images, 12, seed=0)

@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra import queries_keys as recover_attention
@@ -33,10 +32,7 @@ SHRINKING = ("grail", "grail-fold")  # their published ridge shrinks the whole l
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    path = tmp_path_factory.mktemp("identity") / "images.npy"
-    np.save(path, tiny.images(24))
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(tmp_path_factory.mktemp("identity") / "images.npy", tiny.images(24))
 
 
 @pytest.fixture(scope="module")

@@ -37,15 +37,9 @@ COUNT = 24
 HOWS = ("block", "model")
 
 
-def opened(path: Path, images: NDArray[np.float32]) -> Images:
-    np.save(path, images)
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
-
-
 @pytest.fixture
 def images(tmp_path: Path) -> Images:
-    return opened(tmp_path / "images.npy", tiny.images(COUNT))
+    return tiny.opened(tmp_path / "images.npy", tiny.images(COUNT))
 
 
 def perturbed(model: nn.Module, size: float = 0.3, seed: int = 1) -> nn.Module:
@@ -207,7 +201,7 @@ def test_a_time_ends_it(images: Images) -> None:
 def test_inputs_held_out_are_whole_groups_and_their_copies_are_not_fitted_to(tmp_path: Path) -> None:
     pictures = tiny.images(12)
     pictures[0] = pictures[3]  # a copy of one that is held out
-    images = opened(tmp_path / "images.npy", pictures)
+    images = tiny.opened(tmp_path / "images.npy", pictures)
     by_image = parted(images, 4)
     assert torch.equal(by_image.held_out.ids, images.ids[[3, 7, 11]])
     groups = torch.tensor([5, 5, 2, 2, 9, 9, 9, 1, 1, 1, 5, 2])
@@ -220,7 +214,7 @@ def test_inputs_held_out_are_whole_groups_and_their_copies_are_not_fitted_to(tmp
 
 
 def test_many_inputs_held_out_are_thinned_evenly(tmp_path: Path) -> None:
-    images = opened(tmp_path / "images.npy", tiny.images(300))
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(300))
     both = parted(images, 2)
     assert both.held_out.count == 64
     assert both.fitted.count == 150

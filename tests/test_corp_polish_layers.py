@@ -4,12 +4,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
@@ -29,10 +28,7 @@ from tests import tiny
 
 
 def opened(model: nn.Module, count: int, seed: int = 0) -> Images:
-    path = Path(tempfile.mkdtemp()) / "images.npy"
-    np.save(path, tiny.images(count, seed))
-    spec: Any = family_of(model).input_spec(model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(Path(tempfile.mkdtemp()) / "images.npy", tiny.images(count, seed), model)
 
 
 def reduced(dense: nn.Module, **changes: Any) -> nn.Module:

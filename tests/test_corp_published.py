@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.fold import cluster_rows
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -31,10 +30,7 @@ def doubled(model: nn.Module) -> Any:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    path = tmp_path_factory.mktemp("published") / "images.npy"
-    np.save(path, tiny.images(COUNT))
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(tmp_path_factory.mktemp("published") / "images.npy", tiny.images(COUNT))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.collect import collect
-from calib.images import Images, open_images
+from calib.images import Images
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.sites import calibration_taps
@@ -92,10 +92,7 @@ def test_a_model_whose_outputs_nothing_moves_is_fitted_to_all_tokens() -> None:
 
 
 def opened(model: nn.Module, directory: Path, count: int) -> Images:
-    path = directory / "images.npy"
-    np.save(path, tiny.images(count))
-    spec = vit.input_spec(model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(directory / "images.npy", tiny.images(count), model)
 
 
 def features(model: Any, count: int = 64) -> Tensor:

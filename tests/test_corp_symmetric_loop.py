@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
@@ -28,10 +28,7 @@ RIDGE = 1e-3
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    path = tmp_path_factory.mktemp("symmetric") / "images.npy"
-    np.save(path, tiny.images(24, seed=4))
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(tmp_path_factory.mktemp("symmetric") / "images.npy", tiny.images(24, seed=4))
 
 
 def hidden(model: nn.Module, name: str) -> Any:

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.moments import ChannelMoments
 from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
@@ -167,9 +166,7 @@ def test_one_layer_corrected_both_ways_reports_both() -> None:
 
 
 def opened(path: Path, count: int) -> Images:
-    np.save(path, tiny.images(count, seed=3))
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return tiny.opened(path, tiny.images(count, seed=3))
 
 
 def test_streams_are_parted_as_the_halves_are(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A tiny trained-looking ViT and images for the tests of corp_deploy."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from calib.images import Images
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.inputs import images_for_model
 
 ARCHITECTURE = Architecture(
     name="vit_tiny_patch16_224",
@@ -42,6 +45,12 @@ def images(count: int, seed: int = 0, size: int = 32) -> NDArray[np.float32]:
     """Smooth random images [count, 3, size, size] float32."""
     coarse = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
     return torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear").numpy()
+
+
+def opened(path: Path, pixels: NDArray[np.float32], model: nn.Module | None = None) -> Images:
+    """Images [N, 3, S, S] written to the path and opened for a model, `checkpoint()` unless another is given."""
+    np.save(path, pixels)
+    return images_for_model(checkpoint().model if model is None else model, path)
 
 
 def timm_model(name: str, **kwargs: Any) -> nn.Module:
