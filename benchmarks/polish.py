@@ -77,17 +77,17 @@ class Subject:
         return reduce(self.dense.model, calibrate(self.dense, self.inputs, batch_size=BATCH), self.method).model
 
 
-def _joint(sparsity: float, **align: Any) -> Method:
+def joint(sparsity: float, **align: Any) -> Method:
     return method_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity, **align)
 
 
-def _outputs(model: nn.Module, images: Tensor) -> Tensor:
+def outputs(model: nn.Module, images: Tensor) -> Tensor:
     with torch.inference_mode():
         return torch.cat([model(batch) for batch in images.split(BATCH)]).double()
 
 
-def _error(dense: Tensor, judged: Tensor, candidate: nn.Module) -> float:
-    return float((_outputs(candidate, judged) - dense).norm() / dense.norm())
+def error(dense: Tensor, judged: Tensor, candidate: nn.Module) -> float:
+    return float((outputs(candidate, judged) - dense).norm() / dense.norm())
 
 
 def digits(scratch: Path) -> Subject:
@@ -100,9 +100,9 @@ def digits(scratch: Path) -> Subject:
         dense=dense,
         inputs=images_for_model(dense.model, scratch / "digits.npy"),
         groups_B=None,
-        method=_joint(0.75, align_hidden=8, align_head=4),
+        method=joint(0.75, align_hidden=8, align_head=4),
         closed_loop=True,
-        error=partial(_error, _outputs(dense.model, judged), judged),
+        error=partial(error, outputs(dense.model, judged), judged),
     )
 
 
@@ -147,9 +147,9 @@ def dinov2(scratch: Path) -> Subject:
         dense=dense,
         inputs=images,
         groups_B=group_ids(images, str(ready / "calib_groups.json")),
-        method=_joint(0.5),
+        method=joint(0.5),
         closed_loop=False,
-        error=partial(_error, _outputs(dense.model, judged), judged),
+        error=partial(error, outputs(dense.model, judged), judged),
     )
 
 

@@ -27,7 +27,7 @@ def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pyte
         groups_B=None,
         method=method_from_preset("best", mlp_sparsity=0.5, align_hidden=8),
         closed_loop=True,
-        error=lambda candidate: polish._error(polish._outputs(dense.model, judged), judged, candidate),
+        error=lambda candidate: polish.error(polish.outputs(dense.model, judged), judged, candidate),
     )
     record = Record(tmp_path / "record.json", polish.KIND, {"threads": 1})
     for _ in range(2):  # the second time the record has it
