@@ -95,7 +95,7 @@ def _of_before(probe: Probe, own: SiteCurves, curves: list[CostCurve]) -> list[C
     for curve in curves:
         one_number = set(kind_of(sites[curve.site]).widths(sites[curve.site], probe.method))
         places = [place for place, width in enumerate(curve.widths) if width in one_number]
-        errors = [sum(part.errors[part.places[place]] for part in own[curve.site]) for place in places]
+        errors = [sum(part.errors[part.places[place]] for part in own.of_parts[curve.site]) for place in places]
         widths, costs = tuple(curve.widths[place] for place in places), tuple(curve.costs[place] for place in places)
         plain.append(replace(curve, widths=widths, costs=costs, errors=tuple(errors)))
     trials = {each.site: each.widths[len(each.widths) // 2 - 1] for each in plain if len(each.widths) > 1}

@@ -227,7 +227,7 @@ def test_a_schedule_errs_no_more_than_plain_ones(planned: Joint) -> None:
                 assert step == 4, "no shape of so few tokens saves more"
                 continue
             assert plain.cost <= limit
-            assert stage.lost <= probe.effect({}, merging=Merging(schedule=plain.counts))
+            assert stage.lost <= probe.fewer.effect({}, merging=Merging(schedule=plain.counts))
     assert shaped_schedule(planned.losses, planned.prices.costs, 1.0, [1.0] * DEPTH) is None
 
 

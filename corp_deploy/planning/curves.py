@@ -7,7 +7,7 @@ squared change of the model's outputs over the curve's value there is its weight
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
@@ -29,6 +29,7 @@ from ground.errors import BadInput
 from .probe import Probe, Trial
 
 PARTS = (0.25, 0.5, 0.75)
+EMPTIED_SEEN = 8  # inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +71,21 @@ def _tried(curve: ErrorCurve) -> list[int]:
 def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...]:
     """The curve as output error: that which was measured where it was tried, and between those places its own shape.
 
-    The ratio of both is interpolated, geometrically, and kept beyond the ends.
+    The ratio of both is interpolated, geometrically, and kept beyond the ends. What a constant loses is what was
+    measured, and says nothing of any width.
     """
+    empty = effects[0] if is_empty(curve.alone[0]) else None
     tried = [
         (at, math.log(effect / curve.errors[at]))
         for at, effect in zip(_tried(curve), effects, strict=True)
-        if effect > 0.0 and curve.errors[at] > 0.0
+        if effect > 0.0 and curve.errors[at] > 0.0 and (at > 0 or empty is None)
     ]
     if not tried:
-        return (0.0,) * len(curve.errors)
+        return (0.0 if empty is None else empty, *(0.0,) * (len(curve.errors) - 1))
     at, logs = zip(*tried, strict=True)
     ratios = np.interp(range(len(curve.errors)), at, logs)
-    return tuple(error * math.exp(ratio) for error, ratio in zip(curve.errors, ratios, strict=True))
+    scaled = tuple(error * math.exp(ratio) for error, ratio in zip(curve.errors, ratios, strict=True))
+    return scaled if empty is None else (empty, *scaled[1:])
 
 
 def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]) -> tuple[float, ...]:
@@ -94,12 +98,30 @@ def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]
     return tuple(total) or (0.0,)
 
 
-SiteCurves = Mapping[str, list[ErrorCurve]]
-"""The curves of every site's parts in their own units, none where there is no choice of width."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteCurves:
+    """The curves of every site's parts in their own units, by site, none where there is no choice of width; and the
+    squared relative output error of every site of which a constant alone stays, which is no small change.
+    """
+
+    of_parts: Mapping[str, list[ErrorCurve]]
+    emptied: Mapping[Trial, float]
+
+    @property
+    def trials(self) -> list[Trial]:
+        """All that is tried of the parts."""
+        return [
+            (name, curve.alone[at])
+            for name, curves in self.of_parts.items()
+            for curve in curves
+            for at in _tried(curve)
+        ]
 
 
 def site_curves(probe: Probe) -> SiteCurves:
-    """By the moments alone. Raises BadInput for a method that has no error curves."""
+    """By the moments, and by a few inputs run through the model with each site in turn left a constant. Raises BadInput
+    for a method that has no error curves.
+    """
     method, model = probe.method, probe.model
     if method.mlp_selection != "obs" or method.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
@@ -112,7 +134,10 @@ def site_curves(probe: Probe) -> SiteCurves:
             return []
         return kind.curves(site, site_moments(site, probe.moments, where), method, known)
 
-    return dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
+    of_parts = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
+    plain = SiteCurves(of_parts=of_parts, emptied={})
+    empty = [trial for trial in plain.trials if is_empty(trial[1])]
+    return replace(plain, emptied=probe.few(EMPTIED_SEEN).effects(empty) if empty else {})
 
 
 def output_errors(probe: Probe, curves: SiteCurves, *, around: nn.Module | None = None) -> dict[str, tuple[float, ...]]:
@@ -120,9 +145,9 @@ def output_errors(probe: Probe, curves: SiteCurves, *, around: nn.Module | None 
 
     `around` is a narrowed model: what a site loses then is what it loses beside the others' losses.
     """
-    trials = [(name, curve.alone[at]) for name, several in curves.items() for curve in several for at in _tried(curve)]
-    effects = probe.linear_effects(trials, around=around)
-    return {site.name: _errors(curves[site.name], site, effects) for site in sites_of(probe.model).every}
+    small = [trial for trial in curves.trials if trial not in curves.emptied]
+    effects = {**curves.emptied, **probe.linear_effects(small, around=around)}
+    return {site.name: _errors(curves.of_parts[site.name], site, effects) for site in sites_of(probe.model).every}
 
 
 def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:

@@ -92,10 +92,11 @@ class Joint:
         if not mergings:
             return None
         # Sums of first-order losses mistake large merges for cheap ones: what is taken must be the best as measured.
-        lost = [self.probe.effect({}, merging=merging) for merging in mergings]
-        merging = mergings[lost.index(min(lost))]
-        merged = family_of(model).with_merging(model, merging)
-        curves, cost = self.prices.priced(merged)
+        merged = [family_of(model).with_merging(model, merging) for merging in mergings]
+        lost = [self.probe.fewer.effect_of(each) for each in merged]
+        best = lost.index(min(lost))
+        merging = mergings[best]
+        curves, cost = self.prices.priced(merged[best])
         return Stage(merging=merging, lost=min(lost), curves=curves, cost=cost)
 
     def _at(self, stage: Stage, share: float) -> JointAllocation | None:

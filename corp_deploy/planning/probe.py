@@ -84,6 +84,10 @@ class Probe:
                 walk = walk.behind(step)
         return effects
 
+    def few(self, count: int) -> "Probe":
+        """Looks at about so many of the inputs, evenly."""
+        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // count)]))
+
     @property
     def fewer(self) -> "Probe":
         """Looks at every other input alone."""
