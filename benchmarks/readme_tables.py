@@ -206,9 +206,22 @@ def proof_cost(record: dict[str, Any]) -> str:
     )
 
 
+def budgets(record: dict[str, Any]) -> str:
+    """What the same share of the MACs loses by the curves of before and of now."""
+    text = (
+        "Relative output error on held-out inputs of widths that a budget of MACs chose, in one pass: by one look at "
+        "each site at half its widths (`before`), by squared gradients on inputs set apart, values beside queries and "
+        "keys (`now`), and the better of that and a second allocation on the probe's inputs (`taken`):"
+    )
+    ways = ("before", "now", "taken")
+    rows = [[row["model"], f"{row['share']:g}", *(f"{row[way]:.4f}" for way in ways)] for row in record["rows"]]
+    return text + "\n\n" + _table(["model", "share of the MACs", *ways], rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods.json": methods,
     "hard_vit.json": hard_vit,
+    "budgets.json": budgets,
     "text_encoder.json": text_encoder,
     "engines.json": engines,
     "cpu_latency.json": cpu_latency,
