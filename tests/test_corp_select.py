@@ -176,7 +176,8 @@ def test_full_width_has_nothing_to_exchange() -> None:
 def test_elimination_refuses_impossible_widths() -> None:
     result = Elimination(order_F=torch.tensor([1, 0]), error_F=torch.tensor([0.0, 1.0]), ridge=0.0)
     assert result.kept(1).tolist() == [0]
-    for width in (0, 3):
+    assert result.kept(0).tolist() == []  # a constant is left
+    for width in (-1, 3):
         with pytest.raises(AssertionError):
             result.kept(width)
     with pytest.raises(AssertionError):
