@@ -26,7 +26,7 @@ from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
@@ -204,3 +204,18 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing(opened: Images) -> None
         reduction, _ = reduce_as_asked(planted, moments, asked, images=opened)
         widths = {site.name: site.width for site in sites_of(reduction.model).every}
         assert (widths["blocks.0.mlp"] == 0, widths["blocks.1.attn"] == EMPTY_HEADS) == (not keys, not keys)
+
+
+def test_what_is_left_of_it_can_be_reduced_again(emptied: Reduction, opened: Images) -> None:
+    """Constants are passed by: nothing listens there, no width is asked of them, no time is measured."""
+    again = replace(dense(), model=emptied.model, lineage={})
+    moments = calibrate(again, opened, batch_size=8)
+    assert moments.sites.keys() == {"blocks.0.attn", "blocks.1.mlp"}
+    half = replace(METHOD, mlp_sparsity=0.5, attention_sparsity=0.5)
+    assert uniform_widths(again.model, half).keys() == moments.sites.keys()
+    asked = ReductionRequest(preset="best", method=METHOD, budget=Budget(currency="macs", share=0.7))
+    for request in (replace(asked, budget=None, method=half), asked, replace(asked, closed_loop="asymmetric")):
+        reduction, _ = reduce_as_asked(again, moments, request, images=opened)
+        widths = {site.name: site.width for site in sites_of(reduction.model).every}
+        assert {name: widths[name] for name in EMPTIED} == EMPTIED
+        assert macs(reduction.model) < macs(again.model)

@@ -10,7 +10,7 @@ from .family import sites_of
 from .model_cost import counted
 from .modules import parameters
 from .site import Currency, Site
-from .widths import HeadGeometry, Width
+from .widths import HeadGeometry, Width, is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,10 @@ def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
     """The costs of this model's sites, the formulas held against the count."""
     every, count = sites_of(model).every, counted(model)
     of_module = {id(module): name for name, module in model.named_modules()}
-    tokens = {site.name: count.by_module[of_module[id(site.first)]] // site.first.weight.numel() for site in every}
+    tokens = dict.fromkeys((site.name for site in every), 0)  # a constant needs none
+    for site in every:
+        if not is_empty(site.width):
+            tokens[site.name] = count.by_module[of_module[id(site.first)]] // site.first.weight.numel()
     now = {site.name: _now(site, count, currency) for site in every}
     costs = SiteCosts(currency=currency, now=now, tokens=tokens)
     for site in every:

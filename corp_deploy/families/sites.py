@@ -14,6 +14,7 @@ from calib.sites import ChannelTaps, HeadTaps
 from .channel_site import ChannelSite
 from .head_site import HeadSite
 from .site import Site
+from .widths import is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Sites:
 
 
 def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps]:
-    """Where calibration listens for every site, in the order they run."""
+    """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return [site.taps() for site in sorted(sites.every, key=lambda site: order[site.name])]
+    listened = (site for site in sites.every if not is_empty(site.width))
+    return [site.taps() for site in sorted(listened, key=lambda site: order[site.name])]

@@ -46,6 +46,11 @@ class CostCurve:
     cost_now: int
 
 
+def narrowable(model: nn.Module) -> list[Site]:
+    """The sites of which more than a constant is left."""
+    return [site for site in sites_of(model).every if not is_empty(site.width)]
+
+
 def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
     """Every order of removal; made once, it serves every width of a sweep or a budget."""
     where = device(model)
@@ -54,7 +59,7 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
         kind = kind_of(site)
         return kind.elimination(site, site_moments(site, moments, where), method) if kind.eliminates else None
 
-    sites = [site for site in sites_of(model).every if kind_of(site).eliminates]
+    sites = [site for site in narrowable(model) if kind_of(site).eliminates]
     orders = zip(sites, pool.each(at_site, sites, where), strict=True)
     return {site.name: order for site, order in orders if order is not None}
 
@@ -125,7 +130,7 @@ def site_curves(probe: Probe) -> SiteCurves:
     method, model = probe.method, probe.model
     if method.mlp_selection != "obs" or method.qk_recovery != "lowrank":
         raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
-    sites, where = sites_of(model).every, device(model)
+    sites, where = narrowable(model), device(model)
 
     def curves_at(site: Site) -> list[ErrorCurve]:
         known = probe.eliminations.get(site.name)
@@ -147,7 +152,7 @@ def output_errors(probe: Probe, curves: SiteCurves, *, around: nn.Module | None 
     """
     small = [trial for trial in curves.trials if trial not in curves.emptied]
     effects = {**curves.emptied, **probe.linear_effects(small, around=around)}
-    return {site.name: _errors(curves.of_parts[site.name], site, effects) for site in sites_of(probe.model).every}
+    return {site.name: _errors(curves.of_parts[site.name], site, effects) for site in narrowable(probe.model)}
 
 
 def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:
@@ -157,7 +162,7 @@ def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None =
     """
     errors = output_errors(probe, site_curves(probe) if curves is None else curves)
     costs = site_costs(probe.model, currency)
-    return [_cost_curve(site, errors[site.name], costs, probe.method) for site in sites_of(probe.model).every]
+    return [_cost_curve(site, errors[site.name], costs, probe.method) for site in narrowable(probe.model)]
 
 
 def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:

@@ -20,6 +20,7 @@ from torch import nn
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
 from corp_deploy.families.site import Site
 from corp_deploy.families.token_merging import TokenMerge
+from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -173,8 +174,11 @@ def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -
 def _grids_of_sites(
     model: nn.Module, method: Method, tokens: Mapping[str, int], where: LatencyTarget, scratch: Path
 ) -> tuple[dict[str, Grid], dict[str, dict[int, str]]]:
-    """Grids by name, one for each distinct shape and number of tokens, and those of each site by number of tokens."""
-    every = sites_of(model).every
+    """Grids by name, one for each distinct shape and number of tokens, and those of each site by number of tokens;
+    none where a constant is left, which takes no time.
+    """
+    sites = sites_of(model).every
+    every = [site for site in sites if not is_empty(site.width)]
     shapes = {site.name: table_name(site, method, model) for site in every}
     reach: dict[str, set[int]] = {}
     for site in every:
@@ -190,7 +194,7 @@ def _grids_of_sites(
         for count, name in named(shapes[site.name]).items():
             if name not in grids:
                 grids[name] = grid_of_site(name, site, method, model, count, where, scratch)
-    return grids, {name: named(shape) for name, shape in shapes.items()}
+    return grids, {site.name: named(shapes[site.name]) if site.name in shapes else {} for site in sites}
 
 
 def _runner(

@@ -15,6 +15,7 @@ import numpy as np
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import most_merged
 from corp_deploy.families.token_merging import TokenMerge
+from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.ports import Port
@@ -80,7 +81,8 @@ def measure_merge_latencies(
     the model. Raises BadInput where other programs had the machine for too much of one.
     """
     model, batch = dense.model, where.batches[0]
-    every = sites_of(model).every
+    sites = sites_of(model).every
+    every = [site for site in sites if not is_empty(site.width)]
     counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
     shapes = {site.name: table_name(site, method, model) for site in every}
     channels = every[0].first.in_features
@@ -113,7 +115,7 @@ def measure_merge_latencies(
     of_merges = [each for of_counts in merges.values() for each in of_counts.values()]
     refuse_disturbed({each.name: each for each in (*layers, *of_merges, whole_table)})
     return MergeLatencies(
-        sites={name: of_shapes[shape] for name, shape in shapes.items()},
+        sites={site.name: of_shapes[shapes[site.name]] if site.name in shapes else {} for site in sites},
         merges=merges,
         protected=losses.protected,
         dense=whole_table,

@@ -9,7 +9,7 @@ from torch import nn
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.widths import Widths
+from corp_deploy.families.widths import Widths, is_empty
 from corp_deploy.reduction.method import Method
 
 
@@ -30,7 +30,7 @@ NAMED = 6
 
 def left_alone(model: nn.Module, widths: Widths) -> tuple[str, ...]:
     """A sentence on the sites that a budget spares, none where it spares none."""
-    sites = sites_of(model).every
+    sites = [site for site in sites_of(model).every if not is_empty(site.width)]
     whole = [site.name for site in sites if widths.get(site.name, site.width) == site.width]
     if not whole:
         return ()

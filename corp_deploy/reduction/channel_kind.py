@@ -11,7 +11,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.families.widths import aligned_width, aligned_widths, is_empty
 
 from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums
 from .channel_modules import built, channel_report, emptied, layers_of
@@ -34,7 +34,7 @@ class ChannelKind:
         return method.mlp_sparsity
 
     def uniform(self, site: ChannelSite, method: Method) -> int | None:
-        if method.mlp_sparsity is None:
+        if method.mlp_sparsity is None or is_empty(site.width):
             return None
         return aligned_width(site.width, method.mlp_kept, method.align_hidden)
 

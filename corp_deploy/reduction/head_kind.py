@@ -19,6 +19,7 @@ from corp_deploy.families.widths import (
     aligned_widths,
     geometry_of_heads,
     head_widths,
+    is_empty,
 )
 
 from .branch_sums import dense_advanced, head_moments_in_halves, inputs_sums
@@ -41,7 +42,7 @@ class HeadKind:
 
     def uniform(self, site: HeadSite, method: Method) -> HeadWidths | None:
         """Where Q/K must stay, only square heads ask for something else: the values."""
-        if not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
+        if is_empty(site.width) or not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
             return None
         size = aligned_width(site.size, method.attention_kept, method.align_head)
         return head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk)
