@@ -42,6 +42,7 @@ def test_a_reduced_model_is_served_as_it_computes(tmp_path: Path) -> None:
         assert server.load("tiny_cpu") is None
         run_clients(server, "tiny_cpu", tmp_path / "images.npy", tmp_path / "answers.npz")
     assert server.exit_code == 0
-    answers = np.load(tmp_path / "answers.npz")
+    with np.load(tmp_path / "answers.npz") as opened:
+        answers = dict(opened)
     np.testing.assert_allclose(answers["logits"], expected, rtol=1e-4, atol=1e-4)
     assert list(answers["labels"]) == [f"class {index}" for index in expected.argmax(1)]

@@ -92,7 +92,8 @@ def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(serve
     batch = images(IMAGES)
     np.save(tmp_path / "images.npy", batch)
     run_clients(server, "vit_cpu", tmp_path / "images.npy", tmp_path / "answers.npz")
-    answers = np.load(tmp_path / "answers.npz")
+    with np.load(tmp_path / "answers.npz") as opened:
+        answers = dict(opened)
     wanted = direct(served.graph, batch)
     np.testing.assert_allclose(answers["logits"], wanted, rtol=0, atol=1e-5)
     assert answers["labels"].tolist() == [LABELS[index] for index in wanted.argmax(1)]
