@@ -33,7 +33,7 @@ BOUND = exact(products=12, largest_logit=1.0)
 SCHEDULE = (2, 4)
 
 
-def margin_by_loops(compared_NX: Any, count: int, protected: int) -> float:
+def margin_by_loops(compared_NX: Any, sizes_N: Any, count: int, protected: int, metric: str) -> float:
     """The tokens of one image, pair by pair, in float64."""
     free = range(protected, len(compared_NX))
     evens, odds = list(free)[0::2], list(free)[1::2]
@@ -42,7 +42,14 @@ def margin_by_loops(compared_NX: Any, count: int, protected: int) -> float:
         one, other = compared_NX[a], compared_NX[b]
         return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
 
-    alike = {even: sorted((cosine(even, odd) for odd in odds), reverse=True) for even in evens}
+    spread = compared_NX[protected:].var(axis=0).sum()
+
+    def ward(a: int, b: int) -> float:
+        n, m = sizes_N[a], sizes_N[b]
+        return -float(n * m / (n + m) * ((compared_NX[a] - compared_NX[b]) ** 2).sum() / spread)
+
+    by = ward if metric == "ward" else cosine
+    alike = {even: sorted((by(even, odd) for odd in odds), reverse=True) for even in evens}
     order = sorted(evens, key=lambda even: -alike[even][0])
     gaps = [alike[even][0] - alike[even][1] for even in order[:count]]
     if count < len(evens):
@@ -50,27 +57,28 @@ def margin_by_loops(compared_NX: Any, count: int, protected: int) -> float:
     return min(gaps)
 
 
+@pytest.mark.parametrize("metric", ["ward", "stream"])
 @pytest.mark.parametrize(("tokens", "count", "protected"), [(9, 2, 1), (12, 3, 2), (9, 4, 1), (8, 1, 0)])
-def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int) -> None:
+def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, metric: Any) -> None:
     compared = torch.randn(5, tokens, 7, generator=torch.Generator().manual_seed(tokens))
-    found = margins_of(TokenMerge(count=count, protected=protected, how="merge"), compared)
-    expected = [margin_by_loops(image.double().numpy(), count, protected) for image in compared]
-    assert found.tolist() == pytest.approx(expected, abs=2e-7)
+    sizes = torch.randint(1, 5, (5, tokens), generator=torch.Generator().manual_seed(count)).float()
+    found = margins_of(TokenMerge(count=count, protected=protected, how="merge", metric=metric), compared, sizes)
+    images = zip(compared.double().numpy(), sizes.double().numpy(), strict=True)
+    expected = [margin_by_loops(image, of_image, count, protected, metric) for image, of_image in images]
+    assert found.tolist() == pytest.approx(expected, abs=2e-6)
 
 
 def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
     attention = torch.tensor([[9.0, 0.1, 0.4, 0.2, 0.3], [9.0, 0.4, 0.3, 0.2, 0.2]])
-    found = margins_of(TokenMerge(count=2, protected=1, how="drop"), attention)
+    found = margins_of(TokenMerge(count=2, protected=1, how="drop"), attention, None)
     assert found.tolist() == pytest.approx([0.5, 0.5])
-    one = margins_of(TokenMerge(count=1, protected=1, how="drop"), attention)
+    one = margins_of(TokenMerge(count=1, protected=1, how="drop"), attention, None)
     assert one.tolist() == pytest.approx([1.0, 0.0])
 
 
 @pytest.mark.parametrize("how", ["merge", "drop"])
-@pytest.mark.parametrize("metric", ["stream", "keys"])
+@pytest.mark.parametrize("metric", ["ward", "stream", "keys"])
 def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
-    if (how, metric) == ("drop", "keys"):
-        metric = "stream"
     model, images = tiny.checkpoint().model, torch.from_numpy(tiny.images(6))
     assert merge_margins(model, images) is None
     merged = vit.with_merging(model, Merging(schedule=SCHEDULE, how=how, metric=metric))
@@ -82,7 +90,8 @@ def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any)
         for step in vit.steps(merged):
             if isinstance(step, Merge):
                 beside = walk.beside_BNX
-                each.append(margins_of(step.merge, walk.tokens.x if beside is None else beside))
+                compared = walk.tokens.x if beside is None else beside
+                each.append(margins_of(step.merge, compared, walk.tokens.sizes))
             walk = walk.behind(step)
     assert len(each) == 2
     assert torch.equal(found, torch.minimum(*each))
@@ -94,7 +103,7 @@ def test_equal_tokens_have_no_margin() -> None:
     compared = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(0))
     compared[0, 4] = compared[0, 2] = compared[0, 6]  # three odd places alike: whoever is like them has no one best
     compared[0, 1] = compared[0, 2] + 0.01
-    found = margins_of(TokenMerge(count=1, protected=1, how="merge"), compared)
+    found = margins_of(TokenMerge(count=1, protected=1, how="merge"), compared, None)
     assert abs(float(found)) < 1e-6
 
 

@@ -39,7 +39,7 @@ def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block() -> None:
     assert record.macs == macs(model)
     assert record.macs_with_all_tokens == macs(dense)
     first, second = record.sentences()
-    assert "merges the tokens that are most alike by the residual stream: 17 tokens become 10, 1 of them" in first
+    assert "most alike by what merging them changes in the residual stream: 17 tokens become 10, 1 of them" in first
     assert f"{macs(model) / macs(dense):.1%} of the multiply-adds" in second
     lines = merging_lines(inspection_of_model(model))
     assert lines == [first, second, "tokens behind each block: 14 10"]
@@ -50,7 +50,8 @@ def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block() -> None:
     ("merging", "words"),
     [
         (Merging(schedule=(5, 0), how="drop"), "drops the tokens that the class token attends to least: 17 tokens"),
-        (Merging(schedule=(2, 2), metric="keys"), "most alike by the keys of all heads"),
+        (Merging(schedule=(2, 2), metric="stream"), "most alike by the cosine of the residual stream"),
+        (Merging(schedule=(2, 2), metric="keys"), "most alike by the cosine of the keys of all heads"),
         (Merging(schedule=(2, 2), unmerged=True), "each source token has the value of the token"),
     ],
 )
@@ -113,5 +114,5 @@ def test_a_release_says_how_it_merges_wherever_it_tells_of_the_model(released: P
     assert "| block 1 | 15 | 4 | 11 |" in report
     for text in (card, report, (released / "report.html").read_text()):
         assert "17 tokens become 11" in text
-    assert json.loads((released / "manifest.json").read_text())["tokens"] == "merged: 2,4, compared by stream"
+    assert json.loads((released / "manifest.json").read_text())["tokens"] == "merged: 2,4, compared by ward"
     assert "--merge-tokens 2,4" in card

@@ -167,7 +167,7 @@ def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any]) -> None:
 def test_on_a_trained_model_the_closed_loop_repairs_what_merging_changed() -> None:
     dense = load_checkpoint(EXAMPLE).model
     pixels, held_out = load("train").images[:256], load("held-out").images[:128]
-    model = vit.with_merging(dense, Merging(schedule=(8, 8, 8, 8, 8, 4)))
+    model = vit.with_merging(dense, Merging(schedule=(8, 8, 8, 8, 8, 4), metric="stream"))
     expected = logits(dense, held_out)
     merged_alone = relative_error(logits(model, held_out), expected)
     full = best(mlp_sparsity=0.0, attention_sparsity=0.0)

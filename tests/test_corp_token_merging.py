@@ -11,9 +11,19 @@ from torch import Tensor, nn
 from corp_deploy import load
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.head_attention import HeadAttention, key_bias
-from corp_deploy.families.merging import Merging, schedule_from_text, tokens_after
+from corp_deploy.families.merging import Merging, Metric, schedule_from_text, tokens_after
 from corp_deploy.families.steps import Branch, Merge, Walk
-from corp_deploy.families.token_merging import TokenMerge, Tokens, dropped, matched, merged, sources_of, unmerged
+from corp_deploy.families.token_merging import (
+    TokenMerge,
+    Tokens,
+    alike,
+    dropped,
+    matched,
+    merged,
+    sources_of,
+    unmerged,
+    ward,
+)
 from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput
 from tests.tiny import checkpoint, images
@@ -29,14 +39,30 @@ def sizes_of(tokens: int, seed: int = 1, batch: int = 3) -> Tensor:
     return torch.randint(1, 6, (batch, tokens), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def merged_by_loops(x_NC: Tensor, sizes_N: Tensor, compared_NX: Tensor, count: int, protected: int) -> tuple[Any, ...]:
+def by_cosine(compared_NX: Tensor, sizes_N: Tensor, one: int, other: int) -> float:
+    return float(torch.cosine_similarity(compared_NX[one], compared_NX[other], dim=0))
+
+
+def by_squares(compared_NX: Tensor, sizes_N: Tensor, one: int, other: int) -> float:
+    """Less the sum of squares about the mean of both, of all that stand in them."""
+    weights_2, both_2X = sizes_N[[one, other]].double(), compared_NX[[one, other]].double()
+    mean_X = (weights_2[:, None] * both_2X).sum(dim=0) / weights_2.sum()
+    return -float((weights_2 * (both_2X - mean_X).square().sum(dim=1)).sum())
+
+
+BY = {"ward": by_squares, "stream": by_cosine, "keys": by_cosine}
+
+
+def merged_by_loops(
+    x_NC: Tensor, sizes_N: Tensor, compared_NX: Tensor, count: int, protected: int, by: Any = by_cosine
+) -> tuple[Any, ...]:
     """The paper's section 3, one token at a time: stream, sizes, and where each token went."""
     free = list(range(protected, len(x_NC)))
     evens, odds = free[0::2], free[1::2]
     best = []
     for even in evens:
-        cosines = [float(torch.cosine_similarity(compared_NX[even], compared_NX[odd], dim=0)) for odd in odds]
-        best.append((max(cosines), odds[cosines.index(max(cosines))]))
+        to_odds = [by(compared_NX, sizes_N, even, odd) for odd in odds]
+        best.append((max(to_odds), odds[to_odds.index(max(to_odds))]))
     order = sorted(range(len(evens)), key=lambda place: -best[place][0])
     into = {evens[place]: best[place][1] for place in order[:count]}
     stays = [*range(protected), *(even for even in evens if even not in into), *odds]
@@ -50,15 +76,18 @@ def merged_by_loops(x_NC: Tensor, sizes_N: Tensor, compared_NX: Tensor, count: i
     return torch.stack(rows), torch.stack(sizes), torch.tensor(went)
 
 
+@pytest.mark.parametrize("metric", ["ward", "stream"])
 @pytest.mark.parametrize(("tokens", "protected", "count"), SHAPES)
-def test_a_merge_is_what_loops_over_tokens_give(tokens: int, protected: int, count: int) -> None:
+def test_a_merge_is_what_loops_over_tokens_give(tokens: int, protected: int, count: int, metric: Metric) -> None:
     x_BNC, sizes_BN, compared_BNX = stream(tokens), sizes_of(tokens), stream(tokens, seed=2, channels=4)
     given = Tokens(x_BNC, sizes_BN, sources_of(x_BNC))
-    got = merged(given, matched(compared_BNX, count, protected), protected)
+    got = merged(given, matched(alike(metric, compared_BNX, sizes_BN, protected), count), protected)
     assert got.sizes is not None
     assert got.sources is not None
     for image in range(len(x_BNC)):
-        x_NC, sizes_N, went_N = merged_by_loops(x_BNC[image], sizes_BN[image], compared_BNX[image], count, protected)
+        x_NC, sizes_N, went_N = merged_by_loops(
+            x_BNC[image], sizes_BN[image], compared_BNX[image], count, protected, BY[metric]
+        )
         # Shares are float32, as graphs have them.
         torch.testing.assert_close(got.x[image], x_NC, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(got.sizes[image].double(), sizes_N)
@@ -86,19 +115,30 @@ def test_mass_is_conserved_and_sources_follow_through_several_merges() -> None:
     assert torch.equal(unmerged(tokens.x, tokens.sources)[1, 7], tokens.x[1, tokens.sources[1, 7]])
 
 
-def test_planted_duplicates_are_merged_first_and_change_nothing() -> None:
+def test_what_all_tokens_have_in_common_changes_no_choice() -> None:
+    x_BNC, sizes_BN = stream(21).float(), sizes_of(21)
+    plain_BAD = ward(x_BNC, sizes_BN, 1)
+    far_BAD = ward(x_BNC + 1000.0, sizes_BN, 1)
+    torch.testing.assert_close(far_BAD, plain_BAD, rtol=2e-3, atol=2e-3)  # 1000 in float32 has four digits left
+    assert torch.equal(matched(far_BAD, 5).merged, matched(plain_BAD, 5).merged)
+    torch.testing.assert_close(ward(x_BNC, None, 1), ward(x_BNC, torch.ones(3, 21), 1))
+
+
+@pytest.mark.parametrize("metric", ["ward", "stream"])
+def test_planted_duplicates_are_merged_first_and_change_nothing(metric: Metric) -> None:
     x_BNC = stream(13)
     for even, odd in ((1, 4), (5, 2), (11, 12)):  # behind one protected token, odd numbers are the even places
         x_BNC[:, even] = x_BNC[:, odd]
-    match = matched(x_BNC, 3, 1)
+    match = matched(alike(metric, x_BNC, sizes_of(13), 1), 3)
     assert [sorted(1 + 2 * place for place in row) for row in match.merged.tolist()] == [[1, 5, 11]] * 3
-    got = merged(Tokens(x_BNC, None, sources_of(x_BNC)), match, 1)
+    got = merged(Tokens(x_BNC, sizes_of(13), sources_of(x_BNC)), match, 1)
     assert got.sources is not None
     torch.testing.assert_close(unmerged(got.x, got.sources), x_BNC, rtol=1e-6, atol=1e-6)
 
 
-def test_of_equals_the_first_is_merged_into_the_first() -> None:
-    match = matched(torch.ones(2, 10, 3), 2, 0)
+@pytest.mark.parametrize("metric", ["ward", "stream"])
+def test_of_equals_the_first_is_merged_into_the_first(metric: Metric) -> None:
+    match = matched(alike(metric, torch.ones(2, 10, 3), None, 0), 2)
     assert match.merged.tolist() == [[0, 1]] * 2
     assert match.into.tolist() == [[0] * 5] * 2
     assert match.kept.tolist() == [[2, 3, 4]] * 2
@@ -135,7 +175,7 @@ def test_masks_of_any_type_add_what_they_did() -> None:
         assert torch.equal(key_bias(weights_BN, torch.float32), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}])
+@pytest.mark.parametrize("options", [{}, {"metric": "stream"}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}])
 def test_a_schedule_of_nothing_is_the_dense_model(options: Any) -> None:
     dense, x = checkpoint().model, torch.from_numpy(images(4))
     same = vit.with_merging(dense, Merging(schedule=(0, 0), **options))
@@ -162,7 +202,7 @@ def by_loops(model: nn.Module, x: Tensor, merging: Merging) -> Tensor:
             x_NC = x_NC + block.ls1(attention.proj(torch.cat(heads, dim=-1)))
             if count:
                 compared = k.flatten(1) if merging.metric == "keys" else x_NC
-                x_NC, sizes_N, went = merged_by_loops(x_NC, sizes_N, compared, count, protected)
+                x_NC, sizes_N, went = merged_by_loops(x_NC, sizes_N, compared, count, protected, BY[merging.metric])
                 went_N = went[went_N]
             x_NC = x_NC + block.ls2(block.mlp(block.norm2(x_NC)))
         outputs.append(vit.finished(model, x_NC[went_N].unsqueeze(0), x))
@@ -197,7 +237,7 @@ def test_tokens_of_a_model_without_pooling_are_fewer_unless_unmerged() -> None:
         assert vit.with_merging(dense, Merging(schedule=(3, 4)))(torch.from_numpy(images(2))).shape == (2, 10, 48)
 
 
-@pytest.mark.parametrize("options", [{}, {"metric": "keys"}, {"how": "drop"}])
+@pytest.mark.parametrize("options", [{}, {"metric": "stream"}, {"metric": "keys"}, {"how": "drop"}])
 def test_the_steps_are_the_model(options: Any) -> None:
     model = vit.with_merging(checkpoint(depth=3).model, Merging(schedule=(3, 0, 4), **options))
     x = torch.from_numpy(images(3))

@@ -19,9 +19,10 @@ _tokens = click.option(
 _metric = click.option(
     "--merge-metric",
     type=click.Choice(get_args(Metric)),
-    default="stream",
+    default="ward",
     show_default=True,
-    help="What tokens are compared by: the stream behind the attention, or the keys of all heads side by side.",
+    help="What tokens are compared by: what a merge changes in the stream behind the attention (Ward: sizes times "
+    "squared distance), the cosine of that stream, or that of the keys of all heads side by side.",
 )
 _how = click.option(
     "--merge-how",

@@ -8,13 +8,12 @@ Legend: B inputs, N tokens, A and D the unprotected at even and at odd places, R
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from calib.inputs import Inputs
 
 from .family import family_of
 from .steps import Merge, Walk
-from .token_merging import TokenMerge
+from .token_merging import TokenMerge, alike
 
 
 def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
@@ -24,12 +23,19 @@ def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
     return falling_BA[:, count - 1] - falling_BA[:, count]
 
 
-def _of_merge(compared_BNX: Tensor, count: int, protected: int) -> Tensor:
+def _spread_B(x_BNC: Tensor, protected: int) -> Tensor:
+    """The mean squared norm of the unprotected tokens about their mean, which distances and their rounding are of."""
+    free_BNC = x_BNC[:, protected:].float()
+    return (free_BNC - free_BNC.mean(dim=1, keepdim=True)).square().sum(dim=-1).mean(dim=1).clamp(min=1e-30)
+
+
+def _of_merge(merge: TokenMerge, compared_BNX: Tensor, sizes_BN: Tensor | None) -> Tensor:
     """The lesser of the gap between the tokens that are merged and those kept, and, of each that is merged, the gap
-    from its best match to the second best; cosines.
+    from its best match to the second best; as shares of the tokens' spread, or of cosines.
     """
-    unit_BNX = F.normalize(compared_BNX[:, protected:].float(), dim=-1)
-    alike_BAD = unit_BNX[:, 0::2] @ unit_BNX[:, 1::2].transpose(1, 2)
+    count, alike_BAD = merge.count, alike(merge.metric, compared_BNX, sizes_BN, merge.protected)
+    if merge.metric == "ward":
+        alike_BAD = alike_BAD / _spread_B(compared_BNX, merge.protected)[:, None, None]
     falling_BA, order_BA = alike_BAD.amax(dim=-1).sort(dim=1, descending=True, stable=True)
     gap_B = _gap_B(falling_BA, count)
     if alike_BAD.shape[2] < 2:
@@ -45,10 +51,11 @@ def _of_drop(attention_BN: Tensor, count: int, protected: int) -> Tensor:
     return -_gap_B(rising_BN, count) / rising_BN[:, count - 1].clamp(min=1e-30)
 
 
-def margins_of(merge: TokenMerge, compared: Tensor) -> Tensor:
-    """The least margin of one merge's choices: [B]."""
-    of = _of_drop if merge.how == "drop" else _of_merge
-    return of(compared, merge.count, merge.protected)
+def margins_of(merge: TokenMerge, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
+    """The least margin of one merge's choices, of tokens of these sizes: [B]."""
+    if merge.how == "drop":
+        return _of_drop(compared, merge.count, merge.protected)
+    return _of_merge(merge, compared, sizes_BN)
 
 
 def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
@@ -63,6 +70,6 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
         for step in family.steps(model):
             if isinstance(step, Merge):
                 compared = walk.tokens.x if walk.beside_BNX is None else walk.beside_BNX
-                least_B = torch.minimum(least_B, margins_of(step.merge, compared))
+                least_B = torch.minimum(least_B, margins_of(step.merge, compared, walk.tokens.sizes))
             walk = walk.behind(step)
     return least_B

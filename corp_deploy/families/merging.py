@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ground.errors import BadInput
 from ground.quantity import shown
 
-Metric = Literal["stream", "keys"]
+Metric = Literal["ward", "stream", "keys"]
 How = Literal["merge", "drop"]
 MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 
@@ -19,15 +19,16 @@ MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 class Merging:
     """What happens between the attention and the MLP of each block.
 
-    `schedule`: tokens merged away, an entry a block, 0 none. `metric`: whose cosine says how alike tokens are,
-    the stream behind the attention, or the keys of all heads side by side. `how`: `merge` takes the mean of tokens that
+    `schedule`: tokens merged away, an entry a block, 0 none. `metric`: how alike tokens are, by what merging them adds
+    to the sum of squares within tokens of the stream behind the attention (Ward 1963), or by the cosine of that stream
+    or of the keys of all heads side by side. `how`: `merge` takes the mean of tokens that
     are alike, weighted by how many stand in each; with `drop` those go that the class token attends to least.
     `unmerged`: dense outputs, every source token has the value of the token that it was merged into. Raises BadInput
     for what is none.
     """
 
     schedule: tuple[int, ...]
-    metric: Metric = "stream"
+    metric: Metric = "ward"
     how: How = "merge"
     unmerged: bool = False
 

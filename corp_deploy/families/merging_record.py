@@ -12,7 +12,11 @@ from .merging import How, Metric, tokens_after
 from .model_cost import counted
 from .steps import Merge
 
-COMPARED: Mapping[Metric, str] = {"stream": "the residual stream", "keys": "the keys of all heads"}
+COMPARED: Mapping[Metric, str] = {
+    "ward": "what merging them changes in the residual stream",
+    "stream": "the cosine of the residual stream",
+    "keys": "the cosine of the keys of all heads",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,9 @@ def _attentions(vit: VisionTransformer) -> list[HeadAttention]:
 
 def _merge(merging: Merging, index: int, protected: int) -> TokenMerge | None:
     count = merging.schedule[index]
-    return TokenMerge(count=count, protected=protected, how=merging.how) if count else None
+    if not count:
+        return None
+    return TokenMerge(count=count, protected=protected, how=merging.how, metric=merging.metric)
 
 
 def _refuse_misfit(vit: VisionTransformer, merging: Merging) -> None:
@@ -64,7 +66,7 @@ def _refuse_misfit(vit: VisionTransformer, merging: Merging) -> None:
     if merging.compares_attention and (empty := [site.name for site in sites(vit).heads if is_empty(site.width)]):
         raise BadInput(
             f"merging: tokens are compared by what attentions tell, and {', '.join(empty)} is a constant; compare them "
-            "by the stream"
+            "by ward, which looks at the stream"
         )
     tokens_after(merging, vit.num_prefix_tokens + vit.patch_embed.num_patches, vit.num_prefix_tokens)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .merging import How
+from .merging import How, Metric
 
 
 class Tokens(NamedTuple):
@@ -68,14 +68,37 @@ def _others(is_out_BN: Tensor, kept: int) -> Tensor:
     return _first(late_BN, kept, largest=False)
 
 
-def matched(compared_BNX: Tensor, count: int, protected: int) -> Match:
-    """The `count` even tokens that are most like an odd one, by the cosine of what they are compared by.
-
-    Of equals the first counts. In float32 whatever the type: half precision has few numbers near 1.
-    """
+def cosines(compared_BNX: Tensor, protected: int) -> Tensor:
+    """Of each even token with each odd one [B,A,D]; in float32, as half precision has few numbers near 1."""
     unit_BNX = F.normalize(compared_BNX[:, protected:].float(), dim=-1)
-    even_BAX, odd_BDX = unit_BNX[:, 0::2], unit_BNX[:, 1::2]
-    best_BA, into_BA = (even_BAX @ odd_BDX.transpose(1, 2)).max(dim=-1)
+    return unit_BNX[:, 0::2] @ unit_BNX[:, 1::2].transpose(1, 2)
+
+
+def ward(x_BNC: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
+    """What merging each even token with each odd one adds to the sum of squares of all source tokens about the tokens
+    they are in, negative [B,A,D]: n m / (n + m) |x - y|^2 of sizes n and m (Ward 1963). In float32 whatever the type.
+
+    About the mean of all, which changes no difference and keeps what is common to them out of the rounding.
+    """
+    free_BNC = x_BNC[:, protected:].float()
+    free_BNC = free_BNC - free_BNC.mean(dim=1, keepdim=True)
+    squares_BN = free_BNC.square().sum(dim=-1)
+    products_BAD = free_BNC[:, 0::2] @ free_BNC[:, 1::2].transpose(1, 2)
+    apart_BAD = squares_BN[:, 0::2].unsqueeze(2) + squares_BN[:, 1::2].unsqueeze(1) - 2.0 * products_BAD
+    if sizes_BN is None:
+        return -0.5 * apart_BAD
+    even_BA1, odd_B1D = sizes_BN[:, protected::2].unsqueeze(2), sizes_BN[:, protected + 1 :: 2].unsqueeze(1)
+    return -apart_BAD * (even_BA1 * odd_B1D / (even_BA1 + odd_B1D))
+
+
+def alike(metric: Metric, compared_BNX: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
+    """How alike each even token is to each odd one [B,A,D], larger for more."""
+    return ward(compared_BNX, sizes_BN, protected) if metric == "ward" else cosines(compared_BNX, protected)
+
+
+def matched(alike_BAD: Tensor, count: int) -> Match:
+    """The `count` even tokens that are most like an odd one; of equals the first counts."""
+    best_BA, into_BA = alike_BAD.max(dim=-1)
     merged_BR = _first(best_BA, count, largest=True)
     is_merged_BA = _is_among(merged_BR, best_BA.shape[1])
     kept_BK = _others(is_merged_BA, best_BA.shape[1] - count)
@@ -157,14 +180,16 @@ def sources_of(x_BNC: Tensor) -> Tensor:
 
 
 class TokenMerge(nn.Module):
-    """Merges `count` tokens away, by what they are compared by: [B,N,X] to be alike, or [B,N] attention to be kept for.
+    """Merges `count` tokens away, by what they are compared by: [B,N,X] to be alike by the metric, or [B,N] attention
+    to be kept for.
 
     Gives the stream, its sizes and its sources, as Tokens are. It has no weights.
     """
 
-    def __init__(self, *, count: int, protected: int, how: How) -> None:
+    def __init__(self, *, count: int, protected: int, how: How, metric: Metric = "ward") -> None:
         super().__init__()
         self.count, self.protected, self.how = count, protected, how
+        self.metric: Metric = metric
 
     def forward(
         self, x: Tensor, sizes: Tensor | None, sources: Tensor | None, compared: Tensor
@@ -172,5 +197,5 @@ class TokenMerge(nn.Module):
         tokens = Tokens(x, sizes, sources)
         if self.how == "drop":
             return tuple(dropped(tokens, compared, self.count, self.protected))  # type: ignore[return-value]
-        match = matched(compared, self.count, self.protected)
+        match = matched(alike(self.metric, compared, sizes, self.protected), self.count)
         return tuple(merged(tokens, match, self.protected))  # type: ignore[return-value]

@@ -21,7 +21,7 @@ class MergingChoice:
     """
 
     merge_tokens: str | None = None
-    merge_metric: Metric = "stream"
+    merge_metric: Metric = "ward"
     merge_how: How = "merge"
     merge_outputs: str = "merged"
 

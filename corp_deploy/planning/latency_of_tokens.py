@@ -49,7 +49,7 @@ class MergeAlone(nn.Module):
 
     def __init__(self, merge: TokenMerge) -> None:
         super().__init__()
-        self.merge = TokenMerge(count=merge.count, protected=merge.protected, how=merge.how)
+        self.merge = TokenMerge(count=merge.count, protected=merge.protected, how=merge.how, metric=merge.metric)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         first_BN = x_BNC[..., 0].abs() + 1.0
@@ -73,5 +73,5 @@ def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
 
 def merge_name(merge: TokenMerge, tokens: int, channels: int) -> str:
     """What the latency of a merge depends on."""
-    verb = "" if merge.how == "merge" else ", dropped"
+    verb = f", by {merge.metric}" if merge.how == "merge" else ", dropped"
     return f"{MERGE} {merge.count} of {tokens} tokens of {channels} channels{verb}, {merge.protected} protected"
