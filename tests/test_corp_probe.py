@@ -12,14 +12,19 @@ import torch
 
 from calib.moments import ChannelMoments
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.merging import Merging
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
+from corp_deploy.planning.apart import IN_LOOP, set_apart
+from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.probe import Probe, Trial
+from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination, kept_channels
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
@@ -136,3 +141,43 @@ def test_a_probe_leaves_channels_as_elimination_does(tmp_path: Path) -> None:
     order = elimination(moments, layers_of(site), plain)
     for width in (8, 16, 32):
         assert torch.equal(kept_channels(moments, layers_of(site), plain, width), order.kept(width))
+
+
+def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path) -> None:
+    plain = probe_of(tmp_path, "padded")
+    others = images_for_model(plain.model, tmp_path / "images.npy").subset(range(6, 30))
+    probe = replace(plain, others=others, loop=Loop())
+    widths, merging = {site.name: 16 for site in vit.sites(probe.model).channels}, Merging(schedule=(2, 2))
+    ragged = replace(probe.method, geometry="ragged")
+    for schedule in (None, merging):
+        model = probe.model if schedule is None else vit.with_merging(probe.model, schedule)
+        expected = reduce_closed_loop(model, others, ragged, widths=widths).model
+        assert isinstance(probe.inputs, torch.Tensor)
+        with torch.inference_mode():
+            got = probe.carried_out(widths, merging=schedule)(probe.inputs)
+            assert torch.equal(got, expected(probe.inputs))
+            in_one_pass = plain.carried_out(widths, merging=schedule)(probe.inputs)
+            assert torch.equal(in_one_pass, probe.narrowed(widths, merging=schedule)(probe.inputs))
+        assert not torch.allclose(got, in_one_pass, rtol=1e-4)
+
+
+def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) -> None:
+    dense = tiny.checkpoint()
+    np.save(tmp_path / "images.npy", tiny.images(48))
+    images = images_for_model(dense.model, tmp_path / "images.npy")
+    moments, method = calibrate(dense, images, batch_size=8), method_from_preset("best", align_hidden=16, align_head=8)
+    budget = Budget(currency="macs", share=0.6)
+    request = ReductionRequest(preset="best", method=method, budget=budget, closed_loop="asymmetric")
+    reduction, planned = reduce_as_asked(dense, moments, request, images=images)
+    apart = set_apart(dense, moments, images)
+    assert isinstance(apart.inputs, torch.Tensor)
+    assert apart.others.count == min(IN_LOOP, 48 - len(apart.inputs))
+    assert planned.widths is not None
+    ragged = replace(method, geometry="ragged")
+    model = reduce_closed_loop(dense.model, apart.others, ragged, widths=planned.widths).model
+    with torch.inference_mode():
+        exact, got = dense.model(apart.inputs).double(), model(apart.inputs).double()
+    error = float((got - exact).norm() / exact.norm())
+    taken = min((way for way in planned.ways if "by site" in way.name), key=lambda way: way.measured_error)
+    assert taken.measured_error == pytest.approx(error, rel=1e-5)
+    assert {site.site for site in reduction.sites} == set(planned.widths)

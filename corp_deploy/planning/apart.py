@@ -16,16 +16,18 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 
 IMAGES = 32
+IN_LOOP = 96
 ALL_BELOW = 16
 RUNS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Inputs to look at, and moments without them."""
+    """Inputs to look at, moments without them, and a few others, which a closed loop is tried on."""
 
     inputs: Inputs
     moments: Moments
+    others: InputSet
 
 
 def _positions(count: int) -> list[int]:
@@ -73,8 +75,8 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
     few = images.count < ALL_BELOW
     by_group = moments.half is not None and not few
     chosen = images if few else images.subset(_of_groups(images, moments) if by_group else _positions(images.count))
-    (inputs,) = chosen.subset(_spread(chosen.count)).batches(chosen.count)
-    apart = Apart(inputs=moved(inputs, where), moments=moments)
+    (inputs,) = chosen.subset(_spread(chosen.count, IMAGES)).batches(chosen.count)
+    apart = Apart(inputs=moved(inputs, where), moments=moments, others=_others(images, chosen))
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
         return apart
     left = [moments] if moments.half is None else [moments, moments.half]
@@ -83,6 +85,12 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
     return replace(apart, moments=_left(dense, moments, chosen))
 
 
-def _spread(count: int) -> list[int]:
-    """At most IMAGES positions, evenly."""
-    return sorted({place * count // IMAGES for place in range(IMAGES)}) if count > IMAGES else list(range(count))
+def _others(images: InputSet, chosen: InputSet) -> InputSet:
+    """A few that were not chosen, evenly; of all where all were."""
+    places = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist() or list(range(images.count))
+    return images.subset([places[place] for place in _spread(len(places), IN_LOOP)])
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many positions, evenly."""
+    return sorted({place * count // most for place in range(most)}) if count > most else list(range(count))

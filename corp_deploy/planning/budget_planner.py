@@ -9,6 +9,7 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import family_of
 from corp_deploy.families.site import Currency
+from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 
@@ -20,12 +21,21 @@ from .probe import Probe
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 
-def probe_of(dense: Checkpoint, moments: Moments, method: Method, images: InputSet) -> Probe:
+def probe_of(dense: Checkpoint, moments: Moments, method: Method, images: InputSet, loop: Loop | None = None) -> Probe:
+    """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
     apart = set_apart(dense, moments, images)
     known = eliminations(dense.model, moments, method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
     fitted = replace(apart.moments, half=None)
-    return Probe(model=dense.model, moments=fitted, method=method, inputs=apart.inputs, eliminations=known)
+    return Probe(
+        model=dense.model,
+        moments=fitted,
+        method=method,
+        inputs=apart.inputs,
+        eliminations=known,
+        others=apart.others,
+        loop=loop if loop is not None and apart.others.count >= loop.held_out_every else None,
+    )
 
 
 def told(name: str, allocation: Allocation, effect: float) -> ProbedAllocation:
@@ -37,7 +47,7 @@ def told(name: str, allocation: Allocation, effect: float) -> ProbedAllocation:
 
 def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
     """Tried end to end."""
-    return told(name, allocation, probe.effect(allocation.widths))
+    return told(name, allocation, probe.effect_of(probe.carried_out(allocation.widths)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +97,7 @@ class BudgetPlanner:
         the better of them; uniform widths of the same budget, where there are any, are told beside them.
         """
         first = self._allocated(share)
-        narrowed = self.probe.narrowed(first.widths)
+        narrowed = self.probe.carried_out(first.widths)
         ways = {"by site": first}
         tried = [told("by site", first, self.probe.effect_of(narrowed))]
         if (again := self._again(narrowed, share)).widths != first.widths:
@@ -134,9 +144,10 @@ def budget_planner(
     *,
     currency: Literal["macs", "params", "latency"],
     where: LatencyTarget | None = None,
+    loop: Loop | None = None,
 ) -> BudgetPlanner:
     """Probe the sites and price their widths: one look at the images, and for latency the measured tables."""
-    probe = probe_of(dense, moments, method, images)
+    probe = probe_of(dense, moments, method, images, loop)
     own = site_curves(probe)
     if currency != "latency":
         return BudgetPlanner(

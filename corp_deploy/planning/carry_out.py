@@ -15,7 +15,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging_record import merging_record
 from corp_deploy.proof.speed import measure
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
@@ -34,7 +34,7 @@ from .judging import Judge, Judges
 from .merging import merging_as_planned, merging_checkpoint
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
-from .request import ReductionRequest, WithinRequest
+from .request import ReductionRequest, WithinRequest, loop_of
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
 
@@ -178,10 +178,8 @@ def _as_planned(
         assert images is not None
         widths = planned.widths
         return reduce_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done)
-    if asked.closed_loop == "asymmetric":
+    if loop := loop_of(asked, moments):
         assert images is not None
-        half_ids = None if moments.half is None else moments.half.image_ids
-        loop = Loop(reads=asked.reads, half_ids=half_ids)
         return reduce_closed_loop(dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done)
     return reduce(
         dense.model,

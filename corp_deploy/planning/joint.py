@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from ground.errors import BadInput
@@ -133,13 +135,12 @@ class Joint:
         fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
         return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.whole
 
-    def again(self, way: JointAllocation, share: float) -> JointAllocation | None:
-        """The same schedule with widths by what every site loses in the model that `way` leaves; None where those are
-        the same widths.
+    def again(self, way: JointAllocation, around: nn.Module, share: float) -> JointAllocation | None:
+        """The same schedule with widths by what every site loses in the model that `way` leaves, `around`; None where
+        those are the same widths.
         """
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
         probe, model = self.probe.fewer, self.probe.model
-        around = probe.narrowed(way.allocated.widths, merging=way.merging)
         if way.merging is not None:
             probe = replace(probe, model=family_of(model).with_merging(model, way.merging))
         errors = output_errors(probe, self.own, around=around)
@@ -150,6 +151,10 @@ class Joint:
         error = (stage.lost + widths.predicted_error**2) ** 0.5
         return JointAllocation(merging=way.merging, allocated=replace(widths, predicted_error=error), again=True)
 
-    def measured(self, way: JointAllocation) -> float:
-        """Relative change of the outputs on the probe's images, tried end to end."""
-        return math.sqrt(self.probe.effect(way.allocated.widths, merging=way.merging))
+    def carried_out(self, way: JointAllocation) -> nn.Module:
+        """The model that a way leaves, as the probe has it."""
+        return self.probe.carried_out(way.allocated.widths, merging=way.merging)
+
+    def measured(self, model: nn.Module) -> float:
+        """Relative change of the outputs on the probe's images."""
+        return math.sqrt(self.probe.effect_of(model))

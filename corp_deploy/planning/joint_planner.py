@@ -17,7 +17,7 @@ from .merge_curves import merge_curves
 from .merge_prices import prices_in_macs, prices_in_time
 from .merging import merging_of_schedule
 from .probe import Probe
-from .request import ReductionRequest
+from .request import ReductionRequest, loop_of
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 
@@ -58,9 +58,11 @@ class JointPlanner:
         allocated again beside its losses; all are told.
         """
         ways = self.joint.ranked(share)[:TRIED]
-        errors = [self.joint.measured(way) for way in ways]
-        if again := self.joint.again(ways[errors.index(min(errors))], share):
-            ways, errors = [*ways, again], [*errors, self.joint.measured(again)]
+        models = [self.joint.carried_out(way) for way in ways]
+        errors = [self.joint.measured(model) for model in models]
+        best = errors.index(min(errors))
+        if again := self.joint.again(ways[best], models[best], share):
+            ways, errors = [*ways, again], [*errors, self.joint.measured(self.joint.carried_out(again))]
         told = tuple(
             ProbedAllocation(
                 name=way.words(),
@@ -90,7 +92,7 @@ def joint_planner(
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
         raise BadInput(f"--merge-tokens auto: {why}")
-    probe = probe_of(dense, moments, asked.method, images)
+    probe = probe_of(dense, moments, asked.method, images, loop_of(asked, moments))
     own = site_curves(probe)
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, probe.inputs)
     if currency == "latency":

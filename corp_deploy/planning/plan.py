@@ -8,7 +8,7 @@ from ground.errors import BadInput
 from .budget_planner import budget_planner, probe_of, probed
 from .head_choice import choose_heads
 from .joint_planner import joint_planner
-from .request import ReductionRequest
+from .request import ReductionRequest, loop_of
 from .width_plan import WidthPlan
 
 
@@ -42,5 +42,7 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     assert budget is not None, asked
     if asked.merging.is_auto:
         return joint_planner(dense, moments, asked, images, budget.currency, where=budget.where).tried_at(budget.share)
-    planner = budget_planner(dense, moments, asked.method, images, currency=budget.currency, where=budget.where)
+    planner = budget_planner(
+        dense, moments, asked.method, images, currency=budget.currency, where=budget.where, loop=loop_of(asked, moments)
+    )
     return planner.tried_at(budget.share)

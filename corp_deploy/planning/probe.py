@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
+from calib.input_set import InputSet
 from calib.inputs import Inputs, each, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
@@ -20,6 +21,7 @@ from corp_deploy.families.modules import device, with_modules
 from corp_deploy.families.steps import Branch, Step, Walk
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
+from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.kind import Reduced
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
@@ -37,13 +39,18 @@ def _change(outputs: Tensor, dense: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A model, its moments and some inputs; `method` says how sites are reduced, `eliminations` are known by site."""
+    """A model, its moments and some inputs; `method` says how sites are reduced, `eliminations` are known by site.
+
+    `others`: inputs that a closed loop is tried on, where one is asked for.
+    """
 
     model: nn.Module
     moments: Moments
     method: Method
     inputs: Inputs
     eliminations: Mapping[str, Elimination]
+    others: InputSet | None = None
+    loop: Loop | None = None
 
     @property
     def _ragged(self) -> Method:
@@ -92,6 +99,14 @@ class Probe:
     def fewer(self) -> "Probe":
         """Looks at every other input alone."""
         return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::2]))
+
+    def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
+        """`narrowed` as the reduction will be: where that is a closed loop, in one over the others."""
+        if self.loop is None or self.others is None:
+            return self.narrowed(widths, merging=merging)
+        with torch.inference_mode(False), torch.no_grad():
+            model = self.model if merging is None else family_of(self.model).with_merging(self.model, merging)
+            return reduce_closed_loop(model, self.others, self._ragged, widths=widths, loop=self.loop).model
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """The model with these widths that merges tokens so, as `effect` looks at it; gradients may go through it."""

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from calib.moments import Moments
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice
 from corp_deploy.polish.options import PolishOptions
+from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
 
@@ -55,6 +57,15 @@ class ReductionRequest:
     def needs_images(self) -> bool:
         planned = self.budget is not None or self.within is not None or self.auto_heads
         return planned or self.closed_loop is not None or self.polish is not None or self.method.merges
+
+
+def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:
+    """The closed loop that fits to the dense stream as it is asked for; None where none is. The moments' half, where
+    they have one, is the loop's too.
+    """
+    if asked.closed_loop != "asymmetric":
+        return None
+    return Loop(reads=asked.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
 def _target(choice: BudgetChoice) -> LatencyTarget | None:
