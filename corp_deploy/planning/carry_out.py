@@ -86,10 +86,18 @@ def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
-def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments) -> WidthPlan:
+def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
+    """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
+    widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
+    narrower = any(widths.get(site.name, site.width) != site.width for site in sites_of(model).every)
+    return asked.closed_loop is None and narrower
+
+
+def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, asked: ReductionRequest) -> WidthPlan:
     """With a sentence on the tokens that are merged, and on moments that were taken otherwise."""
     merging = family_of(model).merging_of(model)
-    words = ("" if merging is None else f"tokens {merging.words()}", merging_note(model, moments))
+    note = merging_note(model, moments) if _fits_to_moments(planned, model, asked) else ""
+    words = ("" if merging is None else f"tokens {merging.words()}", note)
     return replace(planned, said=(*planned.said, *filter(None, words)))
 
 
@@ -126,7 +134,7 @@ def reduce_as_asked(
         planned = plan(dense, moments, asked, images)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
-    planned = _with_words(planned, dense.model, moments)
+    planned = _with_words(planned, dense.model, moments, asked)
     return _as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
 
 
