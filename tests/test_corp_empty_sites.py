@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from calib.images import Images
+from calib.inputs import run_model
 from calib.moments import Moments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.family import family_of, sites_of
@@ -29,13 +30,14 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.inputs import images_for_model, texts_for_model
+from corp_deploy.store.transformers_directory import load_transformers
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save as save_graph
 from ground.errors import BadInput
-from tests import tiny
+from tests import encoders, tiny
 
 METHOD = method_from_preset("best", align_hidden=32, align_head=8)
 EMPTIED: Widths = {"blocks.0.mlp": 0, "blocks.1.attn": EMPTY_HEADS}
@@ -219,3 +221,32 @@ def test_what_is_left_of_it_can_be_reduced_again(emptied: Reduction, opened: Ima
         widths = {site.name: site.width for site in sites_of(reduction.model).every}
         assert {name: widths[name] for name in EMPTIED} == EMPTIED
         assert macs(reduction.model) < macs(again.model)
+
+
+def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: Path) -> None:
+    encoders.write_encoder(tmp_path / "hub")
+    checkpoint = load_transformers(tmp_path / "hub", {"normalize": False})
+    (tmp_path / "t.txt").write_text("\n".join(encoders.texts(20)), encoding="utf-8")
+    texts = texts_for_model(checkpoint.model, tmp_path / "t.txt")
+    statistics = calibrate(checkpoint, texts, batch_size=8)
+    mlp, attention = (sites_of(checkpoint.model).every[0].name, sites_of(checkpoint.model).every[-1].name)
+    widths: Widths = {mlp: 0, attention: EMPTY_HEADS}
+    model = reduce(checkpoint.model, statistics, METHOD, widths=widths).model
+    (tokens,) = texts.batches(20)
+    is_there = tokens["attention_mask"].bool()
+    for name in widths:
+        given: list[torch.Tensor] = []
+        handle = checkpoint.model.get_submodule(name).register_forward_hook(lambda _, __, out, g=given: g.append(out))
+        with torch.inference_mode():
+            run_model(checkpoint.model, tokens)
+        handle.remove()
+        mean_C = given[0].double()[is_there].mean(dim=0)
+        constant_BNC = model.get_submodule(name)(torch.zeros_like(given[0])).double()
+        torch.testing.assert_close(constant_BNC, mean_C.expand_as(constant_BNC), rtol=1e-4, atol=1e-5)
+    save(replace(checkpoint, model=model, lineage={}), tmp_path / "reduced")
+    session = ort.InferenceSession(graph_of(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    with torch.inference_mode():
+        expected = run_model(model, tokens)
+        assert torch.equal(run_model(load_checkpoint(tmp_path / "reduced").model, tokens), expected)
+    (got,) = session.run(None, {name: tensor.numpy() for name, tensor in tokens.items()})
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)

@@ -142,7 +142,7 @@ class Joint:
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
         probe, model = self.probe.fewer, self.probe.model
         if way.merging is not None:
-            probe = replace(probe, model=family_of(model).with_merging(model, way.merging))
+            probe = replace(probe, model=family_of(model).with_merging(model, way.merging), outputs=None)
         errors = output_errors(probe, self.own, around=around)
         curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]
         widths = allocate(curves, stage.cost, share, whole=self.whole)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, each, run_model
+from calib.inputs import Inputs, batch_size, each, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import family_of, sites_of
@@ -41,7 +41,8 @@ def _change(outputs: Tensor, dense: Tensor) -> float:
 class Probe:
     """A model, its moments and some inputs; `method` says how sites are reduced, `eliminations` are known by site.
 
-    `others`: inputs that a closed loop is tried on, where one is asked for.
+    `outputs`: the model's own of the inputs, where they are known. `others`: inputs that a closed loop is tried on,
+    where one is asked for.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class Probe:
     method: Method
     inputs: Inputs
     eliminations: Mapping[str, Elimination]
+    outputs: Tensor | None = None
     others: InputSet | None = None
     loop: Loop | None = None
 
@@ -66,13 +68,18 @@ class Probe:
     def effect_of(self, reduced: nn.Module) -> float:
         """Squared relative change of the outputs with this model in place of the dense one."""
         with torch.inference_mode():
-            return _change(run_model(reduced, self.inputs), run_model(self.model, self.inputs))
+            return _change(run_model(reduced, self.inputs), self._dense())
+
+    def _dense(self) -> Tensor:
+        return run_model(self.model, self.inputs) if self.outputs is None else self.outputs
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
 
         One walk: what enters a site is the dense model's stream, so only what comes behind it is run again.
         """
+        if not trials:
+            return {}
         with torch.inference_mode(), evaluating(self.model):
             family = family_of(self.model)
             steps = list(family.steps(self.model))
@@ -80,7 +87,7 @@ class Probe:
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]
             new = dict(zip(walked, self._reduced(walked), strict=True))
-            dense = run_model(self.model, self.inputs)
+            dense = self._dense()
             walk = self._start()
             for place, step in enumerate(steps):
                 for trial in walked:
@@ -91,14 +98,18 @@ class Probe:
                 walk = walk.behind(step)
         return effects
 
+    def _every(self, step: int) -> "Probe":
+        outputs = None if self.outputs is None else self.outputs[::step]
+        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::step]), outputs=outputs)
+
     def few(self, count: int) -> "Probe":
         """Looks at about so many of the inputs, evenly."""
-        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // count)]))
+        return self._every(max(1, batch_size(self.inputs) // count))
 
     @property
     def fewer(self) -> "Probe":
         """Looks at every other input alone."""
-        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::2]))
+        return self._every(2)
 
     def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """`narrowed` as the reduction will be: where that is a closed loop, in one over the others."""
