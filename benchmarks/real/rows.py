@@ -24,6 +24,7 @@ from corp_deploy.reduction.model import uniform_widths
 from ground.errors import BadInput
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
+OF_WIDTHS = (0.9, 0.8, 0.7, 0.66, 0.6, 0.5)  # two thirds of the MACs too: half of everything, widths alone
 UNIFORM = "--mlp {joint} --attn {joint}"
 BY_SITE = "--preset best --macs {share}"
 LOOP = "--closed-loop asymmetric"
@@ -58,7 +59,13 @@ METHODS = (
     Method(name="best, by site, closed loop", reduce=f"{BY_SITE} {LOOP}", images=True),
     Method(name="best, grouped", reduce=f"--preset best {UNIFORM}", calibrate=GROUPED),
     Method(name="best, by site, grouped", reduce=BY_SITE, calibrate=GROUPED, images=True),
-    Method(name="best, by site, grouped, closed loop", reduce=f"{BY_SITE} {LOOP}", calibrate=GROUPED, images=True),
+    Method(
+        name="best, by site, grouped, closed loop",
+        reduce=f"{BY_SITE} {LOOP}",
+        calibrate=GROUPED,
+        images=True,
+        shares=OF_WIDTHS,
+    ),
     Method(
         name="best, by site, grouped, closed loop, blocks polished",
         reduce=f"{BY_SITE} {LOOP} --polish block",
@@ -86,6 +93,7 @@ METHODS = (
         reduce=f"--preset thorough --macs {{share}} --polish-steps {STEPS}",
         calibrate=GROUPED,
         images=True,
+        shares=OF_WIDTHS,
     ),
     Method(
         name="thorough, merging and widths",
