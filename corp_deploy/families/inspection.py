@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .family import Family, family_of
-from .merging_record import merging_record
+from .merging_cost import merging_record
 from .model_cost import counted, parameters
 from .steps import Merge
 

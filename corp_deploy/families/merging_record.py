@@ -1,16 +1,11 @@
-"""What merging makes of a model, in numbers and in words: tokens by block, and its share of the multiply-adds."""
+"""What merging makes of a model, in numbers and in words: tokens by block, its share of the multiply-adds. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
-
-from .family import family_of
-from .merging import How, Metric, tokens_after
-from .model_cost import counted
-from .steps import Merge
+from .merging import How, Metric
 
 COMPARED: Mapping[Metric, str] = {
     "ward": "what merging them changes in the residual stream",
@@ -68,21 +63,3 @@ class MergingRecord:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def merging_record(model: nn.Module) -> MergingRecord | None:
-    """Counted for one input; None for a model that merges nothing."""
-    family = family_of(model)
-    merging = family.merging_of(model)
-    if merging is None:
-        return None
-    kinds, count = family.token_kinds(model), counted(model)
-    protected = len(kinds) - kinds.count("patch")
-    return MergingRecord(
-        **merging.as_json() | {"schedule": merging.schedule},
-        protected=protected,
-        tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
-        macs=count.macs,
-        macs_of_merging=sum(count.within(step.name) for step in family.steps(model) if isinstance(step, Merge)),
-        macs_with_all_tokens=counted(family.with_merging(model, None)).macs,
-    )

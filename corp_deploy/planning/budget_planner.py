@@ -91,9 +91,9 @@ class BudgetPlanner:
 
     def _again(self, narrowed: nn.Module, share: float) -> Allocation:
         """The widths by what every site loses in the model that the first ones leave, where errors meet each other;
-        half of the inputs are looked at, as both are tried on all of them.
+        a quarter of the inputs is looked at, as both are tried on all of them.
         """
-        errors = output_errors(self.probe.fewer, self.own, around=narrowed)
+        errors = output_errors(self.probe.fewer.fewer, self.own, around=narrowed)
         curves = [replace(curve, errors=errors[curve.site]) for curve in self.curves]
         return allocate(curves, self.total, share, whole=self.whole)
 

@@ -13,7 +13,7 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging_record import merging_record
+from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked

@@ -140,7 +140,7 @@ class Joint:
         those are the same widths.
         """
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
-        probe, model = self.probe.fewer, self.probe.model
+        probe, model = self.probe.fewer.fewer, self.probe.model
         if way.merging is not None:
             probe = replace(probe, model=family_of(model).with_merging(model, way.merging), outputs=None)
         errors = output_errors(probe, self.own, around=around)
