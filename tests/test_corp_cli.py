@@ -99,8 +99,9 @@ def test_a_command_takes_values_not_twenty_parameters() -> None:
     assert not many
 
 
-def test_importing_the_package_imports_neither_torch_nor_timm() -> None:
-    program = "import sys, corp_deploy; assert not {'torch', 'timm', 'onnx'} & set(sys.modules)"
+def test_importing_the_package_and_what_reports_read_imports_neither_torch_nor_timm() -> None:
+    imported = "corp_deploy, corp_deploy.proof.report_input"
+    program = f"import sys, {imported}; assert not {{'torch', 'timm', 'onnx'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
