@@ -85,6 +85,13 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
     return replace(apart, moments=_left(dense, moments, chosen))
 
 
+def from_everywhere(dense: Checkpoint, images: InputSet) -> Inputs:
+    """As many inputs as a budget looks at, evenly from all: no fit need leave out what nothing is fitted to."""
+    spread = images.subset(_spread(images.count, IMAGES))
+    (inputs,) = spread.batches(spread.count)
+    return moved(inputs, device(dense.model))
+
+
 def _others(images: InputSet, chosen: InputSet) -> InputSet:
     """A few that were not chosen, evenly; of all where all were."""
     places = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist() or list(range(images.count))

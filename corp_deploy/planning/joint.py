@@ -1,7 +1,7 @@
 """Merged tokens and widths for one budget together.
 
 Schedules that leave 95, 90, 85, ... % of the cost are settled first (see schedule.py); what each loses is measured on
-the probe's images, without a fit and so without a doubt about it. The widths then have what the schedule leaves of the
+images from everywhere, as nothing is fitted to any. The widths then have what the schedule leaves of the
 budget, at the tokens that it leaves, and both errors add. The best of these sums are tried end to end.
 """
 
@@ -24,6 +24,7 @@ from .schedule import Schedule, best_schedule, shaped_schedule, shapes
 
 GRID = 0.05
 TRIED = 2
+ABOUT = 1.1  # times the least error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,12 @@ class JointAllocation:
 class Joint:
     """What a joint plan follows from but its share, in one currency; `merging` makes a schedule's merging.
 
-    `own`: the sites' curves in their own units. `stages` are those settled so far, by the share that merging alone may
-    keep.
+    `own`: the sites' curves in their own units. `unfitted` looks at inputs from everywhere, for what is merged without
+    a fit; those of `probe` no fit has seen. `stages` are those settled so far, by the share that merging alone keeps.
     """
 
     probe: Probe
+    unfitted: Probe
     own: SiteCurves
     merging: Callable[[tuple[int, ...]], Merging]
     losses: MergeCurves
@@ -78,11 +80,11 @@ class Joint:
         return self.stages[step]
 
     def _schedules(self, step: int) -> list[Schedule]:
-        """Those that leave 1 - step * GRID of the cost: the curves' best, and plain ones."""
+        """Those that leave 1 - step * GRID of the cost: plain ones, the latest first, and the curves' best."""
         limit = (1.0 - step * GRID) * self.whole
         losses, costs = self.losses, self.prices.costs
         plain = [shaped_schedule(losses, costs, limit, shape) for shape in shapes(len(losses.errors_LG))]
-        settled = (best_schedule(losses, costs, limit), *plain)
+        settled = (*plain, best_schedule(losses, costs, limit))
         return list({schedule.counts: schedule for schedule in settled if schedule is not None}.values())
 
     def _settled(self, step: int) -> Stage | None:
@@ -93,13 +95,14 @@ class Joint:
         mergings = [self.merging(schedule.counts) for schedule in self._schedules(step)]
         if not mergings:
             return None
-        # Sums of first-order losses mistake large merges for cheap ones: what is taken must be the best as measured.
+        # Sums of first-order losses mistake large merges for cheap ones: what is taken must be good as measured. Of
+        # those about as good the plain one that merges latest: on other images early and uneven merges lose more.
         merged = [family_of(model).with_merging(model, merging) for merging in mergings]
-        lost = [self.probe.fewer.effect_of(each) for each in merged]
-        best = lost.index(min(lost))
+        lost = [self.unfitted.effect_of(each) for each in merged]
+        best = next(place for place, each in enumerate(lost) if each <= ABOUT**2 * min(lost))
         merging = mergings[best]
         curves, cost = self.prices.priced(merged[best])
-        return Stage(merging=merging, lost=min(lost), curves=curves, cost=cost)
+        return Stage(merging=merging, lost=lost[best], curves=curves, cost=cost)
 
     def _at(self, stage: Stage, share: float) -> JointAllocation | None:
         """None where even the narrowest widths cost more than this schedule leaves."""

@@ -9,6 +9,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
+from .apart import from_everywhere
 from .budget_planner import probe_of
 from .curves import cost_curves, site_curves
 from .joint import TRIED, Joint, JointAllocation
@@ -94,11 +95,14 @@ def joint_planner(
         raise BadInput(f"--merge-tokens auto: {why}")
     probe = probe_of(dense, moments, asked.method, images, loop_of(asked, moments))
     own = site_curves(probe)
-    curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, probe.inputs)
+    unfitted = probe.looking_at(from_everywhere(dense, images))
+    curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
     if currency == "latency":
         assert where is not None, currency
         prices = prices_in_time(dense, probe, curves, losses, where)
     else:
         prices = prices_in_macs(probe, curves, losses)
     merging = partial(merging_of_schedule, asked.merging)
-    return JointPlanner(joint=Joint(probe=probe, own=own, merging=merging, losses=losses, prices=prices))
+    return JointPlanner(
+        joint=Joint(probe=probe, unfitted=unfitted, own=own, merging=merging, losses=losses, prices=prices)
+    )

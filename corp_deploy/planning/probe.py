@@ -98,6 +98,11 @@ class Probe:
                 walk = walk.behind(step)
         return effects
 
+    def looking_at(self, inputs: Inputs) -> "Probe":
+        """Looks at these inputs instead."""
+        with torch.inference_mode():
+            return replace(self, inputs=inputs, outputs=run_model(self.model, inputs))
+
     def _every(self, step: int) -> "Probe":
         outputs = None if self.outputs is None else self.outputs[::step]
         return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::step]), outputs=outputs)

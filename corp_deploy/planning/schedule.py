@@ -85,12 +85,12 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
 
 
 def shapes(blocks: int) -> list[list[float]]:
-    """Plain schedules, as shares of the most tokens that a block merges away: alike in each block, growing from none,
-    growing from half, and none in the first third.
+    """Plain schedules, as shares of the most tokens that a block merges away, the latest first: none in the first
+    third, growing from none, growing from half, and alike in each block.
     """
     growing = [block / max(1, blocks - 1) for block in range(blocks)]
     from_half = [0.5 + 0.5 * share for share in growing]
-    return [[1.0] * blocks, growing, from_half, [float(block >= blocks // 3) for block in range(blocks)]]
+    return [[float(block >= blocks // 3) for block in range(blocks)], growing, from_half, [1.0] * blocks]
 
 
 def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int]:
