@@ -118,7 +118,7 @@ def curves_of(subject: polish.Subject) -> Curves:
         planner = budget_planner(dense, moments, method, inputs, currency="macs")
         spread = [place * inputs.count // LOOKED_AT for place in range(min(LOOKED_AT, inputs.count))]
         (fitted,) = inputs.subset(sorted(set(spread))).batches(LOOKED_AT)
-        probe = replace(planner.probe.looking_at(fitted), moments=moments)
+        probe = replace(planner.probe, moments=moments, inputs=fitted)
         before = _of_before(probe, planner.own, planner.curves)
     return Curves(subject=subject, moments=moments, before=before, planner=planner)
 

@@ -12,6 +12,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, most_merged, tokens_after
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.planning import joint
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
@@ -221,26 +222,27 @@ def test_a_joint_budget_is_never_predicted_worse_than_either_alone(planned: Join
     assert planned.narrowest() < 0.5
 
 
-def test_a_schedule_errs_about_as_little_as_any_and_the_latest_plain_one_is_taken(planned: Joint) -> None:
-    probe, dense = planned.probe, macs(planned.probe.model)
+@pytest.mark.parametrize("about", [1.0, ABOUT, 100.0])
+def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
+    planned: Joint, about: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint, "ABOUT", about)
+    probe, costs, planned = planned.probe, planned.prices.costs, replace(planned, stages={})
     for step in (2, 4):
-        limit = (1.0 - 0.05 * step) * dense
+        limit = (1.0 - 0.05 * step) * macs(probe.model)
+        plain = [shaped_schedule(planned.losses, costs, limit, shape) for shape in shapes(DEPTH)]
+        assert step == 4 or None not in plain, "few tokens have a shape for every saving but the largest"
+        offered = [each for each in (*plain, best_schedule(planned.losses, costs, limit)) if each is not None]
+        assert all(each.cost <= limit for each in offered)
+        lost = [probe.effect({}, merging=Merging(schedule=each.counts)) for each in offered]
+        (first, *_) = [place for place, each in enumerate(lost) if each <= about**2 * min(lost)]
         stage = planned._stage(step)
         assert stage is not None
+        assert stage.merging == Merging(schedule=offered[first].counts)
+        assert stage.lost == pytest.approx(lost[first], rel=1e-6)
         assert stage.cost <= limit
-        for shape in shapes(DEPTH):
-            plain = shaped_schedule(planned.losses, planned.prices.costs, limit, shape)
-            if plain is None:
-                assert step == 4, "no shape of so few tokens saves more"
-                continue
-            assert plain.cost <= limit
-            lost = probe.effect({}, merging=Merging(schedule=plain.counts))
-            assert stage.lost <= ABOUT**2 * lost * (1.0 + 1e-6)
-            assert stage.merging is not None
-            if plain.counts == stage.merging.schedule:
-                break  # those behind it merge earlier
-            assert lost > stage.lost
-    assert shaped_schedule(planned.losses, planned.prices.costs, 1.0, [1.0] * DEPTH) is None
+        assert first == 0 or about < 100.0
+    assert shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
 
 
 def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:

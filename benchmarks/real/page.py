@@ -68,10 +68,11 @@ def real_vit(record: Mapping[str, Any]) -> str:
     )
     parts = [text, _by_share(rows)]
     if any(row["share"] == SHOWN_SHARE for row in rows):
+        threads = "thread" if record["threads"] == 1 else "threads"
         more = (
             "All figures: errors of class and patch tokens, cosine of patch tokens (mean, and what 1 % fall below), "
             "error and overlap of the untouched saliency head's maps, images whose nearest neighbour stays, CPU "
-            f"seconds of `reduce` with {record['threads']} threads, and the same in bare forward passes over the "
+            f"seconds of `reduce` with {record['threads']} {threads}, and the same in bare forward passes over the "
             "calibration crops:"
         )
         parts += [more, _figures(rows)]

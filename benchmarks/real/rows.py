@@ -74,6 +74,8 @@ METHODS = (
     ),
     Method(name="merging", reduce=f"{MERGING} {{each}}"),
     Method(name="merging, growing", reduce=f"{MERGING} {{grow}}"),
+    Method(name="merging, by cosines", reduce=f"{MERGING} {{each}} --merge-metric stream"),
+    Method(name="merging, growing, by cosines", reduce=f"{MERGING} {{grow}} --merge-metric stream"),
     Method(name="merging, growing, closed loop", reduce=f"{MERGING} {{grow}} {LOOP}", images=True),
     Method(name="dropping", reduce=f"{MERGING} {{each}} --merge-how drop"),
     Method(

@@ -21,10 +21,9 @@ class Merging:
 
     `schedule`: tokens merged away, an entry a block, 0 none. `metric`: how alike tokens are, by what merging them adds
     to the sum of squares within tokens of the stream behind the attention (Ward 1963), or by the cosine of that stream
-    or of the keys of all heads side by side. `how`: `merge` takes the mean of tokens that
-    are alike, weighted by how many stand in each; with `drop` those go that the class token attends to least.
-    `unmerged`: dense outputs, every source token has the value of the token that it was merged into. Raises BadInput
-    for what is none.
+    or of the keys of all heads side by side. `how`: `merge` takes the mean of tokens that are alike, weighted by how
+    many stand in each; with `drop` those go that the class token attends to least. `unmerged`: dense outputs, every
+    source token has the value of the token that it was merged into. Raises BadInput for what is none.
     """
 
     schedule: tuple[int, ...]

@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import nn
 
 from calib.input_set import InputSet
-from calib.inputs import run_model
 from calib.moments import Moments
 from corp_deploy.families.family import family_of
 from corp_deploy.families.site import Currency
@@ -29,14 +27,11 @@ def probe_of(dense: Checkpoint, moments: Moments, method: Method, images: InputS
     known = eliminations(dense.model, moments, method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
     fitted = replace(apart.moments, half=None)
-    with torch.inference_mode():
-        outputs = run_model(dense.model, apart.inputs)
     return Probe(
         model=dense.model,
         moments=fitted,
         method=method,
         inputs=apart.inputs,
-        outputs=outputs,
         eliminations=known,
         others=apart.others,
         loop=loop if loop is not None and apart.others.count >= loop.held_out_every else None,

@@ -1,8 +1,8 @@
 """Merged tokens and widths for one budget together.
 
 Schedules that leave 95, 90, 85, ... % of the cost are settled first (see schedule.py); what each loses is measured on
-images from everywhere, as nothing is fitted to any. The widths then have what the schedule leaves of the
-budget, at the tokens that it leaves, and both errors add. The best of these sums are tried end to end.
+images from everywhere, as nothing is fitted to any. The widths then have what the schedule leaves of the budget, at
+the tokens that it leaves, and both errors add. The best of these sums are tried end to end.
 """
 
 import math
@@ -145,7 +145,7 @@ class Joint:
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
         probe, model = self.probe.fewer.fewer, self.probe.model
         if way.merging is not None:
-            probe = replace(probe, model=family_of(model).with_merging(model, way.merging), outputs=None)
+            probe = replace(probe, model=family_of(model).with_merging(model, way.merging))
         errors = output_errors(probe, self.own, around=around)
         curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]
         widths = allocate(curves, stage.cost, share, whole=self.whole)

@@ -95,7 +95,7 @@ def joint_planner(
         raise BadInput(f"--merge-tokens auto: {why}")
     probe = probe_of(dense, moments, asked.method, images, loop_of(asked, moments))
     own = site_curves(probe)
-    unfitted = probe.looking_at(from_everywhere(dense, images))
+    unfitted = replace(probe, inputs=from_everywhere(dense, images))
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
     if currency == "latency":
         assert where is not None, currency

@@ -6,13 +6,14 @@ Legend: B images, N tokens, C channels.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, batch_size, each, run_model
+from calib.inputs import Inputs, each, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import family_of, sites_of
@@ -37,12 +38,11 @@ def _change(outputs: Tensor, dense: Tensor) -> float:
     return float((outputs.double() - exact).square().sum() / exact.square().sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
 class Probe:
     """A model, its moments and some inputs; `method` says how sites are reduced, `eliminations` are known by site.
 
-    `outputs`: the model's own of the inputs, where they are known. `others`: inputs that a closed loop is tried on,
-    where one is asked for.
+    `others`: inputs that a closed loop is tried on, where one is asked for.
     """
 
     model: nn.Module
@@ -50,7 +50,6 @@ class Probe:
     method: Method
     inputs: Inputs
     eliminations: Mapping[str, Elimination]
-    outputs: Tensor | None = None
     others: InputSet | None = None
     loop: Loop | None = None
 
@@ -68,10 +67,13 @@ class Probe:
     def effect_of(self, reduced: nn.Module) -> float:
         """Squared relative change of the outputs with this model in place of the dense one."""
         with torch.inference_mode():
-            return _change(run_model(reduced, self.inputs), self._dense())
+            return _change(run_model(reduced, self.inputs), self.outputs)
 
-    def _dense(self) -> Tensor:
-        return run_model(self.model, self.inputs) if self.outputs is None else self.outputs
+    @cached_property
+    def outputs(self) -> Tensor:
+        """The model's own of these inputs, made once."""
+        with torch.inference_mode():
+            return torch.as_tensor(run_model(self.model, self.inputs))
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
@@ -87,34 +89,24 @@ class Probe:
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]
             new = dict(zip(walked, self._reduced(walked), strict=True))
-            dense = self._dense()
             walk = self._start()
             for place, step in enumerate(steps):
                 for trial in walked:
                     if isinstance(step, Branch) and trial[0] == step.name:
                         layer = with_modules(step.layer, step.name, new.pop(trial).modules)
                         behind = walk.behind(replace(step, layer=layer))
-                        effects[trial] = _change(self._finished(behind, steps[place + 1 :]), dense)
+                        effects[trial] = _change(self._finished(behind, steps[place + 1 :]), self.outputs)
                 walk = walk.behind(step)
         return effects
 
-    def looking_at(self, inputs: Inputs) -> "Probe":
-        """Looks at these inputs instead."""
-        with torch.inference_mode():
-            return replace(self, inputs=inputs, outputs=run_model(self.model, inputs))
-
-    def _every(self, step: int) -> "Probe":
-        outputs = None if self.outputs is None else self.outputs[::step]
-        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::step]), outputs=outputs)
-
     def few(self, count: int) -> "Probe":
         """Looks at about so many of the inputs, evenly."""
-        return self._every(max(1, batch_size(self.inputs) // count))
+        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // count)]))
 
     @property
     def fewer(self) -> "Probe":
         """Looks at every other input alone."""
-        return self._every(2)
+        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::2]))
 
     def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """`narrowed` as the reduction will be: where that is a closed loop, in one over the others."""
