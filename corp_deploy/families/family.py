@@ -77,7 +77,7 @@ class Family(Protocol):
 
     @property
     def NAME(self) -> str:
-        """As config.json of a model directory names the family."""
+        """As config.json of a model directory names the family, all of timm's models being built by `timm`."""
         ...
 
     @property
@@ -164,7 +164,28 @@ class Family(Protocol):
         ...
 
 
-_FAMILIES: dict[str, Family] = {family.NAME: family for family in (timm_vit, bert)}
+class TimmFamily(Family, Protocol):
+    """Models of timm's that are built alike. All are built from a name by timm, so what is built decides the family."""
+
+    def adapted_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict brought to this model by timm's own filter: older and other projects' names are mapped, and what
+        is of another size resampled as timm does for this name.
+        """
+        ...
+
+    def unused(self, model: nn.Module) -> tuple[str, ...]:
+        """Prefixes of the weights that a model of this architecture may have and this one was built without."""
+        ...
+
+
+_OF_TIMM: tuple[TimmFamily, ...] = (timm_vit,)
+_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert)
+_FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
+
+
+def timm_family_of(model: nn.Module) -> TimmFamily:
+    """The family of a model that timm built and one of them accepts."""
+    return next(family for family in _OF_TIMM if family.accepts(model))
 
 
 def register(family: Family) -> None:

@@ -1,34 +1,29 @@
-"""timm's VisionTransformer family: how its models are built, run, prepared for and exported; see timm_sites.py for
-where they are reduced, timm_merging.py for merged tokens.
+"""timm's VisionTransformer family: how its models are run, prepared for and exported; see timm_sites.py for where they
+are reduced, timm_merging.py for merged tokens, timm_library.py for what it shares with timm's other families.
 
 A block is supported when it is the plain pre-norm block (fc1 / act / fc2 and one fused qkv); anything else is refused
 with its reason.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import timm
-import torch
 from timm.layers import Attention as TimmAttention
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
-from ground.errors import BadInput
-from ground.ports import LOGITS, OutputPort
-from ground.quantity import shown
 
-from . import timm_merging
-from .architecture import MOST_PARAMETERS, Architecture
+from . import timm_library, timm_merging
 from .merging import Merging
-from .modules import parameters, replaced
-from .preprocessing import Preprocessing
-from .timm_arguments import refuse_unbounded
+from .modules import replaced
 from .timm_blocks import MergingBlocks
 from .timm_images import ImageSpec
-from .timm_names import look_alikes, refuse_reserved, require_local_name
+from .timm_library import beside as beside
+from .timm_library import build as build
+from .timm_library import classes as classes
+from .timm_library import output_ports as output_ports
+from .timm_library import take_beside_ as take_beside_
 from .timm_sites import require_vit
 from .timm_sites import sites as sites
 from .timm_sites import steps as steps
@@ -58,11 +53,6 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     if vit.num_prefix_tokens > len(prefix):
         prefix.insert(1, "distillation")
     return (*prefix, *["patch"] * int(vit.patch_embed.num_patches))
-
-
-def classes(model: nn.Module) -> int:
-    """How many classes the model tells apart; 0 for one that has no classifier."""
-    return int(require_vit(model).num_classes)
 
 
 def token_weights(model: nn.Module, inputs: Inputs) -> None:
@@ -124,104 +114,20 @@ def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     position embeddings and patches of another size resampled as timm does for this name.
     """
     vit = require_vit(model)
-    flexible = any(word in architecture(vit) for word in ("flexi", "radio"))
+    flexible = any(word in timm_library.architecture(vit) for word in ("flexi", "radio"))
     how: dict[str, Any] = {"interpolation": "bilinear", "antialias": False} if flexible else {}
     # DeiT-III's own names, gamma_1 and gamma_2, are no other model's.
     adapted: dict[str, Tensor] = checkpoint_filter_fn(dict(state), vit, adapt_layer_scale=True, **how)
     return adapted
 
 
-def _timm_config(model: nn.Module) -> dict[str, Any]:
-    config: Any = require_vit(model).pretrained_cfg
-    return dict(config)
-
-
-def architecture(model: nn.Module) -> str:
-    """timm's name of the model as it was built, without its tag."""
-    return str(_timm_config(model).get("architecture") or "")
-
-
-def input_and_classes(model: nn.Module) -> dict[str, Any]:
-    """The arguments that a name's tag or timm's defaults decided, spelled out: classes, image size and channels."""
-    vit = require_vit(model)
-    size = {"num_classes": vit.num_classes, "img_size": list(vit.patch_embed.img_size)}
-    return size if vit.in_chans == 3 else size | {"in_chans": vit.in_chans}
-
-
-def pretrained_tag(model: nn.Module) -> str:
-    """The tag whose configuration timm took for this name; empty where the name has none."""
-    return str(_timm_config(model).get("tag") or "")
-
-
 def unused(model: nn.Module) -> tuple[str, ...]:
     """Prefixes of the weights that a model of this architecture may have and this one was built without."""
     vit = require_vit(model)
-    classifiers = _timm_config(vit).get("classifier") or "head"
-    heads = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
-    without_head = tuple(f"{name}." for name in heads) if vit.num_classes == 0 else ()
-    return without_head + (("attn_pool.",) if vit.attn_pool is None else ())
-
-
-def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
-    """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
-    vit = require_vit(model)
-    config: Any = {**_timm_config(vit), **preprocessing.settings}
-    vit.pretrained_cfg = config
+    return timm_library.unused_classifier(vit) + (("attn_pool.",) if vit.attn_pool is None else ())
 
 
 def input_spec(model: nn.Module) -> ImageSpec:
     """Image shape from the patch embedding, the rest of the preprocessing from timm's data config of the model."""
-    vit = require_vit(model)
-    height, width = vit.patch_embed.img_size
-    config = dict(timm.data.resolve_model_data_config(model))
-    config["input_size"] = (vit.in_chans, height, width)
-    return ImageSpec(shape=(vit.in_chans, height, width), config=config)
-
-
-def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    """Logits, or the pooled features of a model that has no classifier."""
-    return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
-
-
-def _built(architecture: Architecture) -> nn.Module:
-    """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
-    try:
-        model: nn.Module = timm.create_model(architecture.name, pretrained=False, **architecture.kwargs)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise BadInput(
-            f"--model {shown(architecture.name)} with arguments {shown(str(dict(architecture.kwargs)))}: timm can't "
-            f"build it ({type(error).__name__}: {str(error)[:300]}); {look_alikes(architecture.name)}; "
-            "a directory written by corp-deploy works too"
-        ) from None
-    return model
-
-
-def build(architecture: Architecture) -> nn.Module:
-    """The timm model with its initial weights, in eval mode. Raises BadInput for an unknown name or arguments, and for
-    more parameters than are built.
-    """
-    require_local_name(architecture.name)
-    refuse_reserved(architecture.kwargs)
-    refuse_unbounded(architecture.kwargs)
-    with torch.device("meta"):
-        count = parameters(_built(architecture))
-    if count > MOST_PARAMETERS:
-        raise BadInput(
-            f"--model {shown(architecture.name)} with these arguments has {count:,} parameters, "
-            f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
-        )
-    model = _built(architecture).eval()
-    if accepts(model):
-        set_preprocessing_(model, architecture.preprocessing)
-    return model
-
-
-def beside(model: nn.Module) -> Mapping[str, str]:
-    """Nothing: how images are prepared is a few numbers of config.json."""
-    return {}
-
-
-def take_beside_(model: nn.Module, directory: Path) -> None:
-    """Nothing stands there."""
+    height, width = require_vit(model).patch_embed.img_size
+    return timm_library.image_spec(model, (height, width))

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families import timm_vit
+from corp_deploy.families import timm_library
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_value
@@ -37,13 +38,14 @@ def _from_snapshot(
 
 def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
     """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
-    recorded = record_from_value(timm_vit.input_spec(built).as_json(), Preprocessing, where=asked.name)
-    kwargs = {**timm_vit.input_and_classes(built), **asked.kwargs}
-    return Architecture(name=timm_vit.architecture(built), kwargs=kwargs, preprocessing=recorded)
+    spec = image_spec(built)
+    recorded = record_from_value(spec.as_json(), Preprocessing, where=asked.name)
+    kwargs = {**timm_library.input_and_classes(built, spec.shape[1:]), **asked.kwargs}
+    return Architecture(name=timm_library.architecture(built), kwargs=kwargs, preprocessing=recorded)
 
 
 def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessing: Preprocessing) -> str:
-    tag = timm_vit.pretrained_tag(built)
+    tag = timm_library.pretrained_tag(built)
     source = f"{directory.name}/{CONFIG}" if directory else f"timm's tag {tag}" if tag else "timm's default"
     return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
@@ -106,5 +108,5 @@ def load_dense(
     built = dense_from_architecture(asked)
     if file is None:
         raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
-    timm_vit.set_preprocessing_(built, preprocessing.for_channels(timm_vit.input_spec(built).shape[0]))
+    timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, preprocessing))

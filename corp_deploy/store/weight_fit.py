@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_vit
+from corp_deploy.families.family import timm_family_of
 from ground.errors import BadInput
 
 from .weights import State, Weights, first_names
@@ -71,7 +71,7 @@ def _misfit(state: State, expected: State) -> _Misfit:
 
 def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch.Tensor]:
     try:
-        return timm_vit.adapted_state(model, weights.state)
+        return timm_family_of(model).adapted_state(model, weights.state)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
         reason = str(error).partition("\n")[0][:150] or type(error).__name__
         raise BadInput(
@@ -135,7 +135,7 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
         raise BadInput(f"{weights.path}: {foreign}")
     state = _adapted(model, weights, before.words(weights.state, expected))
     notes = _notes(weights.state, state)
-    without = [name for name in state if name not in expected and name.startswith(timm_vit.unused(model))]
+    without = [name for name in state if name not in expected and name.startswith(timm_family_of(model).unused(model))]
     if without:
         state = {name: tensor for name, tensor in state.items() if name not in without}
         notes.append(f"not used, as the model was built without: {first_names(without)}")

@@ -1,0 +1,153 @@
+"""What all families of timm's models share: how a model is built from a name, its preprocessing, its own arguments, and
+the port it answers on. Nothing here knows where a model's sites are.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from ground.errors import BadInput
+from ground.ports import LOGITS, OutputPort
+from ground.quantity import shown
+
+from .architecture import MOST_PARAMETERS, Architecture
+from .modules import parameters
+from .preprocessing import Preprocessing
+from .timm_arguments import refuse_unbounded
+from .timm_images import ImageSpec
+from .timm_names import look_alikes, refuse_reserved, require_local_name
+
+State = Mapping[str, Tensor]
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    config: Any = model.pretrained_cfg
+    return dict(config)
+
+
+def architecture(model: nn.Module) -> str:
+    """timm's name of the model as it was built, without its tag."""
+    return str(_config(model).get("architecture") or "")
+
+
+def pretrained_tag(model: nn.Module) -> str:
+    """The tag whose configuration timm took for this name; empty where the name has none."""
+    return str(_config(model).get("tag") or "")
+
+
+def classes(model: nn.Module) -> int:
+    """How many classes the model tells apart; 0 for one that has no classifier."""
+    count: Any = model.num_classes
+    return int(count)
+
+
+def channels(model: nn.Module) -> int:
+    """Of an image."""
+    count: Any = model.in_chans
+    return int(count)
+
+
+def configured_size(model: nn.Module) -> tuple[int, int]:
+    """Height and width of a model that takes any: those it was trained or asked for."""
+    _, height, width = _config(model)["input_size"]
+    return int(height), int(width)
+
+
+def image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
+    """Images of this height and width, the rest of the preprocessing from timm's data config of the model."""
+    shape = (channels(model), *size)
+    config = dict(timm.data.resolve_model_data_config(model))
+    config["input_size"] = shape
+    return ImageSpec(shape=shape, config=config)
+
+
+def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]:
+    """The arguments that a name's tag or timm's defaults decided, spelled out: classes, image size and channels."""
+    arguments = {"num_classes": classes(model), "img_size": list(size)}
+    return arguments if channels(model) == 3 else arguments | {"in_chans": channels(model)}
+
+
+def unused_classifier(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of a classifier's weights, for a model that was built without one."""
+    classifiers = _config(model).get("classifier") or "head"
+    heads = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
+    return () if classes(model) else tuple(f"{name}." for name in heads)
+
+
+def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
+    """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
+    config: Any = {**_config(model), **preprocessing.settings}
+    model.pretrained_cfg = config
+
+
+def _set_size_(model: nn.Module, size: Any) -> None:
+    """Likewise the size of the images, for a model that takes any."""
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    config: Any = {**_config(model), "input_size": (channels(model), int(height), int(width))}
+    model.pretrained_cfg = config
+
+
+def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+    """Logits, or the pooled features of a model that has no classifier."""
+    return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
+
+
+def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """timm's model; an image size that is no argument of a model that takes any is that of its configuration."""
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    except TypeError as error:
+        if "img_size" not in arguments or "argument 'img_size'" not in str(error):
+            raise
+        size = arguments.pop("img_size")
+        model = timm.create_model(name, pretrained=False, **arguments)
+        if size is not None:
+            _set_size_(model, size)
+    return model
+
+
+def _built(architecture: Architecture) -> nn.Module:
+    """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
+    try:
+        model = _created(architecture.name, dict(architecture.kwargs))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"--model {shown(architecture.name)} with arguments {shown(str(dict(architecture.kwargs)))}: timm can't "
+            f"build it ({type(error).__name__}: {str(error)[:300]}); {look_alikes(architecture.name)}; "
+            "a directory written by corp-deploy works too"
+        ) from None
+    return model
+
+
+def build(architecture: Architecture) -> nn.Module:
+    """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
+    an unknown name or arguments, and for more parameters than are built.
+    """
+    require_local_name(architecture.name)
+    refuse_reserved(architecture.kwargs)
+    refuse_unbounded(architecture.kwargs)
+    with torch.device("meta"):
+        count = parameters(_built(architecture))
+    if count > MOST_PARAMETERS:
+        raise BadInput(
+            f"--model {shown(architecture.name)} with these arguments has {count:,} parameters, "
+            f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
+        )
+    model = _built(architecture).eval()
+    set_preprocessing_(model, architecture.preprocessing)
+    return model
+
+
+def beside(model: nn.Module) -> Mapping[str, str]:
+    """Nothing: how images are prepared is a few numbers of config.json."""
+    return {}
+
+
+def take_beside_(model: nn.Module, directory: Path) -> None:
+    """Nothing stands there."""
