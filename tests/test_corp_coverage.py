@@ -31,7 +31,7 @@ SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_siz
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("vit_tiny_patch16_224", SMALL),
     "q/k norm": ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}),
-    "swiglu": ("aimv2_large_patch14_224", SMALL),
+    "norm inside": ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}),
 }
 
 
@@ -59,8 +59,13 @@ def reduce(home: Path, family: str, output: Path, *words: object) -> Result:
 
 
 PARTIAL = [
-    ("swiglu", ("--mlp", 0.5), "0 of 2 sites reduced", "blocks.0.mlp, blocks.1.mlp: MLP is"),
-    ("swiglu", ("--mlp", 0.5, "--attn", 0.5), "2 of 4 sites reduced", "blocks.0.mlp, blocks.1.mlp: MLP is"),
+    ("norm inside", ("--mlp", 0.5), "0 of 2 sites reduced", "blocks.0.mlp, blocks.1.mlp: a LayerNorm between"),
+    (
+        "norm inside",
+        ("--mlp", 0.5, "--attn", 0.5),
+        "2 of 4 sites reduced",
+        "blocks.0.mlp, blocks.1.mlp: a LayerNorm between",
+    ),
     ("q/k norm", ("--attn", 0.5), "0 of 2 sites reduced", "--heads square reduces its values"),
     ("q/k norm", ("--mlp", 0.5, "--attn", 0.5), "2 of 4 sites reduced", "blocks.0.attn, blocks.1.attn: q_norm"),
 ]
@@ -92,8 +97,8 @@ def test_less_than_was_asked_is_refused(
         ("plain", ("--mlp", 0, "--attn", 0), "0 of 4 sites reduced"),
         ("plain", ("--mlp", 0.5, "--preset", "vbp"), "2 of 2 sites reduced"),
         ("q/k norm", ("--mlp", 0.5, "--attn", 0.5, "--heads", "square"), "4 of 4 sites reduced"),
-        ("swiglu", ("--attn", 0.5), "2 of 2 sites reduced"),
-        ("swiglu", ("--macs", 0.95, "--images", "images.npy"), "of 4 sites reduced"),
+        ("norm inside", ("--attn", 0.5), "2 of 2 sites reduced"),
+        ("norm inside", ("--macs", 0.95, "--images", "images.npy"), "of 4 sites reduced"),
         ("plain", ("--mlp", 0.5, "--attn", 0.5, "--heads", "auto", "--images", "images.npy"), "of 4 sites reduced"),
     ],
 )
@@ -144,7 +149,7 @@ def test_a_block_that_is_refused_whole_counts_twice() -> None:
 
 
 def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> None:
-    at = home / "swiglu"
+    at = home / "norm inside"
     words = ["sweep", "--model", at, "--moments", at / "m.safetensors", "--images", home / "images.npy"]
     more = [
         "--sparsity",
@@ -188,7 +193,7 @@ def test_what_a_sweep_prints_makes_its_model(family: str, words: tuple[str, ...]
 
 
 def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
-    done = reduce(home, "swiglu", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
+    done = reduce(home, "norm inside", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     assert done.exit_code == 0, done.output
     reference = np.random.default_rng(0).standard_normal((8, 7))
     link_of = link(

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import SwiGLU, SwiGLUPacked
 from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
+from corp_deploy.families.site import Site
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.polish.descent import Pace
@@ -48,7 +50,16 @@ def errors(dense: nn.Module, model: nn.Module, pairs: list[Pair]) -> dict[bool, 
     return out
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"init_values": 0.3}, {"qk_norm": True}])
+def move_(site: Site, step_RD: Tensor) -> None:
+    """The first layers by so much; the rows of each in turn."""
+    for first, rows in zip(site.firsts, step_RD.split([first.out_features for first in site.firsts]), strict=True):
+        first.weight.add_(rows[:, :-1])
+        first.bias.add_(rows[:, -1])
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"init_values": 0.3}, {"qk_norm": True}, {"mlp_layer": SwiGLUPacked}, {"mlp_layer": SwiGLU}]
+)
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -> None:
     """By the module's own outputs a little ahead and a little behind, layer scale and merged tokens included."""
@@ -61,7 +72,7 @@ def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -
         site = family_of(model).sites(model).by_name[name]
         (piece,) = Linearised(branch, site, pairs)
         step_RD = torch.randn(
-            len(site.first.weight),
+            sum(first.out_features for first in site.firsts),
             site.first.in_features + 1,
             generator=torch.Generator().manual_seed(0),
             dtype=torch.float64,
@@ -71,11 +82,9 @@ def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -
 
         def added(share: float) -> Tensor:
             with torch.no_grad():
-                site.first.weight.add_(share * step_RD[:, :-1])
-                site.first.bias.add_(share * step_RD[:, -1])
+                move_(site, share * step_RD)
                 out = branch.added_by(branch.layer, pairs[0].reduced, pairs[0].present_BN)
-                site.first.weight.sub_(share * step_RD[:, :-1])
-                site.first.bias.sub_(share * step_RD[:, -1])
+                move_(site, -share * step_RD)
             return out.flatten(0, 1)
 
         change = (added(1e-5) - added(-1e-5)) / 2e-5

@@ -31,15 +31,15 @@ def test_sites_of_a_plain_vit() -> None:
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "mixes all heads"),
         ("vit_relpos_small_patch16_224", {}, "expected timm's VisionTransformer"),
         ("resnet18", {}, "expected timm's VisionTransformer"),
-        ("vit_small_patch14_reg4_dinov2", {"mlp_layer": "swiglu"}, "MLP is"),
+        ("vit_small_patch14_reg4_dinov2", {"mlp_layer": "gated"}, "MLP is GatedMlp"),
         ("vit_little_patch16_reg1_gap_256", {}, "block is"),
     ],
 )
 def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[str, object], reason: str) -> None:
-    if kwargs.get("mlp_layer") == "swiglu":
-        from timm.layers import SwiGLUPacked
+    if kwargs.get("mlp_layer") == "gated":
+        from timm.layers import GatedMlp
 
-        kwargs = {"mlp_layer": SwiGLUPacked}
+        kwargs = {"mlp_layer": GatedMlp}
     if name == "vit_little_patch16_reg1_gap_256":
         from timm.models.vision_transformer import ResPostBlock
 

@@ -1,4 +1,4 @@
-"""Channel sites: the two linear layers of an MLP."""
+"""Channel sites: the linear layers of an MLP, plain or gated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +10,16 @@ from calib.sites import ChannelTaps
 
 from . import cost
 from .constant import Constant
-from .modules import linear, replaced
+from .modules import fill_rows_, linear, replaced, stacked
 from .widths import HeadGeometry, Width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSite:
-    """Hidden channels between two linear layers with an activation, channel by channel, between them.
+    """Hidden channels between linear layers, with what works channel by channel between them.
 
+    Of a plain MLP a channel is one row of `first`. A gated one (SwiGLU and its like, arXiv 2002.05202) multiplies two
+    rows, one of them through the activation: both in `first`, a half each (`packed`), or one there and one in `up`.
     `merge`: the module that merges the tokens that come here, None where none are merged.
     """
 
@@ -27,15 +29,39 @@ class ChannelSite:
     last: nn.Linear
     first_name: str
     last_name: str
+    packed: bool = False
+    up: nn.Linear | None = None
+    up_name: str = ""
     merge: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        assert not self.packed or (self.up is None and self.first.out_features % 2 == 0), self.name
+        alike = self.up is None or (
+            self.up.weight.shape == self.first.weight.shape and (self.up.bias is None) == (self.first.bias is None)
+        )
+        assert alike, (self.name, self.first, self.up)
 
     @property
     def reason(self) -> str:
         return ""
 
     @property
+    def gated(self) -> bool:
+        """Whether a channel is the product of two rows."""
+        return self.packed or self.up is not None
+
+    @property
+    def rows(self) -> int:
+        """Of the first layers, that make a channel."""
+        return 2 if self.gated else 1
+
+    @property
     def width(self) -> int:
-        return self.first.out_features
+        return self.first.out_features // 2 if self.packed else self.first.out_features
+
+    @property
+    def firsts(self) -> tuple[nn.Linear, ...]:
+        return (self.first,) if self.up is None else (self.first, self.up)
 
     @property
     def size(self) -> int:
@@ -43,7 +69,7 @@ class ChannelSite:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return self.first, self.last
+        return *self.firsts, self.last
 
     def size_of(self, width: Width) -> int:
         assert isinstance(width, int), (self.name, width)
@@ -56,11 +82,11 @@ class ChannelSite:
         return f"hidden {self.width}"
 
     def outline(self, geometry: HeadGeometry) -> str:
-        return f"mlp of {self.first.in_features} and {self.width}"
+        return f"{'gated ' * self.gated}mlp of {self.first.in_features} and {self.width}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, int), (self.name, width)
-        return cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width)
+        return cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows)
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         assert isinstance(width, int), (self.name, width)
@@ -69,6 +95,7 @@ class ChannelSite:
             hidden=width,
             input_bias=self.first.bias is not None,
             output_bias=self.last.bias is not None or width != self.width,
+            rows=self.rows,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -89,25 +116,42 @@ class ChannelSite:
         return {**self.empty(entry["hidden"], input_bias=input_bias, output_bias=entry["output_bias"])}
 
     def empty(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Linear]:
-        """Both layers at another width, the first one first, by module name, their weights not yet set."""
+        """All layers at another width, the last one last, by module name, their weights not yet set."""
         where: dict[str, Any] = {"device": self.first.weight.device, "dtype": self.first.weight.dtype}
         input_bias = self.first.bias is not None if input_bias is None else input_bias
-        first = linear(self.first.in_features, width, bias=input_bias, **where)
-        last = linear(width, self.last.out_features, bias=output_bias, **where)
-        return {self.first_name: first, self.last_name: last}
+        rows = 2 * width if self.packed else width
+        names = (self.first_name,) if self.up is None else (self.first_name, self.up_name)
+        firsts = {name: linear(self.first.in_features, rows, bias=input_bias, **where) for name in names}
+        return firsts | {self.last_name: linear(width, self.last.out_features, bias=output_bias, **where)}
 
     def plain(self) -> dict[str, nn.Module]:
         """The modules that are exported in place of the site's own, by name: a constant where nothing else stays."""
-        return {} if self.width else {self.first_name: nn.Identity(), self.last_name: Constant(self.last)}
+        if self.width:
+            return {}
+        if self.gated:
+            return {self.name: Constant(self.last)}
+        return {self.first_name: nn.Identity(), self.last_name: Constant(self.last)}
 
     def _inside(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")
 
+    def stacked_first(self) -> nn.Linear:
+        return stacked(self.firsts)
+
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:
-        return replaced(layer, {self._inside(self.first_name): first})
+        if self.up is None:
+            return replaced(layer, {self._inside(self.first_name): first})
+        modules = self.empty(self.width, output_bias=self.last.bias is not None)
+        fill_rows_([modules[self.first_name], modules[self.up_name]], first.weight, first.bias)
+        names = (self.first_name, self.up_name)
+        return replaced(layer, {self._inside(name): modules[name] for name in names})
 
     def of_layer(self, layer: nn.Module) -> "ChannelSite":
-        first, last = (layer.get_submodule(self._inside(name)) for name in (self.first_name, self.last_name))
-        assert isinstance(first, nn.Linear), (self.first_name, first)
-        assert isinstance(last, nn.Linear), (self.last_name, last)
-        return replace(self, first=first, last=last)
+        first, last = (self._linear(layer, name) for name in (self.first_name, self.last_name))
+        up = None if self.up is None else self._linear(layer, self.up_name)
+        return replace(self, first=first, last=last, up=up)
+
+    def _linear(self, layer: nn.Module, name: str) -> nn.Linear:
+        module = layer.get_submodule(self._inside(name))
+        assert isinstance(module, nn.Linear), (name, module)
+        return module

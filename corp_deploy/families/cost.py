@@ -5,9 +5,9 @@ the engine multiplies.
 """
 
 
-def mlp_macs(*, tokens: int, dim: int, hidden: int) -> int:
-    """MACs of the two linear layers of one MLP for one image."""
-    return 2 * tokens * dim * hidden
+def mlp_macs(*, tokens: int, dim: int, hidden: int, rows: int = 1) -> int:
+    """MACs of the linear layers of one MLP for one image; `rows` of the first ones make a channel, two if gated."""
+    return (rows + 1) * tokens * dim * hidden
 
 
 def attention_macs(*, tokens: int, dim: int, heads: int, qk: int, v: int, padded: bool) -> int:
@@ -17,9 +17,9 @@ def attention_macs(*, tokens: int, dim: int, heads: int, qk: int, v: int, padded
     return projections + heads * tokens * tokens * (core_qk + core_v)
 
 
-def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bias: bool = True) -> int:
-    """Parameters of fc1 and fc2."""
-    return (dim + input_bias) * hidden + (hidden + output_bias) * dim
+def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bias: bool = True, rows: int = 1) -> int:
+    """Parameters of fc1 and fc2; `rows` of fc1 make a channel."""
+    return (dim + input_bias) * rows * hidden + (hidden + output_bias) * dim
 
 
 def attention_parameters(

@@ -65,6 +65,10 @@ class HeadSite:
         return self.v if self.keeps_qk else self.qk
 
     @property
+    def firsts(self) -> tuple[nn.Linear, ...]:
+        return (self.first,)
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         return (self.module,)
 
@@ -190,6 +194,9 @@ class HeadSite:
         if not self.v:
             module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
+
+    def stacked_first(self) -> nn.Linear:
+        return copy.deepcopy(self.first)
 
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:
         return replaced(layer, {"qkv": first})

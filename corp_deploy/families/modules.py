@@ -1,7 +1,7 @@
 """Copies of models with some modules replaced; models are never edited."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,29 @@ def fill_(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     if linear.bias is not None:
         assert bias is not None, "a layer with bias needs one"
         linear.bias.copy_(bias)
+
+
+def stacked(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """A copy of linear layers of the same inputs as one, whose rows are theirs in turn."""
+    if len(layers) == 1:
+        return copy.deepcopy(layers[0])
+    first, bias = layers[0], layers[0].bias is not None
+    rows = sum(layer.out_features for layer in layers)
+    whole = linear(first.in_features, rows, bias=bias, device=first.weight.device, dtype=first.weight.dtype)
+    fill_(
+        whole,
+        torch.cat([layer.weight for layer in layers]),
+        torch.cat([layer.bias for layer in layers]) if bias else None,
+    )
+    return whole.requires_grad_(first.weight.requires_grad)
+
+
+def fill_rows_(layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None) -> None:
+    """Set linear layers to the rows of one, which are theirs in turn."""
+    sizes = [layer.out_features for layer in layers]
+    biases = [None] * len(layers) if bias is None else bias.split(sizes)
+    for layer, rows, own_bias in zip(layers, weight.split(sizes), biases, strict=True):
+        fill_(layer, rows, own_bias)
 
 
 def parameters(*modules: nn.Module) -> int:

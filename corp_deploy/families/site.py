@@ -37,7 +37,12 @@ class Site(Protocol):
 
     @property
     def first(self) -> nn.Linear:
-        """The linear layer that the site's inputs meet first."""
+        """The linear layer that the site's inputs meet first, or one of several side by side."""
+        ...
+
+    @property
+    def firsts(self) -> tuple[nn.Linear, ...]:
+        """All linear layers that the site's inputs meet first."""
         ...
 
     @property
@@ -89,7 +94,11 @@ class Site(Protocol):
         ...
 
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:
-        """A copy of the site's layer with another first linear layer of the same widths."""
+        """A copy of the site's layer with another first linear layer of the same widths, several as one."""
+        ...
+
+    def stacked_first(self) -> nn.Linear:
+        """A copy of the first linear layers as one, the rows of each in turn."""
         ...
 
     def of_layer(self, layer: nn.Module) -> "Site":

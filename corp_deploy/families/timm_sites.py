@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from timm.layers import Attention as TimmAttention
 from timm.layers import LayerScale
-from timm.layers import Mlp as TimmMlp
 from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Merge, Passage, Step
 from .timm_blocks import MergingBlock
+from .timm_mlps import channel_site, mlp_refusal
 from .token_merging import TokenMerge
 
 
@@ -23,18 +23,6 @@ def require_vit(model: nn.Module) -> VisionTransformer:
     """The model as what its family accepts."""
     assert isinstance(model, VisionTransformer), type(model)
     return model
-
-
-def _mlp_refusal(mlp: nn.Module) -> str:
-    if type(mlp) is not TimmMlp:
-        return f"MLP is {type(mlp).__name__}, expected timm's Mlp (fc1, act, fc2)"
-    if not (isinstance(mlp.fc1, nn.Linear) and isinstance(mlp.fc2, nn.Linear)):
-        return f"fc1 / fc2 are {type(mlp.fc1).__name__} / {type(mlp.fc2).__name__}, expected linear layers"
-    if not isinstance(mlp.norm, nn.Identity):
-        return f"a {type(mlp.norm).__name__} between the two linear layers mixes all hidden channels"
-    if any(True for _ in mlp.act.parameters()):
-        return f"activation {type(mlp.act).__name__} has parameters"
-    return ""
 
 
 def _attention_refusal(attention: nn.Module) -> str:
@@ -75,13 +63,6 @@ def _head_site(name: str, attention: nn.Module, merge: nn.Module | None) -> Head
     )
 
 
-def _channel_site(name: str, mlp: nn.Module, merge: nn.Module | None) -> ChannelSite:
-    fc1, fc2 = mlp.fc1, mlp.fc2
-    assert isinstance(fc1, nn.Linear), (name, fc1)
-    assert isinstance(fc2, nn.Linear), (name, fc2)
-    return ChannelSite(name=name, first=fc1, last=fc2, first_name=f"{name}.fc1", last_name=f"{name}.fc2", merge=merge)
-
-
 def sites(model: nn.Module) -> Sites:
     """The MLPs, then the attentions, of plain pre-norm blocks, dense or already reduced."""
     mlps: list[Site] = []
@@ -99,10 +80,10 @@ def sites(model: nn.Module) -> Sites:
         else:
             attentions.append(_head_site(attention, block.get_submodule("attn"), merge))
         merge = block.merge if isinstance(block, MergingBlock) and block.merge is not None else merge
-        if reason := _mlp_refusal(block.get_submodule("mlp")):
+        if reason := mlp_refusal(block.get_submodule("mlp")):
             refused.append(Refusal(name=mlp, reason=reason, sites={mlp: ChannelSite.kind}))
         else:
-            mlps.append(_channel_site(mlp, block.get_submodule("mlp"), merge))
+            mlps.append(channel_site(mlp, block.get_submodule("mlp"), merge))
     return Sites(every=(*mlps, *attentions), refused=tuple(refused))
 
 

@@ -25,7 +25,7 @@ _CACHED_BYTES = 2**30
 
 
 def _entering(site: Site, x_BNC: Tensor) -> Tensor:
-    """The first layer's inputs, with a one that carries its bias where it has one."""
+    """The first layers' inputs, with a one that carries their bias where they have one."""
     return x_BNC if site.first.bias is None else with_one(x_BNC)
 
 
@@ -39,27 +39,29 @@ def last_through_scale(branch: Branch, site: Site) -> Tensor:
     return weight_CK if branch.scale_C is None else weight_CK * branch.scale_C[:, None]
 
 
-def _slope(layer: nn.Module, first: nn.Linear, last: nn.Linear, entering_1XC: Tensor) -> Tensor:
-    """The derivative of each hidden channel by what the first layer gives it [1,X,K]: what lies between the two layers
-    works channel by channel.
+def _slope(layer: nn.Module, firsts: Sequence[nn.Linear], last: nn.Linear, entering_1XC: Tensor) -> Tensor:
+    """The derivative of each hidden channel by what the rows R of the first layers give it [1,X,R]: what lies between
+    the layers works channel by channel.
     """
-    given_1XK: Tensor = first(entering_1XC).detach().requires_grad_()
+    given_1XR = torch.cat([first(entering_1XC) for first in firsts], dim=-1).detach().requires_grad_()
     heard: list[Tensor] = []
 
     def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         heard.append(inputs[0])
         raise _Heard
 
-    handles = [first.register_forward_hook(lambda *_: given_1XK), last.register_forward_pre_hook(stop)]
+    handles = [last.register_forward_pre_hook(stop)]
     try:
         with torch.enable_grad():
+            for first, given in zip(firsts, given_1XR.split([each.out_features for each in firsts], -1), strict=True):
+                handles.append(first.register_forward_hook(lambda *_, given=given: given))
             with suppress(_Heard):
                 layer(entering_1XC)
-            (slope_1XK,) = torch.autograd.grad(heard.pop().sum(), given_1XK)
+            (slope_1XR,) = torch.autograd.grad(heard.pop().sum(), given_1XR)
     finally:
         for handle in handles:
             handle.remove()
-    return slope_1XK
+    return slope_1XR
 
 
 def _of_channels(branch: Branch, site: ChannelSite, pair: Pair) -> Lacking:
@@ -69,8 +71,8 @@ def _of_channels(branch: Branch, site: ChannelSite, pair: Pair) -> Lacking:
     weights_BN = pair.row_weights(branch.read)
     tangent = ChannelTangent(
         entering_XD=_entering(site, entering_BNC).flatten(0, 1),
-        slope_XR=_slope(branch.layer, site.first, site.last, entering_BNC).flatten(0, 1),
-        last_OR=last_through_scale(branch, site),
+        slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
+        last_OR=last_through_scale(branch, site).repeat(1, site.rows),
     )
     lacking_BNC = pair.rows(pair.target, branch.read) - x_BNC - added(branch, site, entering_BNC)
     weight_X = None if weights_BN is None else weights_BN.flatten()

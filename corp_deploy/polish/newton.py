@@ -19,6 +19,7 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import gauss_newton
 from corp_deploy.algebra.regression import refit_toward
+from corp_deploy.families.modules import fill_rows_
 from corp_deploy.families.site import Site
 from corp_deploy.families.steps import Branch
 from corp_deploy.reduction.branch_sums import StreamEnergy, inputs_sums
@@ -75,15 +76,14 @@ class _Judge:
 
 
 def _set_(site: Site, first_RD: Tensor) -> None:
-    """The first layer's weight and, where it has one, its bias."""
-    site.first.weight.copy_(first_RD[:, : site.first.in_features])
-    if site.first.bias is not None:
-        site.first.bias.copy_(first_RD[:, -1])
+    """The first layers' weights and, where they have one, their biases."""
+    inputs, has_bias = site.first.in_features, site.first.bias is not None
+    fill_rows_(site.firsts, first_RD[:, :inputs], first_RD[:, -1] if has_bias else None)
 
 
 def _first(site: Site) -> Tensor:
-    weight_RC, bias_R = site.first.weight, site.first.bias
-    return weight_RC.clone() if bias_R is None else torch.cat((weight_RC, bias_R[:, None]), dim=1)
+    whole = site.stacked_first()
+    return whole.weight if whole.bias is None else torch.cat((whole.weight, whole.bias[:, None]), dim=1)
 
 
 def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]:
@@ -157,7 +157,8 @@ class Sweeps:
         self.branch, self.site, self.pairs, self.how, self.pace, self.ranks = branch, site, pairs, how, pace, ranks
         self.fitted = [pair for pair in pairs if not pair.held_out]
         self.judge = _Judge(branch, [pair for pair in pairs if pair.held_out])
-        names = {"first": site.first, "last": site.last}
+        firsts = dict(zip(("first", "first2"), site.firsts, strict=False))
+        names = firsts | {"last": site.last}
         self.matrices = tuple(
             Matrix(name=f"{site.name}/{name}", layer=layer, scale=1.0) for name, layer in names.items()
         )

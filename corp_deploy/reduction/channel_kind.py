@@ -34,7 +34,7 @@ class ChannelKind:
         return method.mlp_sparsity
 
     def uniform(self, site: ChannelSite, method: Method) -> int | None:
-        if method.mlp_sparsity is None or is_empty(site.width):
+        if method.mlp_sparsity is None or is_empty(site.width) or self.refusal(site, method):
             return None
         return aligned_width(site.width, method.mlp_kept, method.align_hidden)
 
@@ -42,9 +42,13 @@ class ChannelKind:
         return aligned_widths(site.width, method.align_hidden)
 
     def offers(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
+        if self.refusal(site, method):
+            return (site.width,)
         return (0,) * method.empties + self.widths(site, method)
 
     def refusal(self, site: ChannelSite, method: Method) -> str:
+        if method.merges and site.gated:
+            return "folding takes means of rows, and the product of two means is not the mean of a gate's products"
         return ""
 
     def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:

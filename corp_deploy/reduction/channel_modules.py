@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from calib.moments import ChannelMoments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.modules import fill_
+from corp_deploy.families.modules import fill_, fill_rows_
 
 from . import channels
 from .channels import ChannelLayers, ChannelsAtSite, output_energy
@@ -18,11 +18,17 @@ from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 
 
+def _by_channel(rows: Tensor, each: int) -> Tensor:
+    """The rows of the first layers [each * F,I] in float64, those of a channel side by side [F,each * I]."""
+    return torch.cat(rows.detach().double().chunk(each), dim=1)
+
+
 def layers_of(site: ChannelSite) -> ChannelLayers:
-    """The MLP's dense layers in float64."""
+    """The MLP's dense layers in float64; what makes a channel of a gated one stands side by side."""
+    first = site.first if site.up is None else site.stacked_first()
     return ChannelLayers(
-        first_FI=site.first.weight.detach().double(),
-        first_bias_F=None if site.first.bias is None else site.first.bias.detach().double(),
+        first_FI=_by_channel(first.weight, site.rows),
+        first_bias_F=None if first.bias is None else _by_channel(first.bias[:, None], site.rows).squeeze(1),
         second_OF=site.last.weight.detach().double(),
         second_bias_O=None if site.last.bias is None else site.last.bias.detach().double(),
     )
@@ -31,11 +37,13 @@ def layers_of(site: ChannelSite) -> ChannelLayers:
 def placed(
     site: ChannelSite, first_KI: Tensor, first_bias_K: Tensor | None, weight_OK: Tensor, bias_O: Tensor
 ) -> dict[str, nn.Linear]:
-    """Both layers with these weights, the first one first, by module name; the last has a bias where it needs one."""
+    """All layers with these weights, the last one last, by module name; that has a bias where it needs one."""
     needs_bias = site.last.bias is not None or bool(bias_O.any())
     modules = site.empty(first_KI.shape[0], output_bias=needs_bias)
-    first, last = modules.values()
-    fill_(first, first_KI, first_bias_K)
+    *firsts, last = modules.values()
+    rows = torch.cat(first_KI.chunk(site.rows, dim=1))
+    bias = None if first_bias_K is None else first_bias_K.view(len(first_KI), site.rows).T.flatten()
+    fill_rows_(firsts, rows, bias)
     fill_(last, weight_OK, bias_O)
     return modules
 

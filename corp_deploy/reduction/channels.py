@@ -30,7 +30,9 @@ RECOVERIES: Mapping[str, Callable[..., ChannelRecovery]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelLayers:
-    """The dense layers of an MLP in float64: first [F,I] with bias or none, second [O,F] with bias or none."""
+    """The dense layers of an MLP in float64: first [F,I] with bias [F] or none, second [O,F] with bias or none. Of a
+    gated MLP both rows of a channel stand side by side in the first: [F,2I] with bias [F,2].
+    """
 
     first_FI: Tensor
     first_bias_F: Tensor | None

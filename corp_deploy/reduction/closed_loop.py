@@ -9,7 +9,6 @@ aligned: fitted to make of the reduced stream what it made of the dense one.
 Legend: B images, N tokens, C channels.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,7 +62,7 @@ class Loop:
 
 def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[Branch, Site, LoopFit]:
     """The branch with a first layer of its own that is fitted to the dense stream's results."""
-    first = copy.deepcopy(site.first)
+    first = site.stacked_first()
     read = None if kind_of(site).reads_every_token else branch.read
     sums = alignment_sums(branch, streams, read)
     fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths, both_ways=streams.in_halves)
