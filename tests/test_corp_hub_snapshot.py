@@ -119,11 +119,11 @@ def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, sn
 def test_a_directory_of_another_library_is_named_so_everywhere(words: tuple[object, ...], tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "ours")
     (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "config.json").write_text('{"model_type": "vit"}')
+    (tmp_path / "foreign" / "config.json").write_text('{"model_type": "swin"}')
     placed = [tmp_path / str(word) if word in ("ours", "foreign") else word for word in words]
     refused = run(*placed, "-o", tmp_path / "out.json")
     assert refused.exit_code == 2, refused.output
-    assert "Hugging Face transformers (vit)" in " ".join(refused.stderr.split())
+    assert "Hugging Face transformers (swin)" in " ".join(refused.stderr.split())
 
 
 def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, r"Hugging Face transformers \(vit\)"),
-        ({"model_type": "dinov2"}, r"Hugging Face transformers \(dinov2\)"),
+        ({"model_type": "swin", "architectures": ["SwinModel"]}, r"Hugging Face transformers \(swin\)"),
+        ({"model_type": "dinov2"}, "a dinov2 of Hugging Face transformers; give it as --model hf:"),
         ({"hello": 1}, "got keys hello"),
         ({"architecture": "a\nb"}, "got keys architecture"),
         (CONFIG | {"model_args": [1]}, "model_args: got a list of 1, expected a JSON object"),

@@ -79,7 +79,7 @@ dense_options = value_options(
 
 MODEL_HELP = (
     "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, or hf:DIR, a "
-    "text encoder of transformers."
+    "vision transformer or text encoder of transformers."
 )
 
 

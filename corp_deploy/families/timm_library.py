@@ -18,6 +18,7 @@ from .architecture import MOST_PARAMETERS, Architecture
 from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
+from .timm_build import built
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 
@@ -99,12 +100,12 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
 def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
     """timm's model; an image size that is no argument of a model that takes any is that of its configuration."""
     try:
-        model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+        model = built(name, arguments)
     except TypeError as error:
         if "img_size" not in arguments or "argument 'img_size'" not in str(error):
             raise
         size = arguments.pop("img_size")
-        model = timm.create_model(name, pretrained=False, **arguments)
+        model = built(name, arguments)
         if size is not None:
             _set_size_(model, size)
     return model

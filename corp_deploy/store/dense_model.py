@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families import timm_library
+from corp_deploy.families import hf_config, timm_library
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
@@ -23,7 +24,9 @@ from .hub_snapshot import (
     refuse_beside_directory,
     weights_of_snapshot,
 )
-from .transformers_directory import PREFIX, load_transformers
+from .transformers_directory import load_transformers
+from .transformers_files import PREFIX, config_of_transformers
+from .transformers_vision import load_vision
 from .weight_fit import fitted
 from .weights import KINDS, read_weights
 
@@ -74,6 +77,19 @@ def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
     refuse_beside_directory(directory, {f"--{name.replace('_', '-')}": value for name, value in extra.items()})
 
 
+def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
+    """A vision tower or a text encoder of transformers. Raises BadInput for any other model."""
+    kind = config_of_transformers(directory).get("model_type")
+    if kind in hf_config.KINDS:
+        return load_vision(directory, kwargs, preprocessing)
+    if kind in MODEL_TYPES:
+        _refuse_beside(directory, preprocessing.settings)
+        return load_transformers(directory, kwargs)
+    naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
+    known = ", ".join((*hf_config.KINDS, *MODEL_TYPES))
+    raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {known}")
+
+
 def load_dense(
     model: str,
     *,
@@ -91,8 +107,8 @@ def load_dense(
     """
     preprocessing = preprocessing or Preprocessing()
     if model.startswith(PREFIX):
-        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema, **preprocessing.settings})
-        return load_transformers(Path(model.removeprefix(PREFIX)), kwargs)
+        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema})
+        return _from_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
     folder = Path(model.removeprefix("local-dir:"))
     directory = folder if folder.is_dir() else None
     architecture, file = Architecture(name=model), weights

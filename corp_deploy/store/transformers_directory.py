@@ -1,7 +1,4 @@
-"""A text encoder as transformers and sentence-transformers leave it in a directory. Reads files alone.
-
-Weights are read from safetensors, whole or in shards; what else may hold them holds pickled code as well.
-"""
+"""A text encoder as transformers and sentence-transformers leave it in a directory. Reads files alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,29 +16,12 @@ from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from ground.errors import BadInput
 from ground.files import sha256_of_text
-from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
+from .transformers_files import config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import Weights, first_names, read_weights
-
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PREFIX = "hf:"
-
-
-def _weights(directory: Path) -> Path:
-    """Raises BadInput where there are none, or only such as hold pickled code."""
-    for name in _WEIGHTS:
-        if (directory / name).is_file():
-            return directory / name
-    pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
-    if pickled:
-        raise BadInput(
-            f"{directory}: its weights are {first_names(pickled)}, which may hold code; save them as safetensors: "
-            "model.save_pretrained(DIR, safe_serialization=True)"
-        )
-    raise BadInput(f"{directory}: no weights beside {CONFIG}, expected {' or '.join(_WEIGHTS)}")
 
 
 class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,10 +53,7 @@ def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> E
 
 def _arguments(directory: Path, changes: _Changes) -> tuple[str, EncoderArguments]:
     """The kind of encoder, what builds it, and what it makes of texts."""
-    path = directory / CONFIG
-    if not path.exists():
-        raise BadInput(f"{path}: no such file; expected a directory that save_pretrained of transformers has written")
-    config = record_from_file(path, dict[str, Any])
+    config = config_of_transformers(directory)
     encoder = _encoder(directory, config, changes)
     length = text_length(directory, encoder.longest)
     tokenization = Tokenization(
@@ -98,7 +75,7 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     for a directory without a tokenizer.json.
     """
     kind, arguments = _arguments(directory, _changes(kwargs))
-    file = _weights(directory)
+    file = weights_of_transformers(directory)
     read = read_weights(file)
     state, beside = state_from_transformers(read.state, model_type=kind, where=str(file))
     architecture = bert.architecture_of(kind, arguments)

@@ -24,7 +24,8 @@ _FOREIGN = (
     (
         r"(attention\.(query|q_proj)|self_attn\.q_proj)\.(weight|bias)$",
         "Hugging Face transformers",
-        "timm has no mapping of its names; take timm's copy of these weights, which has the model's name under timm/",
+        "timm has no mapping of its names; give the directory that they are in: --model hf:DIR, or take timm's copy of "
+        "these weights, which has the model's name under timm/",
     ),
     (
         r"^decoder_blocks\.\d+\.",

@@ -1,0 +1,206 @@
+"""The tensors of a vision transformer of transformers under timm's names, and back.
+
+Names are read as transformers 4 and 5 write them on disk and as its modules have them; they are written as on disk,
+which both versions read. Legend: B batch, N tokens, C channels.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ground.errors import BadInput
+
+from .hf_config import VisionModel
+
+# Their path of a layer in a block, and timm's.
+_IN_BLOCK = {
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "layer_norm1": "norm1",
+    "layer_norm2": "norm2",
+    "attention.output.dense": "attn.proj",
+    "attention.o_proj": "attn.proj",
+    "self_attn.out_proj": "attn.proj",
+    "intermediate.dense": "mlp.fc1",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.weights_in": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "mlp.fc2": "mlp.fc2",
+    "mlp.weights_out": "mlp.fc2",
+    "mlp.down_proj": "mlp.fc2",
+}
+_SCALES = {"layer_scale1": "ls1.gamma", "layer_scale2": "ls2.gamma"}
+# What is one layer of timm's: the paths of its rows, in order.
+_JOINED = {
+    "attn.qkv": (
+        ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+        ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ),
+    "mlp.fc1": (("mlp.gate_proj", "mlp.up_proj"),),
+}
+_ROWS = {path: target for target, spellings in _JOINED.items() for paths in spellings for path in paths}
+_OUTSIDE = {
+    "embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "embeddings.patch_embedding": "patch_embed.proj",
+    "pre_layrnorm": "norm_pre",
+    "layernorm": "norm",
+    "post_layernorm": "norm",
+    "classifier": "head",
+    "cls_classifier": "head",
+    "distillation_classifier": "head_dist",
+    "visual_projection": "head",
+    "head.attention.out_proj": "attn_pool.proj",
+    "head.layernorm": "attn_pool.norm",
+    "head.mlp.fc1": "attn_pool.mlp.fc1",
+    "head.mlp.fc2": "attn_pool.mlp.fc2",
+}
+_TOKENS = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.class_embedding": "cls_token",
+    "embeddings.register_tokens": "reg_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.position_embedding.weight": "pos_embed",
+    "head.probe": "attn_pool.latent",
+}
+# What such a directory may hold beside the tower: what training masks, poolers nobody reads here, and text towers.
+_BESIDE = (
+    "embeddings.mask_token",
+    "embeddings.position_ids",
+    "pooler.",
+    "decoder.",
+    "text_model.",
+    "text_projection.",
+    "logit_scale",
+    "logit_bias",
+)
+_HEADS = ("classifier.", "cls_classifier.", "distillation_classifier.", "visual_projection.")
+_BLOCK = re.compile(r"(?:encoder\.)?layers?\.(\d{1,4})\.(.+)\.(weight|bias|lambda1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """Tensors under timm's names, and those that have no place in the model, under their own."""
+
+    state: dict[str, Tensor]
+    beside: dict[str, Tensor]
+
+
+def _without_prefix(state: Mapping[str, Tensor], prefix: str, where: str) -> dict[str, Tensor]:
+    bare: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        own = name.removeprefix(prefix)
+        if own in bare:
+            raise BadInput(f"{where}: {own!r:.150} is there with and without {prefix!r}; save one of the two")
+        bare[own] = tensor
+    return bare
+
+
+def _token_rows(tensor: Tensor) -> Tensor:
+    """A token or a table of positions [C], [N,C] or [1,N,C] as timm keeps it: [1,N,C]."""
+    return tensor.reshape(1, -1, tensor.shape[-1]) if tensor.ndim in (1, 2) else tensor
+
+
+def _refuse(name: str, model: VisionModel, where: str) -> BadInput:
+    return BadInput(f"{where}: {name!r:.150} has no place in a {model.architecture}; its parts are of another kind")
+
+
+def _outside(name: str, model: VisionModel) -> str:
+    """timm's name of a tensor outside the blocks, or nothing."""
+    path, _, kind = name.rpartition(".")
+    if path in _OUTSIDE and kind in ("weight", "bias"):
+        return f"{_OUTSIDE[path]}.{kind}"
+    if name == "embeddings.distillation_token":
+        return "dist_token" if model.output == "distilled" else "reg_token"
+    return _TOKENS.get(name, "")
+
+
+def _pool(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Queries apart from keys and values of SigLIP's pooling attention; nothing for another tensor."""
+    match = re.fullmatch(r"head\.attention\.in_proj_(weight|bias)", name)
+    if match is None or tensor.ndim == 0 or tensor.shape[0] % 3:
+        return {}
+    width = tensor.shape[0] // 3
+    return {f"attn_pool.q.{match[1]}": tensor[:width], f"attn_pool.kv.{match[1]}": tensor[width:]}
+
+
+def _join(rows: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """Layers of timm's out of those that stand apart: by timm's name, with the parts by their paths."""
+    joined: dict[str, Tensor] = {}
+    for target, parts in rows.items():
+        layer, _, _ = target.rpartition(".")
+        expected = next((paths for paths in _JOINED[layer.split(".", 2)[2]] if set(paths) & parts.keys()), ())
+        present = [parts[path] for path in expected if path in parts]
+        if len(present) < len(expected) or len({tensor.shape for tensor in present}) > 1:
+            raise BadInput(f"{where}: {target}: expected {', '.join(expected)}, all of one shape")
+        joined[target] = torch.cat(present)
+    return joined
+
+
+def _class_position_added(state: dict[str, Tensor], model: VisionModel) -> None:
+    """Where registers stand between, the class token has its position in itself, as timm keeps it."""
+    tokens, positions = state.get("cls_token"), state.get("pos_embed")
+    if model.config.model_type == "dinov2_with_registers" and tokens is not None and positions is not None:
+        state["cls_token"] = tokens + positions[:, :1]
+        state["pos_embed"] = positions[:, 1:]
+
+
+def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, where: str) -> Mapped:
+    """A state dict under timm's names.
+
+    Raises BadInput for a tensor of the tower that has no place there, and for parts of a layer that don't fit.
+    """
+    mapped: dict[str, Tensor] = {}
+    beside: dict[str, Tensor] = {}
+    rows: dict[str, dict[str, Tensor]] = {}
+    headless = model.output == "class token"
+    for name, tensor in _without_prefix(state, model.kind.prefix, where).items():
+        match = _BLOCK.fullmatch(name)
+        if name.startswith(_BESIDE) or (headless and name.startswith(_HEADS)):
+            beside[name] = tensor
+        elif match and match[2] in _ROWS and match[3] != "lambda1":
+            target = f"blocks.{int(match[1])}.{_ROWS[match[2]]}.{match[3]}"
+            rows.setdefault(target, {})[match[2]] = tensor
+        elif match and match[2] in _IN_BLOCK and match[3] != "lambda1":
+            mapped[f"blocks.{int(match[1])}.{_IN_BLOCK[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] in _SCALES and match[3] == "lambda1":
+            mapped[f"blocks.{int(match[1])}.{_SCALES[match[2]]}"] = tensor
+        elif pool := _pool(name, tensor):
+            mapped |= pool
+        elif target := _outside(name, model):
+            mapped[target] = _token_rows(tensor) if name in _TOKENS else tensor
+        else:
+            raise _refuse(name, model, where)
+    mapped |= _join(rows, where)
+    _class_position_added(mapped, model)
+    return Mapped(state=mapped, beside=beside)
+
+
+def with_positions_of(state: Mapping[str, Tensor], model: VisionModel, sides: tuple[int, int]) -> dict[str, Tensor]:
+    """The state with positions for images of these sides, resampled as the model's class does: bicubic, and with
+    anti-aliasing where there are registers.
+    """
+    config = model.config
+    old, new = (
+        tuple(side // patch for side, patch in zip(each, config.patch, strict=True)) for each in (config.sides, sides)
+    )
+    positions = state.get("pos_embed")
+    if old == new or positions is None or positions.ndim != 3 or positions.shape[1] < math.prod(old):
+        return dict(state)
+    first, patches = positions.split([positions.shape[1] - math.prod(old), math.prod(old)], dim=1)
+    grid = patches.float().reshape(1, *old, -1).permute(0, 3, 1, 2)
+    resampled = F.interpolate(
+        grid,
+        size=new,
+        mode="bicubic",
+        align_corners=False,
+        antialias=config.model_type == "dinov2_with_registers",
+    )
+    return {**state, "pos_embed": torch.cat([first.float(), resampled.flatten(2).transpose(1, 2)], dim=1)}

@@ -1,0 +1,181 @@
+"""How a vision model of transformers has its images prepared (preprocessor_config.json), in timm's words.
+
+Images are resized to `size`, squashed or by their shorter edge, cropped to `crop_size` in the middle, scaled to 0..1
+and normalised. What timm's evaluation transform can't do is refused.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ground.errors import BadInput
+
+from .hf_config import Side, VisionModel
+from .preprocessing import Preprocessing
+
+# PIL's numbers.
+_RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_HALF = (0.5, 0.5, 0.5)
+
+
+class _Size(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    height: Side | None = None
+    width: Side | None = None
+    shortest_edge: Side | None = None
+
+
+class _Processor(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of preprocessor_config.json."""
+
+    do_resize: bool = True
+    do_center_crop: bool | None = None
+    do_rescale: bool = True
+    do_normalize: bool = True
+    rescale_factor: Annotated[float, Meta(gt=0.0)] = 1 / 255
+    size: Side | _Size | None = None
+    crop_size: Side | _Size | None = None
+    resample: int | None = None
+    image_mean: tuple[float, ...] | float | None = None
+    image_std: tuple[float, ...] | float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """How images are prepared, and their height and width then."""
+
+    preprocessing: Preprocessing
+    sides: tuple[int, int]
+
+
+# What a processor does where its file doesn't say, by how its name begins, and which one a kind of model comes with.
+_CROPPED = {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True, "resample": 3}
+_PROCESSORS: Mapping[str, Mapping[str, Any]] = {
+    "ViT": {"size": 224, "resample": 2, "image_mean": _HALF, "image_std": _HALF},
+    "DeiT": _CROPPED | {"size": 256, "image_mean": _IMAGENET_MEAN, "image_std": _IMAGENET_STD},
+    "Bit": _CROPPED | {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD},
+    "CLIP": _CROPPED | {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD},
+    "Siglip": {"size": 224, "resample": 3, "image_mean": _HALF, "image_std": _HALF},
+}
+_SHORTEST = ("CLIP", "Bit")  # processors whose plain `size` is the shorter edge
+_OF_KIND = {
+    "vit": "ViT",
+    "deit": "DeiT",
+    "dinov2": "Bit",
+    "dinov2_with_registers": "Bit",
+    "clip": "CLIP",
+    "clip_vision_model": "CLIP",
+    "siglip": "Siglip",
+    "siglip_vision_model": "Siglip",
+}
+
+
+def _family(content: Mapping[str, Any], model: VisionModel, where: str) -> str:
+    """How the name of the processor begins. Raises BadInput for another library's or model's."""
+    name = content.get("image_processor_type") or content.get("feature_extractor_type")
+    if name is None:
+        return _OF_KIND[model.config.model_type]
+    match = re.fullmatch(r"(\w+?)(?:ImageProcessor|FeatureExtractor)(?:Fast|Pil)?", str(name))
+    if match is None or match[1] not in _PROCESSORS:
+        raise BadInput(f"{where}: images are prepared by {name!r:.60}, expected one of {', '.join(_PROCESSORS)}")
+    return match[1]
+
+
+def _read(content: Mapping[str, Any], family: str, model: VisionModel, where: str) -> _Processor:
+    entries = {key: value for key, value in content.items() if value is not None}
+    # The defaults' means are of three colours.
+    grey = {} if model.config.num_channels == 3 else {"image_mean": 0.5, "image_std": 0.5}
+    try:
+        return msgspec.convert({**_PROCESSORS[family], **grey, **entries}, _Processor)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{where}: not the preparation of a {model.architecture}: {str(error)[:300]}") from None
+
+
+def _sides(size: int | _Size, where: str) -> tuple[int, int]:
+    """Height and width. Raises BadInput where only one edge is told."""
+    if isinstance(size, int):
+        return size, size
+    if size.height is None or size.width is None:
+        raise BadInput(f"{where}: a size without height and width, expected both")
+    return size.height, size.width
+
+
+def _refusal(processor: _Processor) -> str:
+    """What timm's transform doesn't do, or nothing."""
+    reasons = {
+        "do_resize is false": not processor.do_resize,
+        "do_rescale is false, so that pixels are 0 to 255": not processor.do_rescale,
+        f"rescale_factor is {processor.rescale_factor:g}, expected 1/255": (
+            not math.isclose(processor.rescale_factor, 1 / 255, rel_tol=1e-3)
+        ),
+        f"resample is {processor.resample}, expected one of {', '.join(map(str, _RESAMPLING))}": (
+            processor.resample not in _RESAMPLING
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def share_of(crop: int, size: int) -> float:
+    """The `crop_pct` of which timm makes a size to resize to before the crop, rounding down."""
+    share = crop / size
+    while math.floor(crop / share) < size:
+        share = math.nextafter(share, 0.0)
+    return share
+
+
+def _resize(processor: _Processor, family: str, where: str) -> tuple[tuple[int, int], bool]:
+    """The sides that images are resized to, and whether the shorter one alone is."""
+    size = processor.size
+    assert size is not None, processor
+    if isinstance(size, int):
+        return (size, size), family in _SHORTEST
+    if size.shortest_edge is not None:
+        return (size.shortest_edge, size.shortest_edge), True
+    return _sides(size, where), False
+
+
+def _values(
+    entry: tuple[float, ...] | float | None, identity: float, processor: _Processor, model: VisionModel
+) -> tuple[float, ...]:
+    """One for each channel."""
+    values = identity if entry is None or not processor.do_normalize else entry
+    values = values if isinstance(values, tuple) else (values,)
+    return values * model.config.num_channels if len(values) == 1 else values
+
+
+def prepared(content: Mapping[str, Any], model: VisionModel, *, where: str) -> Prepared:
+    """What a preprocessor_config.json says; an empty one is what the model's class does by itself.
+
+    Raises BadInput for what timm's evaluation transform does not do.
+    """
+    family = _family(content, model, where)
+    processor = _read(content, family, model, where)
+    if reason := _refusal(processor):
+        raise BadInput(f"{where}: {reason}, which is not done here; prepare images so, or give another directory")
+    resized, shortest = _resize(processor, family, where)
+    crops = bool(processor.do_center_crop)
+    assert processor.crop_size is not None or not crops, processor
+    sides = _sides(processor.crop_size, where) if crops and processor.crop_size is not None else resized
+    shares = {share_of(crop, size) for crop, size in zip(sides, resized, strict=True)}
+    if len(shares) > 1 or min(shares) <= 0.0 or max(shares) > 1.0 or (shortest and not crops):
+        raise BadInput(
+            f"{where}: images are resized to {resized}{' by the shorter edge' * shortest} and cropped to {sides}; "
+            "expected a crop of one share of both sides, and one after resizing by the shorter edge"
+        )
+    assert processor.resample is not None, processor
+    return Prepared(
+        preprocessing=Preprocessing(
+            mean=_values(processor.image_mean, 0.0, processor, model),
+            std=_values(processor.image_std, 1.0, processor, model),
+            crop_pct=shares.pop(),
+            interpolation=_RESAMPLING[processor.resample],
+            crop_mode="center" if shortest else "squash",
+        ),
+        sides=sides,
+    )

@@ -1,0 +1,38 @@
+"""The files of a directory that save_pretrained of transformers has written.
+
+Weights are read from safetensors, whole or in shards; what else may hold them holds pickled code as well.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ground.errors import BadInput
+from ground.records import record_from_file
+
+from .hub_snapshot import CONFIG
+from .weights import first_names
+
+PREFIX = "hf:"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def config_of_transformers(directory: Path) -> dict[str, Any]:
+    """Its config.json. Raises BadInput where there is none, or a damaged one."""
+    path = directory / CONFIG
+    if not path.exists():
+        raise BadInput(f"{path}: no such file; expected a directory that save_pretrained of transformers has written")
+    return record_from_file(path, dict[str, Any])
+
+
+def weights_of_transformers(directory: Path) -> Path:
+    """Raises BadInput where there are none, or only such as hold pickled code."""
+    for name in _WEIGHTS:
+        if (directory / name).is_file():
+            return directory / name
+    pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
+    if pickled:
+        raise BadInput(
+            f"{directory}: its weights are {first_names(pickled)}, which may hold code; save them as safetensors: "
+            "model.save_pretrained(DIR, safe_serialization=True)"
+        )
+    raise BadInput(f"{directory}: no weights beside {CONFIG}, expected {' or '.join(_WEIGHTS)}")

@@ -1,0 +1,136 @@
+"""A vision transformer as transformers leaves it in a directory, read as timm's model of the same architecture."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.hf_arguments import timm_arguments, timm_name
+from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
+from corp_deploy.families.hf_names import state_from_transformers, with_positions_of
+from corp_deploy.families.hf_preprocessing import Prepared, prepared
+from corp_deploy.families.preprocessing import Preprocessing
+from ground.errors import BadInput
+from ground.records import record_from_file
+
+from .checkpoint import Checkpoint, dense_from_architecture, load_weights
+from .hub_snapshot import CONFIG
+from .transformers_files import config_of_transformers, weights_of_transformers
+from .weight_fit import require_fit
+from .weights import State, Weights, first_names, read_weights
+
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+
+
+class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What --model-kwargs may say otherwise than the directory."""
+
+    img_size: Sides | None = None
+    num_classes: Literal[0] | None = None
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        return None if self.img_size is None else both(self.img_size)
+
+
+def _changes(kwargs: Mapping[str, Any]) -> _Changes:
+    try:
+        return msgspec.convert(dict(kwargs), _Changes)
+    except msgspec.ValidationError as error:
+        raise BadInput(
+            f"--model-kwargs: {str(error)[:200]}; a vision model of transformers takes img_size, and num_classes 0 for "
+            "the tower without its head"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Preparation:
+    """The preparation with the file that says it, and that file's content."""
+
+    prepared: Prepared
+    source: str
+    content: Mapping[str, Any]
+
+
+def _preparation(directory: Path, model: VisionModel) -> _Preparation:
+    for name in (PREPROCESSOR, PROCESSOR):
+        if not (directory / name).is_file():
+            continue
+        content = record_from_file(directory / name, dict[str, Any])
+        content = content.get("image_processor", {}) if name == PROCESSOR else content
+        if isinstance(content, Mapping) and content:
+            where = str(directory / name)
+            return _Preparation(prepared=prepared(content, model, where=where), source=name, content=content)
+    where = f"{directory}: no {PREPROCESSOR}"
+    source = f"transformers' default of {model.architecture}, as there is no {PREPROCESSOR}"
+    return _Preparation(prepared=prepared({}, model, where=where), source=source, content={})
+
+
+def _sides(model: VisionModel, changes: _Changes, preparation: _Preparation) -> tuple[int, int]:
+    """Of the images: as asked for; as they are prepared where the model's class takes any size, as DINOv2's do; else
+    those of its positions.
+    """
+    takes_any = model.config.model_type.startswith("dinov2") and bool(preparation.content)
+    return changes.sides or (preparation.prepared.sides if takes_any else model.config.sides)
+
+
+def _notes(
+    model: VisionModel, sides: tuple[int, int], preparation: _Preparation, beside: State, file: Path
+) -> tuple[str, ...]:
+    """What whoever loads the model should hear."""
+    own, made = model.config.sides, preparation.prepared.sides
+    notes = [f"{CONFIG}: read as timm's VisionTransformer; its output is {model.output_name} of {model.architecture}"]
+    if sides != own:
+        notes.append(
+            f"{file.name}: positions resampled from images of {own[0]}x{own[1]} to {sides[0]}x{sides[1]}, as "
+            "transformers does"
+        )
+    if preparation.content and sides != made:
+        notes.append(
+            f"{preparation.source}: makes images of {made[0]}x{made[1]}; they are made {sides[0]}x{sides[1]} here"
+        )
+    if beside:
+        notes.append(f"{file.name}: not used: {first_names(sorted(beside))}")
+    return tuple(notes)
+
+
+def load_vision(
+    directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({}), preprocessing: Preprocessing | None = None
+) -> Checkpoint:
+    """The vision tower in a directory. Nothing is executed, nothing looked for on a network.
+
+    `kwargs`: img_size, and num_classes 0 for a tower without its head; `preprocessing` goes before the directory's.
+
+    Raises BadInput for a model that timm's VisionTransformer can't be, and for weights that are missing, pickled or
+    another model's.
+    """
+    changes, config = _changes(kwargs), config_of_transformers(directory)
+    model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
+    file = weights_of_transformers(directory)
+    preparation = _preparation(directory, model)
+    sides = _sides(model, changes, preparation)
+    asked = {**preparation.prepared.preprocessing.settings, **(preprocessing or Preprocessing()).settings}
+    architecture = Architecture(
+        name=timm_name(model),
+        kwargs=timm_arguments(model, sides),
+        preprocessing=Preprocessing(**asked).for_channels(model.config.num_channels),
+    )
+    read = read_weights(file)
+    mapped = state_from_transformers(read.state, model, where=str(file))
+    state = with_positions_of(mapped.state, model, sides)
+    built = dense_from_architecture(architecture)
+    require_fit(built, Weights(path=file, state=state))
+    load_weights(built, state, where=file)
+    notes = (*read.notes, *_notes(model, sides, preparation, mapped.beside, file))
+    source = {
+        "weights": file.name,
+        "notes": list(notes),
+        "preprocessing": preparation.source,
+        "class": model.architecture,
+        "output": model.output_name,
+    }
+    return Checkpoint(model=built, architecture=architecture, lineage={"source": source}, notes=notes)

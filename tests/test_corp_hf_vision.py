@@ -1,0 +1,300 @@
+"""Vision models read from transformers' directories: the same outputs, tensors by every spelling, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from corp_deploy.families.family import image_spec, output_ports, sites_of
+from corp_deploy.families.hf_arguments import ratio_of
+from corp_deploy.families.hf_config import CLASSES, vision_model
+from corp_deploy.families.hf_preprocessing import prepared, share_of
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
+from ground.errors import BadInput
+from tests import hf_towers
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed, so that nothing compares")
+
+
+def _load(directory: Path, **kwargs: Any) -> Checkpoint:
+    return load_dense(f"hf:{directory}", weights=None, kwargs=kwargs)
+
+
+def _images(sides: tuple[int, int] = (32, 32), channels: int = 3) -> torch.Tensor:
+    return torch.randn(3, channels, *sides, generator=torch.Generator().manual_seed(1))
+
+
+def _assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", hf_towers.TOWERS)
+def test_every_class_gives_what_transformers_gives(tmp_path: Path, name: str) -> None:
+    theirs = hf_towers.write_tower(tmp_path, name)
+    loaded = _load(tmp_path)
+    images = _images(channels=theirs.config.num_channels)
+    with torch.inference_mode():
+        _assert_same(loaded.model(images), hf_towers.output_of(name, theirs, images))
+    which = hf_towers.TOWERS[name][2]
+    source = loaded.lineage["source"]
+    expected = "last_hidden_state[:, 0]" if which == "class token" else which
+    assert (source["class"], source["output"]) == (name, expected)
+    (port,) = output_ports(loaded.model)
+    assert port.role == ("logits" if which == "logits" else "embedding")
+    assert len(sites_of(loaded.model).every) == 4
+    assert not sites_of(loaded.model).refused
+
+
+@pytest.mark.parametrize("name", ["Dinov2Model", "Dinov2WithRegistersForImageClassification"])
+def test_gated_mlps_are_timms_packed_ones(tmp_path: Path, name: str) -> None:
+    theirs = hf_towers.write_tower(tmp_path, name, use_swiglu_ffn=True)
+    with torch.inference_mode():
+        _assert_same(_load(tmp_path).model(_images()), hf_towers.output_of(name, theirs, _images()))
+
+
+def _write_whole(directory: Path, kind: str) -> Any:
+    """CLIP or SigLIP with its text tower; of the vision tower the file says only what isn't the class's default."""
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**hf_towers.SMALL, "intermediate_size": 80}
+    if kind == "clip":
+        config: Any = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
+        model = transformers.CLIPModel(config)
+    else:
+        config = transformers.SiglipConfig(text_config=text | {"projection_size": 32}, vision_config=vision)
+        model = transformers.SiglipModel(config)
+    hf_towers.randomised(model).save_pretrained(directory)
+    path = directory / "config.json"
+    content = json.loads(path.read_text())
+    content["vision_config"] = {key: content["vision_config"][key] for key in vision}
+    path.write_text(json.dumps(content))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_tower_is_read_out_of_a_model_with_a_text_tower(tmp_path: Path, kind: str) -> None:
+    theirs = _write_whole(tmp_path, kind)
+    loaded = _load(tmp_path)
+    with torch.inference_mode():
+        pooled = theirs.vision_model(_images()).pooler_output
+        _assert_same(loaded.model(_images()), theirs.visual_projection(pooled) if kind == "clip" else pooled)
+    assert any("not used: logit_" in note and "more" in note for note in loaded.notes)
+
+
+def test_a_tower_can_be_had_without_its_head(tmp_path: Path) -> None:
+    theirs = hf_towers.write_tower(tmp_path, "Dinov2ForImageClassification")
+    with torch.inference_mode():
+        _assert_same(_load(tmp_path, num_classes=0).model(_images()), theirs.dinov2(_images()).pooler_output)
+    _write_whole(tmp_path / "clip", "clip")
+    assert _load(tmp_path / "clip", num_classes=0).lineage["source"]["class"] == "CLIPVisionModel"
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "Dinov2Model", "SiglipVisionModel"])
+def test_tensors_are_read_by_every_spelling(tmp_path: Path, name: str) -> None:
+    theirs = hf_towers.write_tower(tmp_path, name)
+    with torch.inference_mode():
+        expected = hf_towers.output_of(name, theirs, _images())
+    # As the modules of version 5 are named, in shards, and with the prefix of a tower inside a larger model.
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "prefixed").mkdir()
+    prefix = "vision_model." if name.startswith("Siglip") else ""
+    save_file(theirs.state_dict(), tmp_path / "modules" / "model.safetensors")
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({prefix + key: value for key, value in state.items()}, tmp_path / "prefixed" / "model.safetensors")
+    for folder in ("shards", "modules", "prefixed"):
+        (tmp_path / folder / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+        with torch.inference_mode():
+            _assert_same(_load(tmp_path / folder).model(_images()), expected)
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("Dinov2Model", {}),
+        ("Dinov2WithRegistersModel", {}),
+        ("ViTForImageClassification", {"interpolate_pos_encoding": True}),
+        ("SiglipVisionModel", {"interpolate_pos_encoding": True}),
+    ],
+)
+def test_positions_for_other_images_are_those_of_transformers(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    theirs, sides = hf_towers.write_tower(tmp_path, name), (48, 24)
+    loaded = _load(tmp_path, img_size=list(sides))
+    with torch.inference_mode():
+        _assert_same(loaded.model(_images(sides)), hf_towers.output_of(name, theirs, _images(sides), **more))
+    assert any("resampled from images of 32x32 to 48x24" in note for note in loaded.notes)
+
+
+def test_dinov2_takes_images_as_its_processor_makes_them(tmp_path: Path) -> None:
+    theirs = hf_towers.write_tower(tmp_path, "Dinov2Model")
+    processor = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 30}, "crop_size": 24}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    loaded = _load(tmp_path)
+    assert image_spec(loaded.model).shape == (3, 24, 24)
+    with torch.inference_mode():
+        _assert_same(loaded.model(_images((24, 24))), theirs(_images((24, 24))).pooler_output)
+
+
+_PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ViTModel": ("ViTImageProcessor", {"size": {"height": 32, "width": 32}}),
+    "DeiTModel": ("DeiTImageProcessor", {"size": {"height": 37, "width": 37}, "crop_size": 32}),
+    "Dinov2Model": (
+        "BitImageProcessor",
+        {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}, "image_std": [0.2, 0.3, 0.4]},
+    ),
+    "CLIPVisionModel": ("CLIPImageProcessor", {"size": {"shortest_edge": 32}, "crop_size": 32}),
+    "SiglipVisionModel": (
+        "SiglipImageProcessor",
+        {"size": {"height": 32, "width": 32}, "resample": 2, "do_normalize": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _PROCESSORS)
+@pytest.mark.parametrize("sides", [(60, 40), (40, 60), (32, 32)])
+def test_images_are_prepared_as_transformers_prepares_them(tmp_path: Path, name: str, sides: tuple[int, int]) -> None:
+    ours, theirs = _prepared(tmp_path, name, sides)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_crop_of_an_odd_surplus_is_a_row_further_down(tmp_path: Path) -> None:
+    """43 rows to 32: transformers leaves 5 above, torchvision, which timm crops by, 6."""
+    ours, theirs = _prepared(tmp_path, "CLIPVisionModel", (61, 45))
+    torch.testing.assert_close(ours[:, :-1], theirs[:, 1:], rtol=1e-5, atol=1e-5)
+
+
+def _prepared(directory: Path, name: str, sides: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random photograph as ours and as theirs."""
+    hf_towers.write_tower(directory, name, num_channels=3)
+    kind, settings = _PROCESSORS[name]
+    processor = getattr(transformers, f"{kind}Pil")(**settings)
+    processor.save_pretrained(directory)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*sides, 3), dtype=np.uint8))
+    theirs = processor(images=image, return_tensors="pt").pixel_values[0]
+    return image_spec(_load(directory).model).transform()(image), theirs
+
+
+def test_preprocessing_of_the_command_goes_before_the_directorys(tmp_path: Path) -> None:
+    from corp_deploy.families.preprocessing import Preprocessing
+
+    hf_towers.write_tower(tmp_path, "ViTModel")
+    asked = Preprocessing(mean=(0.25,), crop_pct=0.5)
+    loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}, preprocessing=asked)
+    spec = image_spec(loaded.model).as_json()
+    assert (spec["mean"], spec["std"], spec["crop_pct"]) == ([0.25] * 3, [0.5] * 3, 0.5)
+    assert loaded.lineage["source"]["preprocessing"].startswith("transformers' default of ViTModel")
+
+
+@pytest.mark.parametrize("name", [*hf_towers.TOWERS][4::2])
+def test_a_directory_of_ours_keeps_it_whole(tmp_path: Path, name: str) -> None:
+    theirs = hf_towers.write_tower(tmp_path / "hf", name)
+    dense = _load(tmp_path / "hf")
+    save(dense, tmp_path / "ours")
+    again = load_checkpoint(tmp_path / "ours")
+    images = _images(channels=theirs.config.num_channels)
+    with torch.inference_mode():
+        assert torch.equal(again.model(images), dense.model(images))
+    assert image_spec(again.model).as_json() == image_spec(dense.model).as_json()
+    assert output_ports(again.model) == output_ports(dense.model)
+
+
+def _config(**changes: Any) -> dict[str, Any]:
+    own = {"model_type": "vit", "architectures": ["ViTModel"], "hidden_size": 32, "num_attention_heads": 2}
+    return own | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "mish"}, "activation is 'mish', expected gelu"),
+        ({"auto_map": {"AutoModel": "x.y"}}, "code of its own"),
+        ({"quantization_config": {}}, "quantised"),
+        ({"pruned_heads": {"0": [1]}}, "heads are removed already"),
+        ({"num_attention_heads": 5}, "no multiple of 5 heads"),
+        ({"head_dim": 8}, "8 wide instead of 16"),
+        ({"image_size": 8}, r"patches of \(16, 16\) in images of \(8, 8\)"),
+        ({"layer_norm_eps": "tiny"}, r"not the configuration of a ViTModel.*layer_norm_eps"),
+        ({"patch_size": [4, 4, 4]}, "patch_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"architectures": ["ViTForMaskedImageModeling"]}, r"expected one of ViTModel.*num_classes\": 0"),
+        ({"architectures": ["Dinov2Model"]}, "expected one of ViTModel"),
+        ({"model_type": "swin"}, "model_type is 'swin', expected one of vit"),
+    ],
+)
+def test_what_would_not_be_the_same_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        vision_model(_config(**changes), where="config.json")
+
+
+def test_a_siglip_without_a_pooling_head_is_refused() -> None:
+    config = {"model_type": "siglip_vision_model", "architectures": ["SiglipVisionModel"], "vision_use_head": False}
+    with pytest.raises(BadInput, match="no pooled output"):
+        vision_model(config, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"do_rescale": False}, "pixels are 0 to 255"),
+        ({"do_resize": False}, "do_resize is false"),
+        ({"rescale_factor": 1.0}, "rescale_factor is 1, expected 1/255"),
+        ({"resample": 9}, "resample is 9"),
+        (
+            {"image_processor_type": "ConvNextImageProcessor"},
+            "prepared by 'ConvNextImageProcessor', expected one of ViT",
+        ),
+        ({"size": {"longest_edge": 3}}, "not the preparation of a ViTModel"),
+        ({"size": {"shortest_edge": 30}}, "expected a crop of one share"),
+        ({"do_center_crop": True, "crop_size": 300}, "cropped to .300, 300."),
+        ({"image_mean": "black"}, "not the preparation of a ViTModel"),
+        ({"image_std": 0.0}, "std is"),
+    ],
+)
+def test_a_preparation_that_is_not_done_here_is_refused(content: dict[str, Any], words: str) -> None:
+    model = vision_model(_config(), where="config.json")
+    with pytest.raises(BadInput, match=words):
+        prepared(content, model, where="preprocessor_config.json")
+
+
+def test_tensors_without_a_place_or_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    hf_towers.write_tower(tmp_path, "ViTForImageClassification")
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    query = "vit.encoder.layer.1.attention.attention.query.weight"
+    for changed, words in (
+        (state | {"vit.encoder.layer.0.gate.weight": torch.ones(2)}, "no place in a ViTForImageClassification"),
+        ({key: value for key, value in state.items() if key != query}, "blocks.1.attn.qkv.weight: expected attention"),
+        (state | {query: torch.ones(3, 32)}, "all of one shape"),
+        (state | {"classifier.weight": torch.ones(9, 32)}, "wrong shape: head.weight"),
+        (state | {"layernorm.weight": torch.ones(32)}, "with and without 'vit.'"),
+    ):
+        save_file(dict(changed), path)
+        with pytest.raises(BadInput, match=words):
+            _load(tmp_path)
+
+
+def test_what_goes_with_a_timm_name_is_refused_beside_a_directory(tmp_path: Path) -> None:
+    hf_towers.write_tower(tmp_path, "ViTModel")
+    with pytest.raises(BadInput, match=r"--model-kwargs: .*depth.*takes img_size"):
+        _load(tmp_path, depth=3)
+    with pytest.raises(BadInput, match="drop --weights"):
+        load_dense(f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip2"}))
+    with pytest.raises(BadInput, match=r"any size .NaFlex.*expected one of vit"):
+        _load(tmp_path)
+
+
+def test_ratios_and_shares_come_out_whole_again() -> None:
+    """timm truncates width times ratio, and divides a crop by its share and rounds down."""
+    assert all(int(width * ratio_of(hidden, width)) == hidden for width in (32, 1152, 777) for hidden in range(1, 5000))
+    assert all(int(crop / share_of(crop, size)) == size for size in range(200, 700) for crop in (14, 198, 200))
+
+
+def test_every_class_that_is_read_is_compared() -> None:
+    assert set(CLASSES) == {*hf_towers.TOWERS, "CLIPModel", "SiglipModel"}
