@@ -118,7 +118,7 @@ def test_weighted_sums_are_those_of_repeated_tokens() -> None:
 
 def last_stream(model: nn.Module, images: np.ndarray) -> Tensor:
     seen: list[Tensor] = []
-    handle = vit.last_block(model).register_forward_hook(lambda _, __, out: seen.append(out))
+    handle = tiny.last_block(model).register_forward_hook(lambda _, __, out: seen.append(out))
     logits(model, images)
     handle.remove()
     return seen[0]

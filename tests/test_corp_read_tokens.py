@@ -56,7 +56,7 @@ def moved(model: nn.Module, token: int | None) -> Tensor:
             other_BNC[:, token] = 5.0 * torch.randn(out_BNC[:, token].shape, generator=torch.Generator().manual_seed(1))
         return other_BNC
 
-    handle = vit.last_block(model).register_forward_hook(shift)
+    handle = tiny.last_block(model).register_forward_hook(shift)
     with torch.inference_mode():
         outputs: Tensor = model(torch.from_numpy(tiny.images(4)))
     handle.remove()

@@ -156,9 +156,6 @@ class LadderFamily:
         logits: Tensor = ladder(model).name(x_BNC.mean(dim=1))
         return logits
 
-    def last_block(self, model: nn.Module) -> nn.Module:
-        return ladder(model).rungs[-1]
-
     def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
         return ("strip",) * STRIPS
 

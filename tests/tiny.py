@@ -57,3 +57,8 @@ def timm_model(name: str, **kwargs: Any) -> nn.Module:
     """A timm model with its initial weights, in eval mode."""
     model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
     return model.eval()
+
+
+def last_block(model: nn.Module) -> nn.Module:
+    """Of a timm ViT: the module whose output is the last residual stream, merged or not."""
+    return list(model.get_submodule("blocks").children())[-1]

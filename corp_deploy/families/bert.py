@@ -25,6 +25,7 @@ from .steps import Branch, Passage, Step
 from .text_encoder import EncoderArchitecture, Mlp, TextEncoder
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, Tokenization, content_of_tokenizer
+from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "bert"
@@ -141,9 +142,7 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
 
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    if merging is not None:
-        raise BadInput(f"token merging: {merging_refusal(model)}; leave --merge-tokens away")
-    return replaced(model, {}).eval()
+    return copy_without_merging(model, merging, merging_refusal(model))
 
 
 def merging_of(model: nn.Module) -> Merging | None:
@@ -153,10 +152,6 @@ def merging_of(model: nn.Module) -> Merging | None:
 def merging_refusal(model: nn.Module) -> str:
     """Texts differ in length: a schedule that suits one would merge away all of another."""
     return "a text encoder's tokens are not merged, since its texts are of different lengths"
-
-
-def last_block(model: nn.Module) -> nn.Module:
-    return _encoder(model).blocks[-1]
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class Constant(nn.Module):
-    """A layer's bias [C], or nothing, whatever enters; it is added to a stream [B,N,C]."""
+    """A layer's bias, or nothing, whatever enters: [1,..,1,C], with as many axes as that has, to be added to it."""
 
     value_C: Tensor
 
@@ -13,5 +13,5 @@ class Constant(nn.Module):
         bias = layer.bias
         self.register_buffer("value_C", layer.weight.new_zeros(layer.out_features) if bias is None else bias.detach())
 
-    def forward(self, _: Tensor) -> Tensor:
-        return self.value_C
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value_C.view(*[1] * (x.ndim - 1), -1)

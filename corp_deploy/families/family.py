@@ -15,7 +15,7 @@ from calib.inputs import Inputs
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from . import bert, timm_vit
+from . import bert, timm_convnext, timm_mixer, timm_vit
 from .architecture import Architecture
 from .merging import Merging
 from .modules import device
@@ -129,12 +129,8 @@ class Family(Protocol):
         """Why tokens of the model can't be merged, or nothing."""
         ...
 
-    def last_block(self, model: nn.Module) -> nn.Module:
-        """The module whose output is the last residual stream."""
-        ...
-
     def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
-        """What each token of the residual stream is, in order."""
+        """What each token of the last residual stream is, in order."""
         ...
 
     def depth(self, model: nn.Module) -> int:
@@ -178,7 +174,7 @@ class TimmFamily(Family, Protocol):
         ...
 
 
-_OF_TIMM: tuple[TimmFamily, ...] = (timm_vit,)
+_OF_TIMM: tuple[TimmFamily, ...] = (timm_vit, timm_convnext, timm_mixer)
 _BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert)
 _FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
 
@@ -206,8 +202,9 @@ def family_of(model: nn.Module) -> Family:
         if family.accepts(model):
             return family
     raise BadInput(
-        f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs) or an "
-        "encoder of BERT's kind: its blocks are built differently, so corp-deploy can't reduce it"
+        f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
+        "ConvNeXt, MlpMixer (MLP-Mixer, ResMLP) or an encoder of BERT's kind: its blocks are built differently, so "
+        "corp-deploy can't reduce it"
     )
 
 

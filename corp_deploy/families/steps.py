@@ -1,4 +1,9 @@
-"""A model taken apart: the branches that sites stand in, and what lies between them."""
+"""A model taken apart: the branches that sites stand in, and what lies between them.
+
+The residual stream is [B,N,C] everywhere: inputs in front, their tokens, the channels of a token. Behind a passage the
+numbers of tokens and of channels may be others than before it. What a layer wants otherwise (maps, tokens for channels)
+is made of that within its step and put back.
+"""
 
 from dataclasses import dataclass
 
@@ -14,6 +19,7 @@ class Branch:
 
     `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results count, None for all; in the last
     block those that the outputs read, elsewhere all. `mixes_tokens`: the layer is told which tokens are there.
+    `turned`: the layer has tokens for its channels, so that its rows are the stream's channels: all tokens count alike.
     """
 
     name: str
@@ -23,13 +29,27 @@ class Branch:
     read: Tensor | None = None
     mixes_tokens: bool = False
     beside: Beside | None = None
+    turned: bool = False
+
+    def __post_init__(self) -> None:
+        plain = self.scale_C is None and self.read is None and self.beside is None and not self.mixes_tokens
+        assert plain or not self.turned, self.name
+
+    def rows(self, x_BNC: Tensor) -> Tensor:
+        """A stream as what the layer gives is added to it: [B,N,C], turned [B,C,N]."""
+        assert x_BNC.ndim == 3, (self.name, x_BNC.shape)
+        return x_BNC.mT if self.turned else x_BNC
+
+    def entering(self, x_BNC: Tensor) -> Tensor:
+        """What of the stream enters the layer, in the layer's rows; the norm may mix tokens."""
+        return self.rows(self.norm(x_BNC))
 
     def run(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """What this layer in the branch's place makes of the residual stream; a token of weight 0 is not there."""
-        entering_BNC = self.norm(x_BNC)
+        entering_BNC = self.entering(x_BNC)
         masked = self.mixes_tokens and weights_BN is not None
         out_BNC: Tensor = layer(entering_BNC, weights_BN) if masked else layer(entering_BNC)
-        return out_BNC
+        return self.rows(out_BNC)
 
     def added_by(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """What the branch adds to the residual stream with this layer in place of its own."""

@@ -21,6 +21,7 @@ from .timm_arguments import refuse_unbounded
 from .timm_build import built
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
+from .timm_pointwise import with_token_mlps
 
 State = Mapping[str, Tensor]
 
@@ -72,7 +73,7 @@ def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]
     return arguments if channels(model) == 3 else arguments | {"in_chans": channels(model)}
 
 
-def unused_classifier(model: nn.Module) -> tuple[str, ...]:
+def unused(model: nn.Module) -> tuple[str, ...]:
     """Prefixes of a classifier's weights, for a model that was built without one."""
     classifiers = _config(model).get("classifier") or "head"
     heads = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
@@ -128,7 +129,7 @@ def _built(architecture: Architecture) -> nn.Module:
 
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built.
+    an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -142,7 +143,7 @@ def build(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
-    return model
+    return with_token_mlps(model)
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

@@ -17,7 +17,6 @@ from calib.inputs import Inputs
 from . import timm_library, timm_merging
 from .merging import Merging
 from .modules import replaced
-from .timm_blocks import MergingBlocks
 from .timm_images import ImageSpec
 from .timm_library import beside as beside
 from .timm_library import build as build
@@ -37,13 +36,6 @@ FIXED_PARTS = ("patch_embed.backbone",)
 def accepts(model: nn.Module) -> bool:
     """Whether it is timm's VisionTransformer: ViT, DeiT, DeiT-III, DINO ViTs."""
     return isinstance(model, VisionTransformer)
-
-
-def last_block(model: nn.Module) -> nn.Module:
-    """The block whose output is the last residual stream."""
-    blocks = require_vit(model).blocks
-    block: nn.Module = blocks.end if isinstance(blocks, MergingBlocks) else blocks[-1]
-    return block
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:
@@ -124,7 +116,7 @@ def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 def unused(model: nn.Module) -> tuple[str, ...]:
     """Prefixes of the weights that a model of this architecture may have and this one was built without."""
     vit = require_vit(model)
-    return timm_library.unused_classifier(vit) + (("attn_pool.",) if vit.attn_pool is None else ())
+    return timm_library.unused(vit) + (("attn_pool.",) if vit.attn_pool is None else ())
 
 
 def input_spec(model: nn.Module) -> ImageSpec:

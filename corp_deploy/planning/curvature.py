@@ -79,7 +79,8 @@ def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch
 
 def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) -> Iterator[Tangent]:
     """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
-    tokens = len(family_of(model).token_kinds(model))
+    with torch.no_grad():
+        tokens = family_of(model).embedded(model, next(pieces(inputs, 1))).shape[1]
     generator = torch.Generator().manual_seed(0)
     for piece in pieces(inputs, max(1, PIECE_TOKENS // tokens)):
         with torch.enable_grad():

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import family_of
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.steps import Merge
 from corp_deploy.families.token_merging import TokenMerge, Tokens
@@ -25,9 +25,7 @@ def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
 
 
 def tokens_of_sites(model: nn.Module) -> dict[str, int]:
-    """How many tokens of one input reach each site: fewer behind a merge."""
-    if family_of(model).merging_of(model) is None:
-        return dict.fromkeys(sites_of(model).by_name, len(family_of(model).token_kinds(model)))
+    """How many rows of one input reach each site: its tokens, fewer behind a merge or in a later stage."""
     return dict(site_costs(model, "macs").tokens)
 
 

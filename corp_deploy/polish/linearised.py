@@ -66,15 +66,15 @@ def _slope(layer: nn.Module, firsts: Sequence[nn.Linear], last: nn.Linear, enter
 
 def _of_channels(branch: Branch, site: ChannelSite, pair: Pair) -> Lacking:
     """Of the tokens read alone: each stands for itself."""
-    x_BNC = pair.rows(pair.reduced, branch.read)
-    entering_BNC = branch.norm(x_BNC)
+    entering_BNC = pair.rows(branch.entering(pair.reduced), branch.read)
     weights_BN = pair.row_weights(branch.read)
     tangent = ChannelTangent(
         entering_XD=_entering(site, entering_BNC).flatten(0, 1),
         slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
         last_OR=last_through_scale(branch, site).repeat(1, site.rows),
     )
-    lacking_BNC = pair.rows(pair.target, branch.read) - x_BNC - added(branch, site, entering_BNC)
+    before_BNC, target_BNC = (pair.rows(branch.rows(x), branch.read) for x in (pair.reduced, pair.target))
+    lacking_BNC = target_BNC - before_BNC - added(branch, site, entering_BNC)
     weight_X = None if weights_BN is None else weights_BN.flatten()
     return Lacking(tangent=tangent, lacking_XO=lacking_BNC.flatten(0, 1), weight_X=weight_X)
 

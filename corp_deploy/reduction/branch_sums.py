@@ -86,18 +86,21 @@ def _refuse_nonfinite(site: str, sums: Tensor) -> None:
         )
 
 
-def _add_lacking(lacking: Halves[RegressionSums], pair: Pair, entering_BNK: Tensor, read: Tensor | None) -> None:
-    lacking_BNC = pair.rows(pair.target, read) - pair.rows(pair.reduced, read)
+def _add_lacking(branch: Branch, lacking: Halves[RegressionSums], pair: Pair, entering_BNK: Tensor) -> None:
+    read = branch.read
+    lacking_BNC = pair.rows(branch.rows(pair.target), read) - pair.rows(branch.rows(pair.reduced), read)
     lacking.of(pair).add(pair.rows(entering_BNK, read), lacking_BNC, pair.row_weights(read))
 
 
-def alignment_sums(branch: Branch, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
-    """Behind the branch's norm: the reduced stream as inputs, what the dense one has beyond it as differences."""
-    where, width = streams.device, streams.channels
+def alignment_sums(branch: Branch, width: int, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
+    """Behind the branch's norm, where the layer has `width` inputs: the reduced stream as inputs, what the dense one
+    has beyond it as differences.
+    """
+    where = streams.device
     sums = Halves(fit=DifferenceSums.empty(width, where), held_out=DifferenceSums.empty(width, where))
     for pair in streams:
-        x_BNC = branch.norm(pair.rows(pair.reduced, read))
-        d_BNC = branch.norm(pair.rows(pair.target, read)) - x_BNC
+        x_BNC = pair.rows(branch.entering(pair.reduced), read)
+        d_BNC = pair.rows(branch.entering(pair.target), read) - x_BNC
         sums.of(pair).add(x_BNC, d_BNC, pair.row_weights(read))
     return sums
 
@@ -125,7 +128,7 @@ def dense_advanced(branch: Branch, streams: Streams) -> float:
     energy = StreamEnergy()
     for pair in streams:
         pair.dense = branch(pair.dense, pair.weights_BN)
-        energy.add(pair.rows(pair.target, branch.read), pair.row_weights(branch.read))
+        energy.add(pair.rows(branch.rows(pair.target), branch.read), pair.row_weights(branch.read))
     return energy.variance()
 
 
@@ -175,7 +178,7 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
     with _entering(branch, branch.layer, site.last) as entering:
         for pair in streams:
             h_BNF = entering(pair)
-            _add_lacking(lacking, pair, h_BNF, branch.read)
+            _add_lacking(branch, lacking, pair, h_BNF)
             if branch.read is not None:
                 others = _others(branch.read, h_BNF.shape[1])
                 unread.add(pair.rows(h_BNF, others), pair.row_weights(others))
@@ -200,5 +203,5 @@ def inputs_sums(branch: Branch, layer: nn.Module, last: nn.Linear, pairs: Iterab
     lacking = _for_layer(last)
     with _entering(branch, layer, last) as entering:
         for pair in pairs:
-            _add_lacking(lacking, pair, entering(pair), branch.read)
+            _add_lacking(branch, lacking, pair, entering(pair))
     return lacking

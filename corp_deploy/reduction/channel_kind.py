@@ -131,7 +131,7 @@ def _merged(
 
     def show(sees: Mapping[str, See]) -> None:
         for pair in streams:
-            entering_BNC = branch.norm(pair.reduced)
+            entering_BNC = branch.entering(pair.reduced)
             sees[site.name](entering_BNC, branch.layer(entering_BNC), False)
 
     judged = judged_folds({site.name: folded}, method, show)[site.name]

@@ -64,7 +64,7 @@ def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[
     """The branch with a first layer of its own that is fitted to the dense stream's results."""
     first = site.stacked_first()
     read = None if kind_of(site).reads_every_token else branch.read
-    sums = alignment_sums(branch, streams, read)
+    sums = alignment_sums(branch, site.first.in_features, streams, read)
     fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths, both_ways=streams.in_halves)
     layer = site.with_first(branch.layer, first)
     return replace(branch, layer=layer), site.of_layer(layer), fit

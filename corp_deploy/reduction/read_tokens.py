@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
-from calib.inputs import run_model
+from calib.inputs import Inputs
 from corp_deploy.families.family import example_of, family_of
+from corp_deploy.families.steps import Walk
+from corp_deploy.families.token_merging import Tokens
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -27,25 +29,27 @@ def _random_stream(like_1NC: Tensor) -> Tensor:
     return stream_BNC.to(like_1NC).requires_grad_()
 
 
+def _last_stream(model: nn.Module, inputs: Inputs) -> Tokens:
+    family = family_of(model)
+    x_BNC, merges = family.embedded(model, inputs), family.merging_of(model) is not None
+    walk = Walk.of(x_BNC, family.token_weights(model, inputs), merges)
+    for step in family.steps(model):
+        walk = walk.behind(step)
+    return walk.tokens
+
+
 def _is_read(model: nn.Module) -> Tensor:
     """Of each token of the last stream: whether the outputs' gradient by random last streams is not zero there."""
-    family = family_of(model)
-    streams: list[Tensor] = []
-
-    def put(_: nn.Module, __: tuple[Tensor, ...], out_1NC: Tensor) -> Tensor:
-        streams.append(_random_stream(out_1NC))
-        return streams[0]
-
-    example = example_of(model)
-    handle = family.last_block(model).register_forward_hook(put)
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            outputs: Tensor = run_model(model, example)
+    with torch.inference_mode(False), evaluating(model):
+        example = example_of(model)
+        with torch.no_grad():
+            last = _last_stream(model, example)
+        with torch.enable_grad():
+            stream_BNC = _random_stream(last.x)
+            outputs = family_of(model).finished(model, stream_BNC, example, last.sources)
             generator = torch.Generator(device="cpu").manual_seed(1)
             weights = torch.randn(outputs.shape, generator=generator, device="cpu").to(outputs)
-            (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), streams)
-    finally:
-        handle.remove()
+            (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), stream_BNC)
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
 
 

@@ -148,10 +148,6 @@ class Streams:
         return iter(self.pairs)
 
     @property
-    def channels(self) -> int:
-        return self.pairs[0].dense.shape[-1]
-
-    @property
     def device(self) -> torch.device:
         return self.pairs[0].dense.device
 

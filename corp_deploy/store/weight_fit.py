@@ -85,12 +85,17 @@ def _grid(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
+def _sides(tensor: torch.Tensor) -> list[int]:
+    """Without those of 1: a 1x1 convolution's weights are a linear layer's."""
+    return [side for side in tensor.shape if side > 1]
+
+
 def _notes(before: State, after: State) -> list[str]:
     """What timm's filter did, told by comparing names, shapes and memory."""
     kept = {tensor.untyped_storage().data_ptr() for tensor in after.values()}
     renamed = sorted(after.keys() - before.keys())
     dropped = sorted(n for n in before.keys() - after.keys() if before[n].untyped_storage().data_ptr() not in kept)
-    resized = [n for n in sorted(before.keys() & after.keys()) if before[n].shape != after[n].shape]
+    resized = [n for n in sorted(before.keys() & after.keys()) if _sides(before[n]) != _sides(after[n])]
     notes = [f"{name} resampled by timm from {_grid(before[name])} to {_grid(after[name])}" for name in resized]
     if renamed:
         notes.append(f"names mapped by timm to {first_names(renamed)}")
