@@ -1,5 +1,6 @@
 """Small models of timm's families without attention, by names of their own where timm's names fix their size."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,11 +8,13 @@ from timm.layers import GatedMlp, GluMlp
 from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import Affine as Affine
 from timm.models.mlp_mixer import MlpMixer, ResBlock, SpatialGatingBlock, _cfg, _create_mixer
-from torch import nn
+from torch import Tensor, nn
 
+from calib.images import Images
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from tests.tiny import enliven
+from tests import tiny
 
 NAMES = ("small_mixer", "small_gmixer", "small_resmlp", "small_gmlp")
 default_cfgs = generate_default_cfgs({f"{name}.untrained": _cfg(input_size=(3, 32, 32)) for name in NAMES})
@@ -52,5 +55,28 @@ def small(name: str, seed: int = 0, **kwargs: Any) -> Checkpoint:
         sizes = {key: value for key, value in sizes.items() if key != "ls_init_value"}
     architecture = Architecture(name=name, kwargs={**sizes, **kwargs})
     model = dense_from_architecture(architecture)
-    enliven(model, seed)
+    tiny.enliven(model, seed)
     return Checkpoint(model=model, architecture=architecture, lineage={})
+
+
+def size_of(model: nn.Module) -> int:
+    return int(family_of(model).input_spec(model).shape[-1])
+
+
+def pixels(model: nn.Module, count: int, seed: int = 0, size: int | None = None) -> Tensor:
+    return torch.from_numpy(tiny.images(count, seed, size or size_of(model)))
+
+
+def opened(model: nn.Module, count: int, path: Path) -> Images:
+    return tiny.opened(path / "images.npy", pixels(model, count).numpy(), model)
+
+
+def outputs(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.inference_mode():
+        out: Tensor = model(images)
+    return out.double()
+
+
+def error(model: nn.Module, dense: nn.Module, images: Tensor) -> float:
+    exact = outputs(dense, images)
+    return float((outputs(model, images) - exact).norm() / exact.norm())
