@@ -41,9 +41,9 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
 
         kwargs = {"mlp_layer": GatedMlp}
     if name == "vit_little_patch16_reg1_gap_256":
-        from timm.models.vision_transformer import ResPostBlock
+        from timm.models.vision_transformer import ParallelScalingBlock
 
-        kwargs = {"block_fn": ResPostBlock, "init_values": 1e-5}
+        kwargs = {"block_fn": ParallelScalingBlock, "init_values": 1e-5}
     small = (
         {} if name in ("resnet18", "vit_relpos_small_patch16_224") else {"depth": 1, "embed_dim": 48, "num_heads": 3}
     )

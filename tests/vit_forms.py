@@ -20,11 +20,45 @@ from tests import tiny
 SMALL: dict[str, Any] = {
     "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32, "patch_size": 8
 }  # fmt: skip
+_TINY = "vit_tiny_patch16_224"
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "packed gate": ("vit_giant_patch14_dinov2", SMALL | {"mlp_ratio": 4.0}),
+    "class token": (_TINY, SMALL),
+    "mean": (_TINY, SMALL | {"global_pool": "avg"}),
+    "mean without a class token": (_TINY, SMALL | {"global_pool": "avg", "class_token": False, "fc_norm": False}),
+    "maximum": (_TINY, SMALL | {"global_pool": "max"}),
+    "mean and maximum": (_TINY, SMALL | {"global_pool": "avgmax"}),
+    "attention pool": ("vit_base_patch16_siglip_224", SMALL),
+    "attention pool without weights": (_TINY, SMALL | {"global_pool": "prr"}),
+    "no pool": (_TINY, SMALL | {"global_pool": ""}),
+    "no classes": (_TINY, SMALL | {"num_classes": 0}),
+    "registers": ("vit_small_patch14_reg4_dinov2", SMALL),
+    "distilled": ("deit_tiny_distilled_patch16_224", SMALL),
+    "any image size": (_TINY, SMALL | {"dynamic_img_size": True}),
+    "norm before": ("vit_base_patch16_clip_quickgelu_224", SMALL),
+    "layer scale": ("deit3_small_patch16_224", SMALL | {"init_values": 0.1}),
+    "q/k norm": (_TINY, SMALL | {"qk_norm": True}),
+    "hybrid": ("vit_tiny_r_s16_p8_224", {key: value for key, value in SMALL.items() if key != "patch_size"}),
+    "packed gate": ("vit_giant_patch14_dinov2", SMALL | {"mlp_ratio": 4.0, "init_values": 0.1}),
     "gate apart": ("aimv2_large_patch14_224", SMALL | {"mlp_ratio": 2.0}),
-    "gate behind a norm": ("vitamin_small_224", {"depth": 2, "num_classes": 7, "img_size": 32, "num_heads": 3}),
+    # Its stem gives 384 channels; all else is as small as that allows.
+    "gate behind a norm": (
+        "vitamin_small_224",
+        SMALL | {"embed_dim": 384, "num_heads": 24, "patch_size": 1, "mlp_ratio": 0.5},
+    ),
+    "residual post-norm": ("vit_base_patch16_rpn_224", SMALL | {"init_values": 0.5}),
+    "side by side": ("vit_small_patch16_18x2_224", SMALL | {"init_values": 0.1}),
+    "norms inside": ("beit3_base_patch16_224", SMALL),
+    "difference of softmaxes": ("vit_dwee_patch16_reg1_gap_256", SMALL | {"init_values": 0.1}),
+    "one layer for all": ("vit_base_patch16_xp_224", SMALL),
+    "one layer for all, a difference": ("vit_dpwee_patch16_reg1_gap_256", SMALL),
 }
+WHOLE_BLOCKS = ("residual post-norm", "side by side")
+"""Forms whose blocks don't come apart: closed loops refuse them."""
+NOTHING = ("one layer for all", "one layer for all, a difference", "norms inside")
+"""Forms of which nothing can be reduced."""
+KINDS = {"residual post-norm": 4, "side by side": 8, "difference of softmaxes": 2} | dict.fromkeys(NOTHING, 0)
+"""How many sites a form has, 4 unless it stands here."""
+REDUCED = tuple(form for form in FORMS if form not in NOTHING)
 
 
 def architecture(form: str, **changes: Any) -> Architecture:
@@ -33,10 +67,10 @@ def architecture(form: str, **changes: Any) -> Architecture:
 
 
 @cache
-def checkpoint(form: str) -> Checkpoint:
+def checkpoint(form: str, **changes: Any) -> Checkpoint:
     """Random weights that are large enough to matter."""
     torch.manual_seed(0)
-    named = architecture(form)
+    named = architecture(form, **changes)
     model = dense_from_architecture(named)
     tiny.enliven(model, 0)
     return Checkpoint(model=model, architecture=named, lineage={})

@@ -94,7 +94,9 @@ def _set_size_(model: nn.Module, size: Any) -> None:
 
 
 def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    """Logits, or the pooled features of a model that has no classifier."""
+    """Logits, or the pooled features of a model that has no classifier; of every token where nothing is pooled."""
+    if getattr(model, "global_pool", None) == "":
+        return (OutputPort(name=LOGITS.name, role="token logits" if classes(model) else "feature map"),)
     return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
 
 

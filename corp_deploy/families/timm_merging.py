@@ -2,6 +2,7 @@
 
 import copy
 
+from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -26,9 +27,11 @@ def merging_refusal(vit: VisionTransformer) -> str:
     offered = sites(vit)
     heads = {site.name for site in offered.heads}
     for index, block in enumerate(vit.blocks):
-        if f"blocks.{index}.attn" not in heads:
-            refusals = [refusal for refusal in offered.refused if f"blocks.{index}.attn" in refusal.sites]
+        refusals = [refusal for refusal in offered.refused if f"blocks.{index}.attn" in refusal.sites]
+        if refusals:
             return f"{refusals[0].name}: {refusals[0].reason}"
+        if f"blocks.{index}.attn" not in heads or not isinstance(block, TimmBlock | MergingBlock):
+            return f"blocks.{index} is {type(block).__name__}, expected timm's pre-norm Block"
         if not comes_apart(block):
             return f"blocks.{index} scales its branches by {type(block.ls1).__name__}, expected timm's LayerScale"
     return ""

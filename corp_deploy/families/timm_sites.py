@@ -3,9 +3,15 @@
 from collections.abc import Iterator
 
 from timm.layers import Attention as TimmAttention
-from timm.layers import LayerScale
+from timm.layers import DiffAttention, LayerScale
 from timm.models.vision_transformer import Block as TimmBlock
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import (
+    DiffParallelScalingBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
 from torch import Tensor, nn
 
 from .channel_site import ChannelSite
@@ -18,6 +24,9 @@ from .timm_blocks import MergingBlock
 from .timm_mlps import channel_site, mlp_refusal
 from .token_merging import TokenMerge
 
+# Blocks of one attention and one MLP, each a module of its own.
+_OF_TWO = (TimmBlock, ResPostBlock, MergingBlock)
+
 
 def require_vit(model: nn.Module) -> VisionTransformer:
     """The model as what its family accepts."""
@@ -28,6 +37,8 @@ def require_vit(model: nn.Module) -> VisionTransformer:
 def _attention_refusal(attention: nn.Module) -> str:
     if isinstance(attention, HeadAttention):
         return ""
+    if isinstance(attention, DiffAttention):
+        return "attention is DiffAttention: a head is the difference of two softmaxes, normed before the projection"
     if type(attention) is not TimmAttention:
         return f"attention is {type(attention).__name__}, expected timm's Attention (one fused qkv)"
     if not isinstance(attention.norm, nn.Identity):
@@ -63,32 +74,56 @@ def _head_site(name: str, attention: nn.Module, merge: nn.Module | None) -> Head
     )
 
 
+def _places(name: str, block: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of a block's attentions and of its MLPs; none where they are no modules of their own."""
+    if isinstance(block, ParallelThingsBlock):
+        attentions = [f"{name}.attns.{index}.attn" for index in range(len(block.attns))]
+        return attentions, [f"{name}.ffns.{index}.mlp" for index in range(len(block.ffns))]
+    return ([f"{name}.attn"], [f"{name}.mlp"]) if isinstance(block, _OF_TWO) else ([], [])
+
+
+def _block_refusal(name: str, block: nn.Module) -> Refusal:
+    fused = isinstance(block, ParallelScalingBlock | DiffParallelScalingBlock)
+    reason = f"block is {type(block).__name__}, expected timm's Block, ResPostBlock or ParallelThingsBlock"
+    if fused:
+        reason = (
+            f"block is {type(block).__name__}: one layer gives hidden channels, queries, keys and values, which the "
+            "block takes apart by widths of its own"
+        )
+    return Refusal(name=name, reason=reason, sites={f"{name}.attn": HeadSite.kind, f"{name}.mlp": ChannelSite.kind})
+
+
 def sites(model: nn.Module) -> Sites:
-    """The MLPs, then the attentions, of plain pre-norm blocks, dense or already reduced."""
+    """The MLPs, then the attentions, dense or already reduced."""
+    vit = require_vit(model)
     mlps: list[Site] = []
     attentions: list[Site] = []
     refused: list[Refusal] = []
     merge: nn.Module | None = None
-    for index, block in enumerate(require_vit(model).blocks):
-        name, attention, mlp = f"blocks.{index}", f"blocks.{index}.attn", f"blocks.{index}.mlp"
-        if type(block) not in (TimmBlock, MergingBlock):
-            reason = f"block is {type(block).__name__}, expected the plain pre-norm Block"
-            refused.append(Refusal(name=name, reason=reason, sites={attention: HeadSite.kind, mlp: ChannelSite.kind}))
-            continue
-        if reason := _attention_refusal(block.get_submodule("attn")):
-            refused.append(Refusal(name=attention, reason=reason, sites={attention: HeadSite.kind}))
-        else:
-            attentions.append(_head_site(attention, block.get_submodule("attn"), merge))
+    for index, block in enumerate(vit.blocks):
+        of_heads, of_channels = _places(f"blocks.{index}", block)
+        if not of_heads:
+            refused.append(_block_refusal(f"blocks.{index}", block))
+        for name in of_heads:
+            attention = vit.get_submodule(name)
+            if reason := _attention_refusal(attention):
+                refused.append(Refusal(name=name, reason=reason, sites={name: HeadSite.kind}))
+            else:
+                attentions.append(_head_site(name, attention, merge))
         merge = block.merge if isinstance(block, MergingBlock) and block.merge is not None else merge
-        if reason := mlp_refusal(block.get_submodule("mlp")):
-            refused.append(Refusal(name=mlp, reason=reason, sites={mlp: ChannelSite.kind}))
-        else:
-            mlps.append(channel_site(mlp, block.get_submodule("mlp"), merge))
+        for name in of_channels:
+            mlp = vit.get_submodule(name)
+            if reason := mlp_refusal(mlp):
+                refused.append(Refusal(name=name, reason=reason, sites={name: ChannelSite.kind}))
+            else:
+                mlps.append(channel_site(name, mlp, merge))
     return Sites(every=(*mlps, *attentions), refused=tuple(refused))
 
 
 def comes_apart(block: nn.Module) -> bool:
-    """Whether a block is two branches, scaled as a whole or channel by channel."""
+    """Whether a block is two branches one behind the other, each scaled as a whole or channel by channel: not where a
+    norm stands behind the layer, nor where several run side by side.
+    """
     if type(block) not in (TimmBlock, MergingBlock):
         return False
     return all(isinstance(block.get_submodule(name), LayerScale | nn.Identity) for name in ("ls1", "ls2"))

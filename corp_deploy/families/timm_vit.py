@@ -1,8 +1,8 @@
 """timm's VisionTransformer family: how its models are run, prepared for and exported; see timm_sites.py for where they
 are reduced, timm_merging.py for merged tokens, timm_library.py for what it shares with timm's other families.
 
-A block is supported when it is the plain pre-norm block (one fused qkv, and an MLP of timm_mlps.py); anything else is
-refused with its reason.
+Blocks of one attention and one MLP, pre-norm or residual post-norm, and of several side by side are reduced where the
+attention has one fused qkv and the MLP is one of timm_mlps.py; anything else is refused with its reason.
 """
 
 from collections.abc import Mapping

@@ -101,6 +101,8 @@ def linear_effects(
     Changes are from `whole`, the dense layers by branch, of a model whose own are narrower, else from the model's own.
     Runs the model once forwards and `directions` times backwards, and every layer once.
     """
+    if not layers:
+        return {}
     effects = {name: [0.0] * len(several) for name, several in layers.items()}
     energy = 0.0
     with torch.inference_mode(False), evaluating(model):

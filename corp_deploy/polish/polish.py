@@ -13,13 +13,15 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device, replaced
+from corp_deploy.families.steps import Branch
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
+from ground.errors import BadInput
 
 from .blocks import polish_blocks_
 from .held_out import parted
 from .judge import Judge
-from .layers import polish_layers_
+from .layers import polish_layers_, reduced_sites
 from .objective import Student
 from .options import PolishName, PolishOptions
 from .parts import Parts, Progress
@@ -57,6 +59,17 @@ def _state_file(path: Path, subject: Subject) -> StateFile:
     return StateFile(path=path, run=run)
 
 
+def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
+    """Raise BadInput where a site to be fitted stands in a block that can't be walked through."""
+    branches = {step.name for step in family_of(reduced).steps(reduced) if isinstance(step, Branch)}
+    whole = [name for name in reduced_sites(dense, reduced) if name not in branches]
+    if whole and options.how != "model":
+        raise BadInput(
+            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish model, or "
+            "leave --polish away"
+        )
+
+
 def polished(
     dense: nn.Module,
     reduced: nn.Module,
@@ -79,6 +92,7 @@ def polished(
     several processes each takes `batch_size` of a step's inputs, and all get the same model. All runs where the models
     are. Raises BadInput for too few images and for the state of another polish.
     """
+    _refuse_whole_blocks(dense, reduced, options)
     inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
     # What a merged token should be is told by the tokens that it stands for.
     dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)
