@@ -64,3 +64,101 @@ def test_nothing_removed_is_the_same_model(tmp_path: Path) -> None:
     images = torch.from_numpy(tiny.images(4, seed=9))
     dense = hf_towers.tower("SiglipVisionModel")(images).pooler_output
     torch.testing.assert_close(load(tmp_path / "whole")(images), dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
+
+
+def _moments_and_model(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
+    return ("reduce", *calibrated(home, name, **changes))
+
+
+def _theirs(directory: Path, name: str) -> Any:
+    """The saved directory as transformers loads it; nothing may be missing of it or stand beside it."""
+    import transformers
+
+    model, loading = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("ViTModel", ("--mlp", 0.5, "--attn", 0.5), {"intermediate_size": 40, "head_dim": 8}),
+        ("DeiTForImageClassificationWithTeacher", ("--mlp", 0.3, "--attn", 0.5), {"head_dim": 8}),
+        ("Dinov2ForImageClassification", ("--mlp", 0.5, "--attn", 0.5), {"mlp_ratio": 1, "head_dim": 8}),
+        ("Dinov2WithRegistersModel", ("--attn", 0.5), {"mlp_ratio": 2, "head_dim": 8}),
+        ("CLIPVisionModelWithProjection", ("--mlp", 0.5), {"intermediate_size": 40}),
+        ("SiglipVisionModel", ("--mlp", 0), {"intermediate_size": 80}),
+    ],
+)
+def test_a_reduced_model_loads_in_transformers_itself(
+    tmp_path: Path, name: str, options: tuple[Any, ...], said: dict[str, int]
+) -> None:
+    import torch
+    import transformers
+
+    channels = {"num_channels": 3}
+    square = ("--heads", "square") if "--attn" in options else ()
+    reduce = _moments_and_model(tmp_path, name, **channels)
+    invoked(*reduce, *options, *square, "--save-as", "hf", "-o", tmp_path / "reduced")
+    config = json.loads((tmp_path / "reduced" / "hf" / "config.json").read_text())
+    assert said.items() <= config.items()
+    theirs = _theirs(tmp_path / "reduced" / "hf", name)
+    images = torch.from_numpy(tiny.images(4, seed=9))
+    with torch.inference_mode():
+        ours = load(tmp_path / "reduced")(images)
+        expected = hf_towers.output_of(name, theirs, images)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    automatic: Any = transformers.AutoModel
+    assert type(automatic.from_pretrained(tmp_path / "reduced" / "hf")).__name__.startswith(name[:4])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ViTModel", ("--attn", 0.5), "blocks.0.attn has queries and keys of 8 and values of 16, expected one width"),
+        ("ViTModel", ("--macs", 0.8), "a budget gives every layer widths of its own"),
+        ("ViTModel", ("--mlp", 0.5, "--merge-tokens", 2), "no class of transformers merges tokens"),
+        ("ViTModel", ("--attn", 0.5, "--heads", "auto"), "give --heads square"),
+        (
+            "CLIPVisionModel",
+            ("--attn", 0.5, "--heads", "square"),
+            "heads of 8 instead of 16, and CLIPVisionModel reads",
+        ),
+        ("SiglipVisionModel", ("--mlp", 0.5), "blocks.0.mlp is 40 wide, and the pooling head's MLP, which stays 80"),
+        ("Dinov2Model", ("--mlp", 0.25), "blocks.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),
+    ],
+)
+def test_what_a_configuration_cannot_say_is_refused_before_any_work(
+    tmp_path: Path, name: str, options: tuple[Any, ...], words: str
+) -> None:
+    hf_towers.write_tower(tmp_path / "hf", name)
+    (tmp_path / "moments.safetensors").write_bytes(b"never read")
+    np.save(tmp_path / "images.npy", tiny.images(8))
+    images = ("--images", tmp_path / "images.npy") if {"--macs", "auto"} & {*map(str, options)} else ()
+    model = ("--model", f"hf:{tmp_path / 'hf'}", "--moments", tmp_path / "moments.safetensors")
+    align = ("--align", "mlp=8,head=8")
+    command = ("reduce", *model, *align, *options, *images, "--save-as", "hf", "-o", tmp_path / "reduced")
+    message = " ".join(invoked(*command, code=2).stderr.split())
+    assert words in message
+    assert "corp_deploy.load reads the directory" in message
+    assert not (tmp_path / "reduced").exists()
+
+
+def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
+    from corp_deploy.families.hf_config import vision_model
+    from corp_deploy.families.hf_saved import refuse_unsayable
+    from corp_deploy.families.widths import HeadWidths
+    from corp_deploy.store.transformers_saved import origin_of
+    from ground.errors import BadInput
+
+    model = vision_model({"model_type": "vit", "architectures": ["ViTModel"]}, where="config.json")
+    full, half = HeadWidths(qk=64, v=64), HeadWidths(qk=32, v=32)
+    refuse_unsayable(model, {"blocks.0.mlp": 64, "blocks.1.mlp": 64, "blocks.0.attn": half, "blocks.1.attn": half})
+    with pytest.raises(BadInput, match=r"hf: blocks.1.mlp is 56 wide and blocks.0.mlp 64, and a configuration has one"):
+        refuse_unsayable(model, {"blocks.0.mlp": 64, "blocks.1.mlp": 56})
+    with pytest.raises(BadInput, match=r"blocks.1.attn has heads of 64 and blocks.0.attn of 32, expected one width"):
+        refuse_unsayable(model, {"blocks.0.attn": half, "blocks.1.attn": full})
+    with pytest.raises(BadInput, match=r"blocks.0.mlp is a constant"):
+        refuse_unsayable(model, {"blocks.0.mlp": 0, "blocks.1.mlp": 0})
+    with pytest.raises(BadInput, match=r"expected a vision model read by --model hf:DIR"):
+        origin_of(tiny.checkpoint())

@@ -181,6 +181,13 @@ repair_options = (
         + LOOP.help("reads"),
     ),
     click.option(
+        "--save-as",
+        type=click.Choice(["hf"]),
+        default=None,
+        help="hf: write OUTPUT/hf too, a plain directory of Hugging Face transformers that AutoModel loads, of a "
+        "vision model that --model hf:DIR read; one MLP width for all layers, square heads where its class takes them.",
+    ),
+    click.option(
         "--held-out",
         type=FILE,
         default=None,

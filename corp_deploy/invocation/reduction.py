@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from corp_deploy.reduction.read_tokens import Reads
 
 Currency = Literal["macs", "params", "latency"]
+SaveAs = Literal["hf"]
 ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16})
 
 
@@ -131,8 +132,9 @@ class ReductionChoice:
     what is polished.
 
     `within` settles the widths by what they may lose; images `judge` that, or else those that calibration left out, and
-    accuracy by their `labels`. Raises BadInput where nothing is asked for, where a budget or a limit meets sparsities
-    or one another, and for held-out moments with a closed loop.
+    accuracy by their `labels`. `save_as`: what the model is written as beside its own directory. Raises BadInput where
+    nothing is asked for, where a budget or a limit meets sparsities or one another, and for held-out moments with a
+    closed loop.
     """
 
     method: MethodChoice
@@ -146,6 +148,7 @@ class ReductionChoice:
     judge: Path | None = None
     labels: Path | None = None
     merging: MergingChoice = field(default_factory=MergingChoice)
+    save_as: SaveAs | None = None
 
     def __post_init__(self) -> None:
         sparsities = (self.method.mlp, self.method.attn)
@@ -240,5 +243,5 @@ def reduction_from_options(options: Mapping[str, Any]) -> ReductionChoice:
         closed_loop=loop_from(options.get("closed_loop")),
         polish=PolishChoice(**{name: value for name, value in polish.items() if value is not None}),
         merging=merging_from_options(options),
-        **_of(dict.fromkeys(("reads", "held_out", "allow_partial", "judge", "labels")), options),
+        **_of(dict.fromkeys(("reads", "held_out", "allow_partial", "judge", "labels", "save_as")), options),
     )

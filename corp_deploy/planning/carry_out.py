@@ -23,6 +23,7 @@ from corp_deploy.reduction.moments import merging_note, require_apart, require_s
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
 from perf.stats.summary import summarise
@@ -35,6 +36,7 @@ from .merging import merging_as_planned, merging_checkpoint
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
 from .request import ReductionRequest, WithinRequest, loop_of
+from .saving import require_sayable
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
 
@@ -73,7 +75,7 @@ def _reduced_checkpoint(
         lineage["held_out_images"] = held_out.lineage["images"]
     if reduction.polish is not None:
         lineage["polish"] = "gradients" if reduction.polish["gradients"] else "least squares"
-    return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage)
+    return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage, unread=dense.unread)
 
 
 def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
@@ -235,8 +237,10 @@ def reduce_checkpoint(
     polishing: Polishing | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Reduce where the dense model is, polish where that was asked for, and write; of several processes the first one
-    does. Nothing is written unless all of it succeeds, but for the state of a polish, from which the same call goes on.
+    does; beside it as a directory of transformers where that was asked for. Nothing is written unless all of it
+    succeeds, but for the state of a polish, from which the same call goes on.
     """
+    require_sayable(dense, asked)
     how, statistics = polishing or Polishing(), load_moments(moments)
     given = given_to_polish(asked, images, statistics, judges)
     reduction, planned = reduce_as_asked(
@@ -253,7 +257,11 @@ def reduce_checkpoint(
         reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
-        save(_reduced_checkpoint(dense, reduction, planned, asked, moments, held_out), directory)
+        written = _reduced_checkpoint(dense, reduction, planned, asked, moments, held_out)
+        theirs = None if asked.save_as is None else transformers_form(written)
+        save(written, directory)
+        if theirs is not None:
+            write_transformers(*theirs, directory / FOLDER)
         if how.state is not None:
             how.state.unlink(missing_ok=True)
     return reduction, planned

@@ -6,7 +6,7 @@ from typing import Literal
 from calib.moments import Moments
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.merging import MergingChoice
-from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice
+from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice, SaveAs
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.method import LoopName, Method
@@ -39,7 +39,8 @@ class ReductionRequest:
     need images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
-    closed loop's last block is fitted to, see tokens_to_fit; `merging`: which tokens are merged away.
+    closed loop's last block is fitted to, see tokens_to_fit; `merging`: which tokens are merged away;
+    `save_as`: what else the model is written as.
     """
 
     preset: str
@@ -52,6 +53,7 @@ class ReductionRequest:
     reads: Reads | None = None
     polish: PolishOptions | None = None
     merging: MergingChoice = field(default_factory=MergingChoice)
+    save_as: SaveAs | None = None
 
     @property
     def needs_images(self) -> bool:
@@ -101,4 +103,5 @@ def request_from_choice(choice: ReductionChoice, *, seed: int = 0) -> ReductionR
         reads=choice.reads,
         polish=choice.polish.options(seed=seed),
         merging=choice.merging,
+        save_as=choice.save_as,
     )

@@ -5,7 +5,7 @@ preprocessing, and the lineage: all that it takes to build the model again, wher
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ WEIGHTS = "model.safetensors"
 class Checkpoint:
     """A model, how it was built, its preprocessing and what led to it.
 
-    `notes`: what whoever loaded it should hear about its weights.
+    `notes`: what whoever loaded it should hear about its weights; `unread`: tensors of its file that are no part of it.
     """
 
     model: nn.Module
     architecture: Architecture
     lineage: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    unread: State = field(default_factory=dict)
 
 
 def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:

@@ -13,6 +13,7 @@ from corp_deploy.families.hf_arguments import timm_arguments, timm_name
 from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
 from corp_deploy.families.hf_names import state_from_transformers, with_positions_of
 from corp_deploy.families.hf_preprocessing import Prepared, prepared
+from corp_deploy.families.hf_saved import own_config
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_file
@@ -23,6 +24,8 @@ from .transformers_files import config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import State, Weights, first_names, read_weights
 
+ORIGIN = "transformers"
+"""Entry of the lineage's source: the tower's configuration and preprocessing, to be written again."""
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
 
@@ -132,5 +135,10 @@ def load_vision(
         "preprocessing": preparation.source,
         "class": model.architecture,
         "output": model.output_name,
+        ORIGIN: {
+            "config": own_config(config, model),
+            "preprocessor": dict(preparation.content) if sides == preparation.prepared.sides else {},
+        },
     }
-    return Checkpoint(model=built, architecture=architecture, lineage={"source": source}, notes=notes)
+    lineage = {"source": source}
+    return Checkpoint(model=built, architecture=architecture, lineage=lineage, notes=notes, unread=mapped.beside)

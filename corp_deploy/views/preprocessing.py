@@ -4,10 +4,14 @@ from typing import Any
 
 from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.transformers_vision import ORIGIN
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    return dict(checkpoint.lineage.get("source", {}))
+    """Without the configuration that it was read from."""
+    source = dict(checkpoint.lineage.get("source", {}))
+    source.pop(ORIGIN, None)
+    return source
 
 
 def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:

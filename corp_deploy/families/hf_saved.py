@@ -1,0 +1,269 @@
+"""A reduced vision transformer as transformers' own class has it, where its configuration can say the widths.
+
+One MLP width for all layers (of DINOv2 a whole multiple of the model's width), and heads of one width for queries, keys
+and values, alike in all layers, where the class reads `head_dim`. That class scales scores by head_dim^-1/2; what the
+model's own scale is more or less goes into the queries. Names are as versions 4 and 5 write them on disk.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from ground.errors import BadInput
+
+from .family import sites_of
+from .hf_config import VisionConfig, VisionModel
+from .sites import Sites
+from .widths import HeadWidths, Widths
+
+INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
+# By how a kind's tensors are named on disk: timm's path of a layer in a block, and theirs.
+_VIT = {
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attn.proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+_DINOV2 = _VIT | {"norm1": "norm1", "norm2": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+_GATED = {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
+_CLIP = {
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attn.proj": "self_attn.out_proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+_QKV = tuple(f"attention.attention.{name}" for name in ("query", "key", "value"))
+_QKV_OF_CLIP = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_OUTSIDE = {
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "norm": "layernorm",
+    "cls_token": "embeddings.cls_token",
+    "pos_embed": "embeddings.position_embeddings",
+    "dist_token": "embeddings.distillation_token",
+}
+_OUTSIDE_OF_CLIP = {
+    "patch_embed.proj": "embeddings.patch_embedding",
+    "norm": "post_layernorm",
+    "norm_pre": "pre_layrnorm",
+    "cls_token": "embeddings.class_embedding",
+    "pos_embed": "embeddings.position_embedding.weight",
+    "attn_pool.latent": "head.probe",
+    "attn_pool.proj": "head.attention.out_proj",
+    "attn_pool.norm": "head.layernorm",
+    "attn_pool.mlp.fc1": "head.mlp.fc1",
+    "attn_pool.mlp.fc2": "head.mlp.fc2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What config.json and model.safetensors hold."""
+
+    config: dict[str, Any]
+    state: dict[str, Tensor]
+
+
+def own_config(config: Mapping[str, Any], model: VisionModel) -> dict[str, Any]:
+    """The configuration of the tower by itself, as its class has it."""
+    kind = model.kind
+    if not kind.inside:
+        return {**config, "architectures": [model.architecture]}
+    beside = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
+    alone = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
+    return {
+        **kind.defaults,
+        **config.get(kind.inside, {}),
+        **beside,
+        "model_type": f"{model.config.model_type}_vision_model",
+        "architectures": [alone.get(model.architecture, model.architecture)],
+    }
+
+
+def _of_clip(model: VisionModel) -> bool:
+    return model.config.model_type.endswith("_vision_model")
+
+
+def _ratio(hidden: int, config: VisionConfig) -> int | None:
+    """The whole `mlp_ratio` of which DINOv2 makes this hidden width (of a gated MLP: half its rows), or None."""
+    rows = 2 * hidden if config.use_swiglu_ffn else hidden
+    ratios = range(1, 2 * rows // config.hidden_size + 2)
+    return next((ratio for ratio in ratios if replace(config, mlp_ratio=float(ratio)).hidden == rows), None)
+
+
+def _unsayable_mlp(name: str, width: int, first: tuple[str, int], model: VisionModel) -> str:
+    config = model.config
+    if width != first[1]:
+        return f"{name} is {width} wide and {first[0]} {first[1]}, and a configuration has one width for all layers"
+    if width == 0:
+        return f"{name} is a constant"
+    if model.output == "attention pool" and width != config.hidden:
+        return (
+            f"{name} is {width} wide, and the pooling head's MLP, which stays {config.hidden} wide, has its width from "
+            "the same entry"
+        )
+    if config.mlp_ratio is not None and _ratio(width, config) is None:
+        return (
+            f"{name} is {width} wide, and {config.model_type}'s mlp_ratio is whole: multiples of {config.hidden_size}"
+            " alone can be said"
+        )
+    return ""
+
+
+def _unsayable_heads(name: str, width: HeadWidths, first: tuple[str, HeadWidths], model: VisionModel) -> str:
+    dense = model.config.hidden_size // model.config.num_attention_heads
+    if width.qk != width.v:
+        return f"{name} has queries and keys of {width.qk} and values of {width.v}, expected one width: --heads square"
+    if width != first[1]:
+        return f"{name} has heads of {width.qk} and {first[0]} of {first[1].qk}, expected one width for all layers"
+    if width.qk == 0:
+        return f"{name} is a constant"
+    if width.qk != dense and not model.kind.reads_head_dim:
+        return f"{name} has heads of {width.qk} instead of {dense}, and {model.architecture} reads no head_dim"
+    return ""
+
+
+def refuse_unsayable(model: VisionModel, widths: Widths) -> None:
+    """Raise BadInput, naming the first site, for widths of all sites that the configuration can't say."""
+    channels = [(name, width) for name, width in widths.items() if isinstance(width, int)]
+    heads = [(name, width) for name, width in widths.items() if isinstance(width, HeadWidths)]
+    reasons = [_unsayable_mlp(name, width, channels[0], model) for name, width in channels]
+    reasons += [_unsayable_heads(name, width, heads[0], model) for name, width in heads]
+    if reason := next(filter(None, reasons), ""):
+        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
+
+
+def _with_scale(weight: Tensor, factor: float) -> Tensor:
+    return weight if factor == 1.0 else (weight.double() * factor).to(weight.dtype)
+
+
+def _attention(
+    name: str, every: Sites, model: VisionModel, state: Mapping[str, Tensor], bias: bool
+) -> dict[str, Tensor]:
+    """The three projections of a block's attention, by timm's name of it, the scale in the queries."""
+    site = next(site for site in every.heads if site.name == name)
+    rows = site.heads * site.qk
+    dense = site.scale == (model.config.hidden_size // model.config.num_attention_heads) ** -0.5
+    same = dense and rows == model.config.hidden_size
+    factor = 1.0 if same else site.scale * site.qk**0.5
+    tensors = {"weight": state[f"{name}.qkv.weight"]}
+    if bias:
+        tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
+    paths = _QKV_OF_CLIP if _of_clip(model) else _QKV
+    return {
+        f"{path}.{kind}": _with_scale(part, factor if place == 0 else 1.0)
+        for kind, tensor in tensors.items()
+        for place, (path, part) in enumerate(zip(paths, tensor.split(rows), strict=True))
+    }
+
+
+def _block(index: int, every: Sites, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
+    """Everything of a block, by its names on disk."""
+    at, clip = f"blocks.{index}.", _of_clip(model)
+    names = _CLIP if clip else _DINOV2 if model.config.mlp_ratio is not None else _VIT
+    names = names | _GATED if model.config.use_swiglu_ffn else names
+    block = _attention(f"{at}attn", every, model, state, bias)
+    for path, theirs in names.items():
+        width = state[f"{at}{path}.weight"].shape[0]
+        block[f"{theirs}.weight"] = state[f"{at}{path}.weight"]
+        block[f"{theirs}.bias"] = state.get(f"{at}{path}.bias", torch.zeros(width))
+    for scale in ("1", "2"):
+        if f"{at}ls{scale}.gamma" in state:
+            block[f"layer_scale{scale}.lambda1"] = state[f"{at}ls{scale}.gamma"]
+    layers = "encoder.layers" if clip else "encoder.layer"
+    return {f"{layers}.{index}.{name}": tensor for name, tensor in block.items()}
+
+
+def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What stands around the blocks and belongs to the tower, by its names on disk."""
+    names = _OUTSIDE_OF_CLIP if _of_clip(model) else _OUTSIDE
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        path, _, kind = name.rpartition(".")
+        if name in names:
+            tensors[names[name]] = tensor
+        elif path in names and kind in ("weight", "bias"):
+            tensors[f"{names[path]}.{kind}"] = tensor
+    if "reg_token" in state:
+        token = "distillation_token" if model.config.model_type == "deit" else "register_tokens"
+        tensors[f"embeddings.{token}"] = state["reg_token"]
+    for kind in ("weight", "bias") if "attn_pool.q.weight" in state else ():
+        parts = [state[f"attn_pool.{part}.{kind}"] for part in ("q", "kv")]
+        tensors[f"head.attention.in_proj_{kind}"] = torch.cat(parts)
+    return _in_their_shapes(tensors, model)
+
+
+def _in_their_shapes(tensors: dict[str, Tensor], model: VisionModel) -> dict[str, Tensor]:
+    if _of_clip(model):
+        flat = {"embeddings.class_embedding": 0, "embeddings.position_embedding.weight": 0}
+        shaped = {name: tensors[name][0] for name in flat if name in tensors}
+        tensors |= {name: each.flatten() if name.endswith("class_embedding") else each for name, each in shaped.items()}
+    if model.config.model_type == "dinov2_with_registers":
+        # The class token has its position in itself here.
+        positions = tensors["embeddings.position_embeddings"]
+        tensors["embeddings.position_embeddings"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
+    return tensors
+
+
+def _heads(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {"head": "classifier"}
+    if model.output == "distilled":
+        names = {"head": "cls_classifier", "head_dist": "distillation_classifier"}
+    elif model.output == "projection":
+        names = {"head": "visual_projection"}
+    found = {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in names.items() for kind in ("weight", "bias")}
+    return {theirs: state[ours] for ours, theirs in found.items() if ours in state}
+
+
+def saved(
+    vit: nn.Module,
+    model: VisionModel,
+    config: Mapping[str, Any],
+    sides: tuple[int, int],
+    unread: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Saved:
+    """The model for images of these sides as its class has it; `config` is the dense one's, `unread` what its file had
+    beside the model: a pooler and a mask token are written again.
+
+    Raises BadInput, naming the site, for widths that a configuration can't say.
+    """
+    every, state = sites_of(vit), {name: tensor.detach().cpu() for name, tensor in vit.state_dict().items()}
+    if _of_clip(model) and sides[0] != sides[1]:
+        raise BadInput(f"--save-as hf: images of {sides}, expected square ones for {model.architecture}; {INSTEAD}")
+    refuse_unsayable(model, {site.name: site.width for site in every.every})
+    bias = _of_clip(model) or any(f"{site.name}.qkv.bias" in state for site in every.heads)
+    again = {name: tensor for name, tensor in unread.items() if name.startswith(("pooler.", "embeddings.mask_token"))}
+    tower = again | _outside(model, state)
+    for index in range(model.config.num_hidden_layers):
+        tower |= _block(index, every, model, state, bias)
+    prefix = "" if model.output in ("class token", "attention pool") else model.kind.prefix
+    tensors = {f"{prefix}{name}": tensor for name, tensor in tower.items()} | _heads(model, state)
+    return Saved(
+        config={**config, **_changes(every, model, sides, bias, "embeddings.mask_token" in tower)},
+        state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+    )
+
+
+def _changes(every: Sites, model: VisionModel, sides: tuple[int, int], bias: bool, masks: bool) -> dict[str, Any]:
+    """What the configuration says otherwise than the dense one's."""
+    config, changes = model.config, dict[str, Any]({"dtype": "float32"})
+    hidden, head = every.channels[0].width, every.heads[0].qk
+    if config.mlp_ratio is not None:
+        changes["mlp_ratio"] = _ratio(hidden, config)
+    else:
+        changes["intermediate_size"] = hidden
+    if not _of_clip(model):
+        changes["qkv_bias"] = bias
+    if head != config.hidden_size // config.num_attention_heads:
+        changes["head_dim"] = head
+    if config.model_type == "dinov2":
+        changes["use_mask_token"] = masks
+    if sides != config.sides:
+        changes["image_size"] = sides[0] if sides[0] == sides[1] else list(sides)
+    return changes

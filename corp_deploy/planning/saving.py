@@ -1,0 +1,34 @@
+"""What can be known before a reduction of whether its widths can be said in a configuration of transformers."""
+
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.hf_saved import INSTEAD, refuse_unsayable
+from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.transformers_saved import origin_of
+from ground.errors import BadInput
+
+from .request import ReductionRequest
+
+
+def _unsayable(dense: Checkpoint, asked: ReductionRequest) -> str:
+    """Why no configuration can say what is asked for, or nothing, as far as the options tell."""
+    if asked.merging.asked or family_of(dense.model).merging_of(dense.model) is not None:
+        return "no class of transformers merges tokens"
+    if asked.budget is not None or asked.within is not None:
+        return (
+            "a budget gives every layer widths of its own, and a configuration has one for all; give --mlp and --attn"
+        )
+    if asked.auto_heads:
+        return "--heads auto may leave queries and keys narrower than values; give --heads square"
+    return ""
+
+
+def require_sayable(dense: Checkpoint, asked: ReductionRequest) -> None:
+    """Raise BadInput, before any work, for a reduction that could not be saved as it is asked for."""
+    if asked.save_as is None:
+        return
+    origin = origin_of(dense)
+    if reason := _unsayable(dense, asked):
+        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
+    widths = {site.name: site.width for site in sites_of(dense.model).every}
+    refuse_unsayable(origin.model, widths | uniform_widths(dense.model, asked.method))
