@@ -13,7 +13,9 @@ from typing import Any
 
 import click
 
+from benchmarks import polish_page
 from benchmarks.gpu import page as gpu_page
+from benchmarks.markdown import table
 from benchmarks.real import page as real_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,11 +34,6 @@ MLP_METHODS = (
     "none",
 )
 SPARSITIES = (0.3, 0.5, 0.7, 0.875)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _interval(value: Sequence[float | None] | None) -> str:
@@ -61,7 +58,7 @@ def _errors(record: dict[str, Any], kind: str, methods: Sequence[str]) -> str:
                 error, accuracy = (mean(row[key] for row in found) for key in ("relative_error", "accuracy"))
                 cells.append(f"{error:.4f} ({accuracy:.1%})")
             rows.append([f"{model['name']} (dense {model['accuracy']:.1%})", method, *cells])
-    return _table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
+    return table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
 
 
 def methods(record: dict[str, Any]) -> str:
@@ -98,7 +95,7 @@ def hard_vit(record: dict[str, Any]) -> str:
         "images, labels never used but to judge; `by site` and `thorough` keep the MACs of uniform widths. Relative "
         "logit error, accuracy and its change in points with a paired interval:"
     )
-    return text + "\n\n" + _table(["method", *head], lines)
+    return "\n\n".join([text, table(["method", *head], lines), *record.get("remarks", [])])
 
 
 def text_encoder(record: dict[str, Any]) -> str:
@@ -119,7 +116,7 @@ def text_encoder(record: dict[str, Any]) -> str:
         "A pretrained 6-layer text encoder, where little is redundant: relative error of the pooled output on held-out "
     )
     text += "text by preset corp, and the others' as shares of it (uniform widths but by site; means of the seeds):"
-    return text + "\n\n" + _table(["removed from", "share", "calibration tokens", "corp", *names], lines)
+    return text + "\n\n" + table(["removed from", "share", "calibration tokens", "corp", *names], lines)
 
 
 def engines(record: dict[str, Any]) -> str:
@@ -136,7 +133,7 @@ def engines(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     text = "TensorRT-RTX engines built without a GPU, FP16, SM86, 50 % joint sparsity; plans are the same bytes twice:"
-    return text + "\n\n" + _table(["model", "heads", "GMAC", "fused attention", "kernels", "plan MB"], rows)
+    return text + "\n\n" + table(["model", "heads", "GMAC", "fused attention", "kernels", "plan MB"], rows)
 
 
 def cpu_latency(record: dict[str, Any]) -> str:
@@ -150,7 +147,7 @@ def cpu_latency(record: dict[str, Any]) -> str:
             head = [each["model"], each["heads"], f"{each['macs_share']:.2f}", str(line["batch"])]
             rows.append([*head, *shown, _interval(line["speedup"]), _interval(line["noise"]), realised])
     names = ["model", "heads", "MACs", "batch", "dense p50 ms", "reduced p50 ms", "speed-up", "A/A noise", "realised"]
-    return "ONNX Runtime on 2 CPU cores, FP32, random weights, interleaved in one process:\n\n" + _table(names, rows)
+    return "ONNX Runtime on 2 CPU cores, FP32, random weights, interleaved in one process:\n\n" + table(names, rows)
 
 
 def calibration(record: dict[str, Any]) -> str:
@@ -182,7 +179,7 @@ def passes(record: dict[str, Any]) -> str:
         "macs and loop": f"`reduce --macs {record['share_of_macs']:g} --closed-loop`",
     }
     rows = [[words, f"{record['passes'][row]:.1f}"] for row, words in commands.items() if row in record["passes"]]
-    return text + "\n\n" + _table(["command", "passes"], rows)
+    return text + "\n\n" + table(["command", "passes"], rows)
 
 
 def reduction(record: dict[str, Any]) -> str:
@@ -215,13 +212,15 @@ def budgets(record: dict[str, Any]) -> str:
     )
     ways = ("before", "now", "taken")
     rows = [[row["model"], f"{row['share']:g}", *(f"{row[way]:.4f}" for way in ways)] for row in record["rows"]]
-    return text + "\n\n" + _table(["model", "share of the MACs", *ways], rows)
+    return text + "\n\n" + table(["model", "share of the MACs", *ways], rows)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods.json": methods,
     "hard_vit.json": hard_vit,
     "budgets.json": budgets,
+    "polish.json": polish_page.polish,
+    "layer_polish.json": polish_page.layer_polish,
     "text_encoder.json": text_encoder,
     "engines.json": engines,
     "cpu_latency.json": cpu_latency,
@@ -255,10 +254,10 @@ def on_gpus(results: Path) -> list[str]:
 def _tables(tables: Mapping[str, Callable[[dict[str, Any]], str]], results: Path) -> list[str]:
     """Those whose record is there and says something."""
     parts = []
-    for name, table in tables.items():
+    for name, page in tables.items():
         path = results / name
         if path.is_file():
-            parts.append(table(json.loads(path.read_text(encoding="utf-8"))))
+            parts.append(page(json.loads(path.read_text(encoding="utf-8"))))
     return [part for part in parts if part]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import polish
+from benchmarks import polish, polish_page
 from benchmarks.real.record import Record
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset
@@ -38,3 +38,13 @@ def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pyte
     assert row["held_out_error"] <= row["held_out_error_before"]
     assert row["steps"] == 5
     assert row["parts"][0]["curve"][-1]["step"] == 5
+
+
+def test_the_page_has_errors_before_and_after_and_says_what_was_not_improved() -> None:
+    row = {"model": "digits", "polish": "block", "steps": 720, "seconds": 90.0, "error_before": 0.5, "error": 0.25}
+    page = polish_page.polish({"threads": 1, "rows": [row], "remarks": ["Said beside it."]})
+    assert "| digits | block | 720 | 1.5 | 0.5000 | 0.2500 |" in page
+    assert "1 thread)" in page
+    assert page.endswith("Said beside it.")
+    fits = {"rows": [{"model": "MiniLM", "how": "Adam, 40 steps a sublayer", "error": 0.351, "cpu_seconds": 61.4}]}
+    assert "| MiniLM | Adam, 40 steps a sublayer | 0.3510 | 61 |" in polish_page.layer_polish(fits)

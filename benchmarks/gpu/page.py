@@ -5,14 +5,11 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.gpu.goals import GEOMETRIES, done, judged
+from benchmarks.markdown import table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 PARTS = ("calibration", "latency", "engines", "accuracy")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
 
 
 def ratio(figures: Sequence[float | None] | None) -> str:

@@ -1,7 +1,9 @@
 """The tables of a record of real_vit.py and real_vit_engines.py, for the README."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from benchmarks.markdown import table
 
 SHOWN_SHARE = 0.8
 Row = Mapping[str, Any]
@@ -17,11 +19,6 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "cpu_s": ("CPU s", "{:.0f}".format),
     "passes": ("passes", "{:.1f}".format),
 }
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _by_share(rows: Sequence[Row]) -> str:
