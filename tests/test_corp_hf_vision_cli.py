@@ -162,3 +162,41 @@ def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
         refuse_unsayable(model, {"blocks.0.mlp": 0, "blocks.1.mlp": 0})
     with pytest.raises(BadInput, match=r"expected a vision model read by --model hf:DIR"):
         origin_of(tiny.checkpoint())
+
+
+RECIPE = """
+[model]
+model = "hf:source"
+[calibration]
+images = "images.npy"
+[held_out]
+images = "held-out.npy"
+[reduce]
+mlp = 0.5
+attn = 0.5
+heads = "square"
+align_mlp = 8
+align_head = 8
+save_as = "hf"
+"""
+
+
+def test_a_recipe_takes_a_directory_of_transformers_and_writes_one(tmp_path: Path) -> None:
+    from corp_deploy.release.recipe_file import load_recipe
+    from corp_deploy.release.recipe_toml import text_of_recipe
+
+    hf_towers.write_tower(tmp_path / "source", "ViTForImageClassification", qkv_bias=True)
+    np.save(tmp_path / "images.npy", tiny.images(24))
+    np.save(tmp_path / "held-out.npy", tiny.images(8, seed=5))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    (tmp_path / "resolved.toml").write_text(text_of_recipe(recipe, tmp_path))
+    assert load_recipe(tmp_path / "resolved.toml") == recipe
+    stages = [word for name in ("recipe", "dense", "moments", "reduce") for word in ("--only", name)]
+    invoked("release", tmp_path / "recipe.toml", "-o", tmp_path / "out", *stages)
+    saved = _theirs(tmp_path / "out" / "reduced" / "hf", "ViTForImageClassification")
+    assert (saved.config.intermediate_size, saved.config.head_dim) == (40, 8)
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    refused = invoked("release", tmp_path / "recipe.toml", "-o", tmp_path / "out", "--dry-run", code=2)
+    assert "model_type is 'bert', expected one of vit" in " ".join(refused.stderr.split())

@@ -234,6 +234,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.align_head": (16, {}),
     "reduce.ridge": (1e-3, {}),
     "reduce.allow_partial": (True, {}),
+    "reduce.save_as": ("hf", {}),
     "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
     "reduce.within": ("error 0.5", {"reduce.mlp": None, "reduce.attn": None, "reduce.within": "error 0.4"}),

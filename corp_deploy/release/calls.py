@@ -108,6 +108,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "polish_time": table.polish_time,
         "reads": table.reads,
         "allow_partial": table.allow_partial,
+        "save_as": table.save_as,
         **table.merging,
         "select": select if str(select) else None,
         "align": Pairs(mlp=table.align_mlp, head=table.align_head),

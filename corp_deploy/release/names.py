@@ -11,6 +11,7 @@ SUMS = "SHA256SUMS"
 SCRIPT = "remaining.sh"
 SUBJECTS = ("dense", "reduced")
 MODELS = {subject: (f"{subject}/config.json", f"{subject}/model.safetensors") for subject in SUBJECTS}
+SAVED_AS_HF = "reduced/hf/"
 MOMENTS = ".stages/moments.safetensors"
 HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
 SUMMARY = "moments.json"

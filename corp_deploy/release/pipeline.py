@@ -28,6 +28,7 @@ from .names import (
     REPOSITORY,
     SAMPLES,
     SAMPLES_RECORD,
+    SAVED_AS_HF,
     SUBJECTS,
     SUMMARY,
     SUMS,
@@ -155,7 +156,7 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     looks = "images" in reduce.options
     return Stage(
         name="reduce",
-        outputs=MODELS["reduced"],
+        outputs=(*MODELS["reduced"], *([SAVED_AS_HF] if recipe.reduce.save_as else [])),
         run=_of_command(reduce),
         reads=(*MODELS["dense"], MOMENTS, *_held_out_moments(recipe)),
         outside={"calibration.images": calibration.images} if looks else {},

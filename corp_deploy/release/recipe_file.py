@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import regular
 
@@ -85,6 +86,8 @@ def _refuse_unknown(where: str, words: Iterable[str], known: Iterable[str]) -> N
 
 def _model_text(folder: Path, model: str) -> str:
     """A directory, relative to the recipe, as an absolute path; a timm name, and one that names a network, as it is."""
+    if model.startswith(PREFIX):
+        return f"{PREFIX}{(folder / model.removeprefix(PREFIX)).resolve()}"
     model = model.removeprefix("local-dir:")
     beside = folder / model
     if ":" in model and not beside.is_dir():

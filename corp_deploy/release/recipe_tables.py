@@ -19,6 +19,7 @@ from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, PolishC
 from corp_deploy.invocation.table import ATTENTION, LOOP, MERGING, POLISH, PRESET
 from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
+from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 
 from . import recipe_values
@@ -41,7 +42,9 @@ class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`model` is a directory as an absolute path, or a timm name, which goes with `weights`."""
+    """`model` is a directory as an absolute path, behind hf: where transformers wrote it, or a timm name, which goes
+    with `weights`.
+    """
 
     model: recipe_values.Text
     weights: recipe_values.Location | None = None
@@ -61,8 +64,13 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def directory(self) -> Path | None:
-        path = Path(self.model)
+        path = Path(self.model.removeprefix(PREFIX))
         return path if path.is_absolute() else None
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the directory of another library's model."""
+        return PREFIX if self.model.startswith(PREFIX) else ""
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -124,6 +132,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     merge_metric: recipe_values.MergeMetric | None = None
     merge_how: recipe_values.MergeHow | None = None
     merge_outputs: recipe_values.MergeOutputs | None = None
+    save_as: recipe_values.SaveAs | None = None
 
     def __post_init__(self) -> None:
         self._refuse_contradictions()
@@ -232,6 +241,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             reads=self.reads,
             allow_partial=self.allow_partial,
             merging=merging_from_options(self.merging),
+            save_as=self.save_as,
         )
 
     @property

@@ -29,5 +29,5 @@ def text_of_recipe(recipe: Recipe, directory: Path) -> str:
     """The whole recipe with its defaults, paths relative to `directory`; it reads back as the same recipe there."""
     content = msgspec.to_builtins(recipe, enc_hook=lambda path: relative_text(path, directory))
     if recipe.model.directory is not None:
-        content["model"]["model"] = relative_text(recipe.model.directory, directory)
+        content["model"]["model"] = f"{recipe.model.prefix}{relative_text(recipe.model.directory, directory)}"
     return f"{HEAD}\n\n{tomli_w.dumps(_set(content))}"

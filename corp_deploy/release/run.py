@@ -37,12 +37,24 @@ def _unheard(stage: Stage, why: str) -> None:
     pass
 
 
+def _require_vision(directory: Path) -> None:
+    """Raise BadInput for another model of transformers than one that takes images, as a recipe's do."""
+    from corp_deploy.families import hf_config
+
+    kind = config_of_directory(directory).get("model_type")
+    if kind not in hf_config.KINDS:
+        known = ", ".join(hf_config.KINDS)
+        raise BadInput(f"model.model: {directory / CONFIG}: model_type is {kind!r:.60}, expected one of {known}")
+
+
 def _require_model(model: ModelTable) -> None:
     """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
     if model.directory is None:
         require_local_name(model.model)
         if model.weights is None:
             raise BadInput(f"model.weights: the timm model {model.model!r} needs the weights of a trained model")
+    elif model.prefix:
+        _require_vision(model.directory)
     elif model.directory.is_dir() and is_ours(config_of_directory(model.directory)):
         others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__ if key != "model"}
         refuse_beside_directory(model.directory, others)

@@ -18,6 +18,7 @@ from ground.records import record_from_value
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
 from .hub_snapshot import (
     CONFIG,
+    PREFIX,
     config_of_directory,
     is_ours,
     model_of_snapshot,
@@ -25,7 +26,7 @@ from .hub_snapshot import (
     weights_of_snapshot,
 )
 from .transformers_directory import load_transformers
-from .transformers_files import PREFIX, config_of_transformers
+from .transformers_files import config_of_transformers
 from .transformers_vision import load_vision
 from .weight_fit import fitted
 from .weights import KINDS, read_weights

@@ -13,6 +13,8 @@ from ground.records import record_from_file, record_from_value
 
 from .model_config import CONFIG as CONFIG
 
+PREFIX = "hf:"
+"""Before a directory that transformers wrote."""
 # In timm's order, shards where a single file would be.
 _WEIGHTS = tuple(
     name + suffix

@@ -12,7 +12,6 @@ from ground.records import record_from_file
 from .hub_snapshot import CONFIG
 from .weights import first_names
 
-PREFIX = "hf:"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
