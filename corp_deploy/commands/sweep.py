@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from corp_deploy.planning.sweep import SweepPoint, SweepRequest
 
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
@@ -75,6 +77,14 @@ class SweepChoice:
             align=self.align,
         )
         return SweepRequest(preset=preset, method=choice.method, budget=budget)
+
+    def of_model(self, model: "nn.Module") -> "SweepChoice":
+        """With the parts that the model has. Raises BadInput for what is asked of heads, where there are none."""
+        from corp_deploy.families.no_attention import has_attention, refuse_attention_options
+
+        heads = None if self.heads == "padded" else self.heads
+        refuse_attention_options(model, {"--parts": self.parts if self.parts == "attn" else None, "--heads": heads})
+        return self if has_attention(model) else replace(self, parts="mlp")
 
     def requests(self) -> "list[SweepRequest]":
         """In the order in which they are tried and shown."""
@@ -191,6 +201,8 @@ def sweep_command(
     with usage_errors():
         requests = sweep.requests()
     checkpoint = model.load(out)
+    sweep = sweep.of_model(checkpoint.model)
+    requests = sweep.requests()
     source = inputs.open(checkpoint)
     labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration_images
     with out.progress("sweeping", len(requests), unit="models") as done:

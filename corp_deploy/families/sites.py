@@ -36,6 +36,12 @@ class Sites:
     refused: tuple[Refusal, ...]
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """Of all places, those refused too."""
+        refused = (kind for refusal in self.refused for kind in refusal.sites.values())
+        return frozenset({*(site.kind for site in self.every), *refused})
+
+    @property
     def by_name(self) -> dict[str, Site]:
         return {site.name: site for site in self.every}
 

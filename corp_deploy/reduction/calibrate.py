@@ -18,6 +18,7 @@ from calib.resume import ResumeFile
 from calib.sites import Site
 from corp_deploy.families.family import example_of, family_of, sites_of
 from corp_deploy.families.modules import device as device_of
+from corp_deploy.families.no_attention import refuse_attention_options
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
@@ -60,6 +61,8 @@ class Statistics:
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
+    asked = statistics.attention_system or statistics.kept is not None
+    refuse_attention_options(checkpoint.model, {"--attention-system": asked})
     sites = sites_of(checkpoint.model)
     every = calibration_taps(checkpoint.model, sites)
     if not every:

@@ -37,23 +37,25 @@ def _held_out(site: SiteReport) -> str:
     return _share(site.loop.error_held_out, site.loop.energy) + " (stream)" if site.loop else "-"
 
 
-def _asked(table: ReduceTable) -> str:
+def _asked(table: ReduceTable, *, attention: bool) -> str:
+    """`attention`: whether heads were gone through."""
     budgets = [
         f"{share:.0%} of the {name} may stay"
         for name, share in (("macs", table.macs), ("params", table.params))
         if share is not None
     ]
-    shares = f"{table.mlp or 0.0:.0%} of the MLP channels and {table.attn or 0.0:.0%} of the head dimensions removed"
+    heads = f" and {table.attn or 0.0:.0%} of the head dimensions" if attention else ""
+    shares = f"{table.mlp or 0.0:.0%} of the MLP channels{heads} removed"
     tokens = [] if table.merge_tokens is None else [f"tokens merged away by block: `{table.merge_tokens}`"]
     widths = [budgets[0]] if budgets else [shares] if table.mlp or table.attn or not tokens else []
-    return f"{', '.join([*widths, *tokens])}; preset `{table.preset}`, heads `{table.heads}`"
+    return f"{', '.join([*widths, *tokens])}; preset `{table.preset}`{f', heads `{table.heads}`' * attention}"
 
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
-    polish = recipe.reduce.polishing
+    polish, attention = recipe.reduce.polishing, any(site.part != "mlp" for site in reduction.sites)
     fit = "least squares" if polish == "layer" else "gradients"
     trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
-    yield f"Asked for: {_asked(recipe.reduce)}. No labels, {trained}."
+    yield f"Asked for: {_asked(recipe.reduce, attention=attention)}. No labels, {trained}."
     if coverage := reduction.coverage:
         yield f"Done: {markdown_line(coverage.verdict)}."
         for refused, reason in coverage.refused.items():

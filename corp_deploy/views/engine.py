@@ -18,7 +18,7 @@ def engine_table(record: EngineRecord) -> Table:
         "targets": ", ".join(record.targets) or "-",
         "profiles": ", ".join(record.profiles) or "-",
         "kernels": "unknown" if record.kernels is None else str(record.kernels),
-        "fused attention": f"{fused} of {len(record.attention_sites)}",
+        "fused attention": f"{fused} of {len(record.attention_sites)}" if _may_attend(record) else "the graph has none",
         "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
     }
     share = record.options.get("sparse_share")
@@ -27,6 +27,11 @@ def engine_table(record: EngineRecord) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _may_attend(record: EngineRecord) -> bool:
+    """Whether the graph has attention, as far as it is known."""
+    return bool(record.attention_sites) or record.fused_attention is None
 
 
 def audit_table(audits: Sequence[Audit]) -> Table:
@@ -47,5 +52,5 @@ def lost_lines(audits: Sequence[Audit]) -> list[str]:
 
 def _cells(audited: AuditedEngine) -> tuple[str, str, str]:
     fusion = audited.fusion
-    fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}"
+    fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}" if fusion.attention_sites else "-"
     return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}"

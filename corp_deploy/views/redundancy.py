@@ -10,8 +10,8 @@ from perf.report.plots import Point, Series, curve
 Entry = ChannelRedundancy | HeadRedundancy
 
 
-def redundancy_tables(entries: Sequence[Entry]) -> tuple[Table, Table]:
-    """The paper's Table 9 for MLPs, and the same for Q/K (largest head)."""
+def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
+    """The paper's Table 9 for MLPs, and the same for Q/K (largest head); none of what the model hasn't."""
     mlps = Table("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity", title="MLP")
     heads = Table("site", "head dim", "effective rank", "95 % of logit energy", "99 %", title="Q/K, largest head")
     for entry in entries:
@@ -22,7 +22,7 @@ def redundancy_tables(entries: Sequence[Entry]) -> tuple[Table, Table]:
         else:
             rank_of_heads = f"{max(entry.effective_rank):.1f}"
             heads.add_row(entry.site, str(entry.dim), rank_of_heads, str(max(entry.k95)), str(max(entry.k99)))
-    return mlps, heads
+    return [table for table in (mlps, heads) if table.row_count]
 
 
 def _share(entry: Entry) -> float:
@@ -31,7 +31,8 @@ def _share(entry: Entry) -> float:
 
 def _point(entry: Entry) -> Point:
     share = _share(entry)
-    return Point(label=entry.site.split(".")[1], value=share, low=share, high=share)
+    place = ".".join(word for word in entry.site.split(".") if word.isdigit())
+    return Point(label=place, value=share, low=share, high=share)
 
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:

@@ -1,0 +1,91 @@
+"""Models without attention as graphs and engines: torch's outputs at any batch, and layers as timm has them."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from torch import nn
+
+from calib.collect import collect
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.sites import calibration_taps
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.inputs import model_digest, preprocessing_text
+from corp_deploy.views.engine import audit_table
+from export.engine.audit import audit_fusion
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from export.graph.to_onnx import onnx_from_model, save
+from tests.small_models import outputs, pixels, small
+
+NAMES = ("convnext_atto", "convnext_tiny", "small_mixer", "small_resmlp")
+
+
+@cache
+def dense(name: str) -> nn.Module:
+    return small(name).model
+
+
+@cache
+def reduced(name: str) -> nn.Module:
+    """Half of every site's channels, and of the second site a constant."""
+    model = dense(name)
+    lineage = {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+    taps = calibration_taps(model, sites_of(model))
+    moments = collect(model, taps, [pixels(model, 8)], device="cpu", lineage=lineage)
+    widths = {site.name: 0 if place == 1 else site.size // 2 for place, site in enumerate(sites_of(model).every)}
+    return reduce(model, moments, method_from_preset("best", align_hidden=8), widths=widths).model
+
+
+@cache
+def graph(name: str, precision: str = "fp32", *, is_reduced: bool = True) -> onnx.ModelProto:
+    model = reduced(name) if is_reduced else dense(name)
+    family = family_of(model)
+    ports = family.input_spec(model).ports, family.output_ports(model)
+    return onnx_from_model(family.exportable(model), *ports, precision=precision, metadata={})
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "bound"),
+    [*((name, "fp32", 1e-5) for name in NAMES), ("convnext_atto", "fp16", 5e-3), ("small_mixer", "fp16", 5e-3)],
+)
+def test_a_graph_gives_torchs_outputs_at_any_batch(name: str, precision: str, bound: float) -> None:
+    session = ort.InferenceSession(graph(name, precision).SerializeToString(), providers=["CPUExecutionProvider"])
+    for count in (1, 5):
+        images = pixels(dense(name), count, seed=count)
+        expected = outputs(reduced(name), images).numpy()
+        (got,) = session.run(None, {"images": images.numpy()})
+        assert np.linalg.norm(got - expected) < bound * np.linalg.norm(expected)
+
+
+def test_a_convnext_keeps_the_layers_that_it_has_in_timm() -> None:
+    def count(name: str, kind: str) -> int:
+        return sum(node.op_type == kind for node in graph(name).graph.node)
+
+    # A stem, three downsamplings, and of every block but the one that became a constant a depthwise convolution, the
+    # MLP's two layers being convolutions or matrix products.
+    assert count("convnext_atto", "Conv") == 1 + 3 + 4 + 2 * 4
+    assert count("convnext_tiny", "Conv") == 1 + 3 + 4
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+@pytest.mark.parametrize("name", ["convnext_atto", "small_mixer"])
+def test_an_engine_is_built_and_an_audit_finds_no_attention(tmp_path: Path, name: str) -> None:
+    for kind, is_reduced in (("dense", False), ("reduced", True)):
+        save(graph(name, "fp16", is_reduced=is_reduced), tmp_path / f"{kind}.onnx")
+    batch = BatchProfile(smallest=1, tuned=4, largest=8)
+    choices = BuildOptions(backend="tensorrt-rtx", profiles=(batch,), sms=("86",))
+    record = build_engine(tmp_path / "reduced.onnx", choices).record
+    assert (record.attention_sites, record.half_weight_share) == ((), 1.0)
+    (audit,) = audit_fusion(tmp_path / "dense.onnx", tmp_path / "reduced.onnx", batch=batch)
+    assert audit.passed
+    assert not audit.lost
+    assert audit_table([audit]).columns[1]._cells == ["-"]
