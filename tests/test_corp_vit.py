@@ -28,7 +28,7 @@ def test_sites_of_a_plain_vit() -> None:
     ("name", "kwargs", "reason"),
     [
         ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "mixes all hidden channels"),
-        ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "mixes all heads"),
+        ("vit_tiny_patch16_224", {"scale_attn_norm": True, "qk_norm": True}, "mixes all heads"),
         ("vit_relpos_small_patch16_224", {}, "expected timm's VisionTransformer"),
         ("resnet18", {}, "expected timm's VisionTransformer"),
         ("vit_small_patch14_reg4_dinov2", {"mlp_layer": "gated"}, "MLP is GatedMlp"),

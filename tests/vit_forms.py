@@ -54,9 +54,9 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 WHOLE_BLOCKS = ("residual post-norm", "side by side")
 """Forms whose blocks don't come apart: closed loops refuse them."""
-NOTHING = ("one layer for all", "one layer for all, a difference", "norms inside")
+NOTHING = ("one layer for all", "one layer for all, a difference")
 """Forms of which nothing can be reduced."""
-KINDS = {"residual post-norm": 4, "side by side": 8, "difference of softmaxes": 2} | dict.fromkeys(NOTHING, 0)
+KINDS = {"side by side": 8, "difference of softmaxes": 2, "norms inside": 2} | dict.fromkeys(NOTHING, 0)
 """How many sites a form has, 4 unless it stands here."""
 REDUCED = tuple(form for form in FORMS if form not in NOTHING)
 

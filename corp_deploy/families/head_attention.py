@@ -42,7 +42,7 @@ class HeadAttention(nn.Module):
     narrower of (q, k) and v is zero-padded to the wider inside the graph, which leaves the result unchanged and lets
     engines keep their fused attention kernel. `fused` selects torch's scaled_dot_product_attention; without it the
     same product is spelled MatMul-Softmax-MatMul, which is the form to export. With qk = v = 0 all that it gives is the
-    projection's bias.
+    projection's bias. `norm` stands between all heads and the projection.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class HeadAttention(nn.Module):
         proj_bias: bool,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        norm: nn.Module | None = None,
         fused: bool = True,
     ) -> None:
         super().__init__()
@@ -74,6 +75,7 @@ class HeadAttention(nn.Module):
         self.qkv = linear(dim, heads * (2 * qk + v), bias=qkv_bias)
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
+        self.norm = norm if norm is not None else nn.Identity()
         self.proj = linear(heads * v, dim, bias=proj_bias)
 
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +112,7 @@ class HeadAttention(nn.Module):
             width = max(self.qk, self.v)
             q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
         z = self._attend(q, k, v, bias_B11N)[..., : self.v]
-        out: Tensor = self.proj(z.transpose(1, 2).flatten(2))
+        out: Tensor = self.proj(self.norm(z.transpose(1, 2).flatten(2)))
         return out if extra is None else (out, extra)
 
     def _beside(self, beside: Beside, q: Tensor, k: Tensor, bias_B11N: Tensor | None) -> Tensor:

@@ -31,8 +31,9 @@ def _identity(x: Tensor) -> Tensor:
 class HeadSite:
     """The heads of one attention layer: a fused projection with rows q, k, v, and the output projection.
 
-    `mixing` none: queries and keys must stay as they are, for the `reason`. `merge`: the module that merges the tokens
-    that come here, None where none are merged.
+    `mixing` none: queries and keys must stay as they are, for the `reason`. `norm`: what stands between all heads and
+    the output projection, so that values must stay, for the `reason`; None where nothing does. `merge`: the module that
+    merges the tokens that come here, None where none are merged.
     """
 
     kind: ClassVar[str] = "heads"
@@ -48,6 +49,7 @@ class HeadSite:
     k_norm: nn.Module
     geometry: HeadGeometry
     mixing: Mixing = "free"
+    norm: nn.Module | None = None
     reason: str = ""
     merge: nn.Module | None = None
 
@@ -55,6 +57,11 @@ class HeadSite:
     def keeps_qk(self) -> bool:
         """Whether queries and keys must stay, so that a reduction can change the values alone."""
         return self.mixing == "none"
+
+    @property
+    def keeps_v(self) -> bool:
+        """Whether values must stay, so that a reduction can change queries and keys alone."""
+        return self.norm is not None
 
     @property
     def width(self) -> HeadWidths:
@@ -98,7 +105,9 @@ class HeadSite:
         return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}"
 
     def outline(self, geometry: HeadGeometry) -> str:
-        widths = f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' if self.keeps_qk else ''}"
+        widths = (
+            f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
+        )
         return f"attention of {self.first.in_features}, {widths}, {geometry}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
@@ -113,9 +122,10 @@ class HeadSite:
         )
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
-        """Norms of queries and keys stay."""
+        """Norms stay."""
         assert isinstance(width, HeadWidths), (self.name, width)
-        return parameters(self.q_norm, self.k_norm) + cost.attention_parameters(
+        norms = (self.q_norm, self.k_norm) if self.norm is None else (self.q_norm, self.k_norm, self.norm)
+        return parameters(*norms) + cost.attention_parameters(
             dim=self.first.in_features,
             heads=self.heads,
             qk=width.qk,
@@ -167,6 +177,7 @@ class HeadSite:
                 proj_bias=self.last.bias is not None if proj_bias is None else proj_bias,
                 q_norm=copy.deepcopy(self.q_norm),
                 k_norm=copy.deepcopy(self.k_norm),
+                norm=copy.deepcopy(self.norm),
                 fused=fused,
             )
         return module.to(self.first.weight.dtype)
@@ -223,6 +234,7 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
         k_norm=layer.get_submodule("k_norm"),
         geometry=like.geometry,
         mixing=like.mixing,
+        norm=None if like.norm is None else layer.get_submodule("norm"),
         reason=like.reason,
         merge=like.merge,
     )

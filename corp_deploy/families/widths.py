@@ -47,12 +47,16 @@ def is_empty(width: Width) -> bool:
     return width in (0, EMPTY_HEADS)
 
 
-def head_widths(size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool) -> HeadWidths:
+def head_widths(
+    size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool, keeps_v: bool = False
+) -> HeadWidths:
     """What one number stands for: the width of the values where Q/K must stay, of all three with square heads, of
-    queries and keys with the others.
+    queries and keys with the others and where values must stay.
     """
     if keeps_qk:
         return HeadWidths(qk=dense.qk, v=size)
+    if keeps_v:
+        return HeadWidths(qk=size, v=dense.v)
     return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" else dense.v)
 
 

@@ -11,7 +11,7 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from corp_deploy.families.family import family_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.steps import Branch
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
@@ -70,6 +70,17 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
         )
 
 
+def _refuse_norms_behind_heads(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
+    """Raise BadInput where a layer's step would have to be solved through a norm."""
+    narrower = reduced_sites(dense, reduced)
+    behind = [site.name for site in sites_of(reduced).heads if site.keeps_v and site.name in narrower]
+    if behind and options.how == "layer":
+        raise BadInput(
+            f"polish layer: {', '.join(behind[:4])} have a norm behind their heads, through which no step is solved; "
+            "polish block or model"
+        )
+
+
 def polished(
     dense: nn.Module,
     reduced: nn.Module,
@@ -93,6 +104,7 @@ def polished(
     are. Raises BadInput for too few images and for the state of another polish.
     """
     _refuse_whole_blocks(dense, reduced, options)
+    _refuse_norms_behind_heads(dense, reduced, options)
     inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
     # What a merged token should be is told by the tokens that it stands for.
     dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)

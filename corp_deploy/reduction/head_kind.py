@@ -45,18 +45,18 @@ class HeadKind:
         if is_empty(site.width) or not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
             return None
         size = aligned_width(site.size, method.attention_kept, method.align_head)
-        return head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk)
+        return _widths(site, method, size)
 
     def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
         sizes = aligned_widths(site.size, method.align_head)
-        return tuple(head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk) for size in sizes)
+        return tuple(_widths(site, method, size) for size in sizes)
 
     def offers(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
         """Queries and keys by values, unless heads are square or one of them must stay; none where values may go."""
         if method.value_recovery == "keep":
             return self.widths(site, method)
         empty = (EMPTY_HEADS,) * method.empties
-        if site.keeps_qk or method.geometry == "square":
+        if site.keeps_qk or site.keeps_v or method.geometry == "square":
             return empty + self.widths(site, method)
         qk, v = (aligned_widths(size, method.align_head) for size in (site.qk, site.v))
         return empty + tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
@@ -65,6 +65,8 @@ class HeadKind:
         return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
 
     def note(self, site: HeadSite, method: Method, width: HeadWidths | None) -> str | None:
+        if site.keeps_v and width is not None and method.attention_sparsity:
+            return f"{site.name} keeps V: {site.reason}"
         if not site.keeps_qk or not (width is not None or (method.reduces_attention and method.attention_sparsity)):
             return None
         about_values = "its values stay too, --heads square reduces them"
@@ -135,6 +137,10 @@ class HeadKind:
         energy = dense_advanced(step, streams)
         layer = with_modules(branch.layer, site.name, new.modules)
         return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+
+
+def _widths(site: HeadSite, method: Method, size: int) -> HeadWidths:
+    return head_widths(size, site.width, method.geometry, keeps_qk=site.keeps_qk, keeps_v=site.keeps_v)
 
 
 def _curve(lost_HD: Tensor, alone: Mapping[int, HeadWidths], offered: Sequence[int]) -> ErrorCurve:

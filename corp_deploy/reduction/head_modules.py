@@ -1,5 +1,7 @@
 """A head site's new attention module, its weights set, with its reports."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,9 @@ def reduced_heads(
 ) -> Reduced:
     """The new attention module, and a report for Q/K, unless they must stay, and for values that change."""
     assert widths.qk == site.qk or not site.keeps_qk, (site.name, widths)
+    assert widths.v == site.v or not site.keeps_v, (site.name, widths)
+    if site.keeps_v and method.geometry == "square":
+        method = replace(method, geometry="padded")  # where values are left as they are
     reports: list[SiteReport] = []
     if site.keeps_qk:
         recovery = kept_qk(moments)
