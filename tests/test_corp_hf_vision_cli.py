@@ -24,6 +24,8 @@ def invoked(*arguments: Any, code: int = 0) -> Result:
 def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
     """A tower, moments of images, and what tells a command of them."""
     hf_towers.write_tower(home / "hf", name, **changes)
+    config = json.loads((home / "hf" / "config.json").read_text())
+    (home / "hf" / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
     np.save(home / "images.npy", tiny.images(48))
     np.save(home / "held-out.npy", tiny.images(16, seed=5))
     model = ("--model", f"hf:{home / 'hf'}")
@@ -102,6 +104,7 @@ def test_a_reduced_model_loads_in_transformers_itself(
     invoked(*reduce, *options, *square, "--save-as", "hf", "-o", tmp_path / "reduced")
     config = json.loads((tmp_path / "reduced" / "hf" / "config.json").read_text())
     assert said.items() <= config.items()
+    assert (config["dtype"], "torch_dtype" in config) == ("float32", False)
     theirs = _theirs(tmp_path / "reduced" / "hf", name)
     images = torch.from_numpy(tiny.images(4, seed=9))
     with torch.inference_mode():

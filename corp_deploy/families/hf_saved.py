@@ -86,6 +86,11 @@ def own_config(config: Mapping[str, Any], model: VisionModel) -> dict[str, Any]:
     }
 
 
+def written_again(beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of what a file has beside the model, what the class has too: a pooler and a mask token."""
+    return {name: tensor for name, tensor in beside.items() if name.startswith(("pooler.", "embeddings.mask_token"))}
+
+
 def _of_clip(model: VisionModel) -> bool:
     return model.config.model_type.endswith("_vision_model")
 
@@ -229,7 +234,7 @@ def saved(
     unread: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Saved:
     """The model for images of these sides as its class has it; `config` is the dense one's, `unread` what its file had
-    beside the model: a pooler and a mask token are written again.
+    beside the model and its class has, see `written_again`.
 
     Raises BadInput, naming the site, for widths that a configuration can't say.
     """
@@ -238,14 +243,14 @@ def saved(
         raise BadInput(f"--save-as hf: images of {sides}, expected square ones for {model.architecture}; {INSTEAD}")
     refuse_unsayable(model, {site.name: site.width for site in every.every})
     bias = _of_clip(model) or any(f"{site.name}.qkv.bias" in state for site in every.heads)
-    again = {name: tensor for name, tensor in unread.items() if name.startswith(("pooler.", "embeddings.mask_token"))}
-    tower = again | _outside(model, state)
+    tower = {**unread, **_outside(model, state)}
     for index in range(model.config.num_hidden_layers):
         tower |= _block(index, every, model, state, bias)
+    without_type = {key: value for key, value in config.items() if key != "torch_dtype"}
     prefix = "" if model.output in ("class token", "attention pool") else model.kind.prefix
     tensors = {f"{prefix}{name}": tensor for name, tensor in tower.items()} | _heads(model, state)
     return Saved(
-        config={**config, **_changes(every, model, sides, bias, "embeddings.mask_token" in tower)},
+        config={**without_type, **_changes(every, model, sides, bias, "embeddings.mask_token" in tower)},
         state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
     )
 

@@ -13,7 +13,7 @@ from corp_deploy.families.hf_arguments import timm_arguments, timm_name
 from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
 from corp_deploy.families.hf_names import state_from_transformers, with_positions_of
 from corp_deploy.families.hf_preprocessing import Prepared, prepared
-from corp_deploy.families.hf_saved import own_config
+from corp_deploy.families.hf_saved import own_config, written_again
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_file
@@ -141,4 +141,5 @@ def load_vision(
         },
     }
     lineage = {"source": source}
-    return Checkpoint(model=built, architecture=architecture, lineage=lineage, notes=notes, unread=mapped.beside)
+    unread = written_again(mapped.beside)
+    return Checkpoint(model=built, architecture=architecture, lineage=lineage, notes=notes, unread=unread)
