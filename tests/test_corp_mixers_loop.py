@@ -22,6 +22,8 @@ from corp_deploy.families.steps import Branch
 from corp_deploy.families.timm_pointwise import TokenMlpBlock
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.polish.layers import fit_layers_, pairs_of
+from corp_deploy.polish.newton import Newton
 from corp_deploy.reduction.branch_sums import alignment_sums, channel_sums, dense_advanced
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
@@ -170,3 +172,17 @@ def rows_of(
     lacking = before.T + added if scale is None else before + scale * added
     both = [(entering(x_NC), act(fc1(entering(x_NC)))) for x_NC in (reduced_NC, dense_NC)]
     return both[0], both[1], lacking
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "small_mixer"])
+def test_layers_are_fitted_in_turn_in_every_stage_and_over_tokens(name: str, tmp_path: Path) -> None:
+    checkpoint = small(name)
+    model = checkpoint.model
+    images = opened(model, 48, tmp_path)
+    moments = calibrate(checkpoint, images, batch_size=8)
+    reduced = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)).model
+    polished = copy.deepcopy(reduced)
+    pairs = pairs_of(model, images.subset(range(36)), images.subset(range(36, 48)))
+    reports = fit_layers_(model, polished, pairs, Newton(looks=(2,)), sweeps=1)
+    assert [report.part for report in reports] == [site.name for site in sites_of(model).every]
+    assert error(polished, model, pixels(model, 48)) < error(reduced, model, pixels(model, 48))
