@@ -126,7 +126,7 @@ def curves_of(subject: polish.Subject) -> Curves:
 def procedural(scratch: Path) -> polish.Subject:
     """The ViT of the procedural images."""
     dense = load_checkpoint(CACHE) if (CACHE / "config.json").is_file() else trained(CACHE)
-    np.save(scratch / "procedural.npy", made("calibration", 512).images)
+    np.save(scratch / "procedural.npy", made("train", 512).images)
     judged = torch.from_numpy(made("held-out", 1000).images)
     return polish.Subject(
         name="procedural",

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import budgets, polish
+from benchmarks.procedural_images import made
 from benchmarks.readme_tables import budgets as table
 from corp_deploy.reduction.method import method_from_preset
 from tests import tiny
@@ -53,3 +54,16 @@ def test_curves_of_before_keep_values_and_look_at_half_of_the_widths(tmp_path: P
         assert set(curve.widths) < set(own[curve.site].widths)
         assert curve.errors[-1] == 0.0
         assert all(one >= other for one, other in pairwise(curve.errors))
+
+
+def test_the_procedural_model_is_fitted_and_judged_on_different_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "CACHE", tmp_path / "absent")
+    monkeypatch.setattr(budgets, "trained", lambda directory: tiny.checkpoint(img_size=64))
+    monkeypatch.setattr(budgets, "made", lambda part, count: made(part, count // 64))
+    procedural = budgets.procedural(tmp_path)
+    assert procedural.inputs.count == 8
+    (fitted,) = procedural.inputs.batches(8)
+    assert torch.equal(torch.as_tensor(fitted), torch.from_numpy(made("train", 8).images))
+    assert procedural.error(procedural.dense.model) == 0.0
