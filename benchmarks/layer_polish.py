@@ -160,7 +160,7 @@ def rows_of(subject: Subject) -> Rows:
         pairs = pairs_of(dense, inputs.subset(fitted), inputs.subset(list(judge)))
         start = time.process_time()
         fit_layers_(dense, model, pairs, Newton(), sweeps=sweeps, read=read)
-        yield row(f"Gauss-Newton, {sweeps} sweeps", model, time.process_time() - start)
+        yield row(f"Gauss-Newton, {sweeps} sweep{'s'[: sweeps > 1]}", model, time.process_time() - start)
     for steps in subject.adam:
         model = replaced(reduced, {})
         pairs = pairs_of(dense, inputs.subset(fitted), inputs.subset(list(judge)))
