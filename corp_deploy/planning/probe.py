@@ -73,7 +73,8 @@ class Probe:
     def outputs(self) -> Tensor:
         """The model's own of these inputs, made once."""
         with torch.inference_mode():
-            return torch.as_tensor(run_model(self.model, self.inputs))
+            outputs: Tensor = run_model(self.model, self.inputs)
+        return outputs
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
