@@ -203,3 +203,23 @@ def test_a_recipe_takes_a_directory_of_transformers_and_writes_one(tmp_path: Pat
     (tmp_path / "source" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     refused = invoked("release", tmp_path / "recipe.toml", "-o", tmp_path / "out", "--dry-run", code=2)
     assert "model_type is 'bert', expected one of vit" in " ".join(refused.stderr.split())
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_neither_is_a_source_replaced_nor_another_model_left_beside(tmp_path: Path) -> None:
+    reduce, written = _moments_and_model(tmp_path, "ViTModel", num_channels=3), tmp_path / "reduced"
+    before = _contents(tmp_path)
+    for words in (("-o", tmp_path / "hf"), ("--save-as", "hf", "-o", tmp_path)):
+        said = invoked(*reduce, "--mlp", 0.5, *words, code=2).stderr
+        assert "would replace what it is made from" in " ".join(said.split())
+    assert _contents(tmp_path) == before
+    invoked(*reduce, "--mlp", 0.5, "--save-as", "hf", "-o", written)
+    before = _contents(tmp_path)
+    said = invoked(*reduce, "--mlp", 0.3, "-o", written, code=2).stderr
+    assert "which would stay beside this one" in " ".join(said.split())
+    assert _contents(tmp_path) == before
+    invoked(*reduce, "--mlp", 0.3, "--save-as", "hf", "-o", written)
+    assert json.loads((written / "hf" / "config.json").read_text())["intermediate_size"] == 56

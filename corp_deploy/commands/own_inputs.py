@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from corp_deploy.store.hub_snapshot import PREFIX
+
 WRITTEN = ("output", "summary")
 BESIDE = {"verify": ".npz"}  # what is written beside the output, by its suffix
 IN_A_MODEL = ("config.json", "model.safetensors")
@@ -14,7 +16,7 @@ def _paths(context: click.Context, parameter: click.Parameter) -> Iterator[Path]
     value = context.params.get(parameter.name or "")
     for each in value if isinstance(value, tuple) else (value,):
         if isinstance(each, Path) or (isinstance(each, str) and parameter.name in ("model", "dense")):
-            yield Path(each)
+            yield Path(str(each).removeprefix(PREFIX))
 
 
 def _read(path: Path) -> tuple[Path, ...]:
@@ -27,6 +29,8 @@ def refuse_own_inputs(context: click.Context) -> None:
     written = [path for each in parameters if each.name in WRITTEN for path in _paths(context, each)]
     beside = BESIDE.get(context.command.name or "")
     written += [path.with_suffix(beside) for path in written if beside]
+    if saved_as := context.params.get("save_as"):
+        written += [path / saved_as for path in written]
     sources = [path for each in parameters if each.name not in WRITTEN for path in _paths(context, each)]
     read = [own for path in sources for own in _read(path)]
     for path in written:

@@ -37,7 +37,7 @@ from .merging import merging_as_planned, merging_checkpoint
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
 from .request import ReductionRequest, WithinRequest, loop_of
-from .saving import require_sayable
+from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
 
@@ -250,6 +250,7 @@ def reduce_checkpoint(
     does; beside it as a directory of transformers where that was asked for. Nothing is written unless all of it
     succeeds, but for the state of a polish, from which the same call goes on.
     """
+    refuse_outdated(directory, asked)
     require_sayable(dense, asked)
     how, statistics = polishing or Polishing(), load_moments(moments)
     given = given_to_polish(asked, images, statistics, judges)

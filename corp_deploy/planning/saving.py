@@ -1,10 +1,13 @@
 """What can be known before a reduction of whether its widths can be said in a configuration of transformers."""
 
+from pathlib import Path
+
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.hf_saved import INSTEAD, refuse_unsayable
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.transformers_saved import origin_of
+from corp_deploy.store.hub_snapshot import CONFIG
+from corp_deploy.store.transformers_saved import FOLDER, origin_of
 from ground.errors import BadInput
 
 from .request import ReductionRequest
@@ -32,3 +35,13 @@ def require_sayable(dense: Checkpoint, asked: ReductionRequest) -> None:
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
     widths = {site.name: site.width for site in sites_of(dense.model).every}
     refuse_unsayable(origin.model, widths | uniform_widths(dense.model, asked.method))
+
+
+def refuse_outdated(directory: Path, asked: ReductionRequest) -> None:
+    """Raise BadInput where a form of transformers would stay beside a model that it is not of."""
+    theirs = directory / FOLDER
+    if asked.save_as is None and (theirs / CONFIG).is_file():
+        raise BadInput(
+            f"{theirs}: here is another model as transformers has it, which would stay beside this one; remove it, "
+            "write it anew with --save-as hf, or give --output another"
+        )

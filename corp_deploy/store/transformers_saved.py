@@ -56,8 +56,13 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, Any]]
 
 
 def write_transformers(form: Saved, preprocessor: Mapping[str, Any], directory: Path) -> None:
-    """Write model.safetensors, config.json and, where it is known, preprocessor_config.json."""
+    """Write model.safetensors, config.json and, where it is known, preprocessor_config.json.
+
+    The configuration goes first and comes last: what is interrupted loads nowhere.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, PREPROCESSOR):
+        (directory / name).unlink(missing_ok=True)
     with replacing(directory / WEIGHTS) as temporary:
         save_file(form.state, temporary, metadata={"format": "pt"})
     if preprocessor:
