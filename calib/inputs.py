@@ -28,6 +28,11 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
     return model(*named(inputs).values())
 
 
+def as_tuple(answer: Any) -> tuple[Tensor, ...]:
+    """What a model gave: one output bare, or several."""
+    return (answer,) if isinstance(answer, Tensor) else tuple(answer)
+
+
 def moved(inputs: Inputs, device: torch.device | str) -> Inputs:
     """On that device; out of page-locked memory without waiting."""
     return each(inputs, lambda tensor: tensor.to(device, non_blocking=True))

@@ -141,6 +141,9 @@ class LadderFamily:
     def token_weights(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
         return None
 
+    def normed(self, model: nn.Module, x_BNC: Tensor) -> Tensor:
+        return x_BNC
+
     def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
         if merging is not None:
             raise BadInput(f"token merging: {self.merging_refusal(model)}")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from corp_deploy.views.console import Output
 from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
 
 from .numbers import Channels, Number
-from .options import FILE, Command, JsonObject, value_options
+from .options import FILE, Command, JsonObject, OutputNames, value_options
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -20,20 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """Which model, and what goes with a name of timm's: weights, arguments, preprocessing."""
+    """Which model, what goes with a name of timm's (weights, arguments, preprocessing), and its outputs by name."""
 
     model: str
     weights: Path | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     ema: bool | None = None
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    outputs: Outputs | None = None
 
     def load(self, out: Output) -> "Checkpoint":
         """The model, after what there is to say about its weights."""
         from corp_deploy.store.dense_model import load_dense
 
         checkpoint = load_dense(
-            self.model, weights=self.weights, kwargs=self.kwargs, ema=self.ema, preprocessing=self.preprocessing
+            self.model,
+            weights=self.weights,
+            kwargs=self.kwargs,
+            ema=self.ema,
+            preprocessing=self.preprocessing,
+            outputs=self.outputs,
         )
         for note in checkpoint.notes:
             out.note(note)
@@ -50,6 +57,7 @@ def _model_choice(
     crop_pct: float | None,
     interpolation: str | None,
     crop_mode: str | None,
+    outputs: Outputs | None,
 ) -> ModelChoice:
     return ModelChoice(
         model=model,
@@ -59,6 +67,7 @@ def _model_choice(
         preprocessing=Preprocessing(
             mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation, crop_mode=crop_mode
         ),
+        outputs=outputs,
     )
 
 
@@ -73,9 +82,17 @@ dense_options = value_options(
     click.option("--crop-pct", type=Number(SHARE_KEPT), default=None, help="Share of a side that the crop keeps."),
     click.option("--interpolation", type=click.Choice(INTERPOLATIONS), default=None, help="How images are resized."),
     click.option("--crop-mode", type=click.Choice(CROP_MODES), default=None, help="How what is not square is cropped."),
+    click.option(
+        "--outputs",
+        type=OutputNames(),
+        default=None,
+        help="What the model gives, such as class,patches,block8; default: its own output.",
+    ),
     argument="model",
 )
-"""Adds what a timm name needs beside it, and hands the command a `ModelChoice` as `model` in place of its name."""
+"""Adds what a timm name needs beside it, and hands the command a `ModelChoice` as `model` in
+place of its name.
+"""
 
 MODEL_HELP = (
     "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, or hf:DIR, a "

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantity import BATCH, shown
@@ -51,6 +52,20 @@ class JsonObject(click.ParamType[dict[str, Any]]):
             return record_from_text(
                 str(value), dict[str, Any], where=shown(str(value)), remedy="give one such as '{\"img_size\": 384}'"
             )
+        except BadInput as error:
+            self.fail(str(error), param, ctx)
+
+
+class OutputNames(click.ParamType[Outputs]):
+    """Names of outputs with commas."""
+
+    name = "name,name,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Outputs:
+        if isinstance(value, Outputs):
+            return value
+        try:
+            return outputs_from_text(str(value))
         except BadInput as error:
             self.fail(str(error), param, ctx)
 

@@ -140,6 +140,11 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     return _encoder(model).pooled(x_BNC, named(inputs)["attention_mask"])
 
 
+def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """The last stream as it is: its norm is part of the last block."""
+    return x_BNC
+
+
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     """A copy, where nothing is to be merged. Raises BadInput for a merging."""
     return copy_without_merging(model, merging, merging_refusal(model))

@@ -38,11 +38,13 @@ PRODUCTS: Mapping[Any, Product] = {
 class Counted:
     """Multiply-adds of one input by the module that ran them ('' is the model's own code).
 
-    `chain` is the longest row of products from the input to the output, each fed by the one before.
+    `chain` is the longest row of products from the input to the output, each fed by the one before; `shapes` those of
+    the outputs behind the batch.
     """
 
     by_module: Mapping[str, int]
     chain: int
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def macs(self) -> int:
@@ -116,4 +118,5 @@ def count(model: nn.Module, ports: Sequence[Port]) -> Counted:
         with _names_of_running(counted) as running, _Counting(running) as counting:
             out = counted(*inputs)
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
-    return Counted(by_module=dict(counting.by_module), chain=chain)
+    shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))
+    return Counted(by_module=dict(counting.by_module), chain=chain, shapes=shapes)

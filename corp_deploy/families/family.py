@@ -19,8 +19,10 @@ from . import bert, timm_convnext, timm_mixer, timm_vit
 from .architecture import Architecture
 from .merging import Merging
 from .modules import device
+from .named_outputs import NamedOutputs, named
+from .outputs import Outputs
 from .sites import Sites
-from .steps import Step
+from .steps import Step, Walk
 from .widths import HeadGeometry
 
 Medium = Literal["images", "text"]
@@ -115,6 +117,10 @@ class Family(Protocol):
         """The model's output for the residual stream behind its last step; `sources_BM`: where in it each token of the
         first stream is, None where none are merged.
         """
+        ...
+
+    def normed(self, model: nn.Module, x_BNC: Tensor) -> Tensor:
+        """A residual stream as the model's head reads it, token by token: behind its last norm."""
         ...
 
     def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
@@ -220,7 +226,36 @@ def input_ports(model: nn.Module) -> tuple[Port, ...]:
 
 def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
     """What a model of any family gives, in its order."""
-    return family_of(model).output_ports(model)
+    return model.ports if isinstance(model, NamedOutputs) else family_of(model).output_ports(model)
+
+
+def outputs_of(model: nn.Module) -> Outputs | None:
+    """The names of a model's outputs, None for one that gives its own."""
+    return model.named_outputs if isinstance(model, NamedOutputs) else None
+
+
+def gives_patches(model: nn.Module) -> bool:
+    """Whether the last stream's patch tokens are what a model is for: outputs by name, or of one without classifier."""
+    return model.has_last_patches if isinstance(model, NamedOutputs) else family_of(model).classes(model) == 0
+
+
+def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
+    """A copy of a model of any family that gives these outputs, its own for None. Raises BadInput for what it
+    hasn't.
+    """
+    return named(model, family_of(model), outputs)
+
+
+def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
+    """All steps of a model of any family, with outlets where outputs stand behind a layer."""
+    return model.steps() if isinstance(model, NamedOutputs) else family_of(model).steps(model)
+
+
+def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
+    """The outputs of a model of any family for what is behind the last of these steps."""
+    if isinstance(model, NamedOutputs):
+        return model.answers(walk, inputs)
+    return (family_of(model).finished(model, walk.tokens.x, inputs, walk.tokens.sources),)
 
 
 def example_of(model: nn.Module) -> Inputs:

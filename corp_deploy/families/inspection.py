@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .family import Family, family_of
+from .family import Family, family_of, output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
 from .steps import Merge
@@ -46,6 +46,11 @@ def _rows(
     return rows, [{"name": name, "parameters": held[name], "macs": macs[name]} for name in fixed]
 
 
+def _outputs(model: nn.Module, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    ports = zip(output_ports(model), shapes, strict=True)
+    return [{"name": port.name, "role": port.role, "shape": list(shape)} for port, shape in ports]
+
+
 def inspection_of_model(model: nn.Module) -> dict[str, Any]:
     """Sites with widths, parameters and MACs of one input and the reason where nothing can be reduced; the same figures
     of everything that is no site; totals, which are the sums of both.
@@ -60,5 +65,6 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
         "macs": count.macs,
         "sites": sites,
         "fixed": fixed,
+        **({} if outputs_of(model) is None else {"outputs": _outputs(model, count.shapes)}),
         **({} if merging is None else {"merging": merging.as_json() | {"sentences": list(merging.sentences())}}),
     }

@@ -3,7 +3,6 @@
 Legend: B inputs, N = H * W tokens, row by row of a map, C channels.
 """
 
-import torch
 from torch import Tensor, nn
 
 Grid = tuple[int, int]
@@ -33,9 +32,26 @@ class OnMap(nn.Module):
         return tokens_from_map(self.inner(map_from_tokens(x, self.grid)))
 
 
-@torch.no_grad()
 def grid_behind(module: nn.Module, channels: int, grid: Grid) -> tuple[int, Grid]:
-    """Channels and grid of what a module of maps makes of one of so many channels; it is run once."""
-    like = next(module.parameters())
-    out = module(torch.zeros(1, channels, *grid, device=like.device, dtype=like.dtype))
-    return int(out.shape[1]), (int(out.shape[2]), int(out.shape[3]))
+    """Channels and grid of what a module of maps makes of one of so many channels, its convolutions one behind the
+    other; nothing is run.
+    """
+    for convolution in module.modules():
+        if isinstance(convolution, nn.Conv2d):
+            channels, grid = convolution.out_channels, _behind(convolution, grid)
+    return channels, grid
+
+
+def _behind(convolution: nn.Conv2d, grid: Grid) -> Grid:
+    """As torch.nn.Conv2d has it."""
+    assert not isinstance(convolution.padding, str), convolution
+    sizes = zip(
+        grid,
+        convolution.kernel_size,
+        convolution.stride,
+        convolution.padding,
+        convolution.dilation,
+        strict=True,
+    )
+    height, width = ((n + 2 * pad - spread * (k - 1) - 1) // stride + 1 for n, k, stride, pad, spread in sizes)
+    return height, width

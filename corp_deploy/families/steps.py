@@ -5,7 +5,7 @@ numbers of tokens and of channels may be others than before it. What a layer wan
 is made of that within its step and put back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -96,15 +96,28 @@ class Merge:
         return Tokens(*self.merge(*tokens, tokens.x if compared_BNX is None else compared_BNX))
 
 
-Step = Branch | Merge | Passage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlet:
+    """The end of a layer behind which one of the model's outputs stands; the stream goes on as it is."""
+
+    name: str
+
+    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
+        return x_BNC
+
+
+Step = Branch | Merge | Passage | Outlet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """A residual stream on its way through the steps, with what of the branch behind it tokens are compared by."""
+    """A residual stream on its way through the steps, with what of the branch behind it tokens are compared by, and
+    what it was at the outlets passed.
+    """
 
     tokens: Tokens
     beside_BNX: Tensor | None = None
+    kept: tuple[tuple[str, Tokens], ...] = ()
 
     @classmethod
     def of(cls, x_BNC: Tensor, weights_BN: Tensor | None, merges: bool) -> "Walk":
@@ -114,9 +127,11 @@ class Walk:
     def behind(self, step: Step) -> "Walk":
         """The same behind one more step."""
         x_BNC, weights_BN, sources_BM = self.tokens
+        if isinstance(step, Outlet):
+            return replace(self, kept=(*self.kept, (step.name, self.tokens)))
         if isinstance(step, Merge):
-            return Walk(tokens=step(self.tokens, self.beside_BNX))
+            return Walk(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
         if isinstance(step, Branch):
             x_BNC, beside_BNX = step.passed(step.layer, x_BNC, weights_BN)
-            return Walk(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX)
-        return Walk(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM))
+            return Walk(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)
+        return Walk(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM), kept=self.kept)

@@ -161,6 +161,12 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     return convnext.forward_head(convnext.norm_pre(x_BCHW))
 
 
+def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """The last stage's stream before the head, whose norm stands behind the pooling."""
+    convnext = _convnext(model)
+    return tokens_from_map(convnext.norm_pre(map_from_tokens(x_BNC, _stages(model)[-1].grid)))
+
+
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     """A copy, where nothing is to be merged. Raises BadInput for a merging."""
     return copy_without_merging(model, merging, merging_refusal(model))

@@ -10,6 +10,8 @@ from ground.errors import BadInput
 
 from .head_attention import Beside, HeadAttention
 from .merging import Merging, tokens_after
+from .named_outputs import NamedOutputs
+from .named_outputs import merging_refusal as merging_refusal_beside
 from .timm_blocks import MergingBlock, MergingBlocks, plain_block
 from .timm_sites import comes_apart, sites
 from .token_merging import TokenMerge, unmerged
@@ -66,6 +68,8 @@ def _refuse_misfit(vit: VisionTransformer, merging: Merging) -> None:
         )
     if merging.how == "drop" and not vit.has_class_token:
         raise BadInput("merging: drop keeps what the class token attends to, and the model has none; merge instead")
+    if isinstance(vit, NamedOutputs) and (reason := merging_refusal_beside(merging.how, vit.named_outputs)):
+        raise BadInput(f"merging: {reason}")
     if merging.compares_attention and (empty := [site.name for site in sites(vit).heads if is_empty(site.width)]):
         raise BadInput(
             f"merging: tokens are compared by what attentions tell, and {', '.join(empty)} is a constant; compare them "

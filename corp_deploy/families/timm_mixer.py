@@ -132,6 +132,12 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     return mixer.forward_head(mixer.norm(x_BNC))
 
 
+def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """A stream behind the last norm."""
+    x_BNC = _mixer(model).norm(x_BNC)
+    return x_BNC
+
+
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     """A copy, where nothing is to be merged. Raises BadInput for a merging."""
     return copy_without_merging(model, merging, merging_refusal(model))

@@ -171,7 +171,7 @@ def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
     for index, block in enumerate(blocks):
         name, counted = f"blocks.{index}", read if index == len(blocks) - 1 else None
         if not comes_apart(block):
-            yield Passage(module=block)
+            yield Passage(module=block, name=name)
             continue
         merge = block.merge if isinstance(block, MergingBlock) else None
         before = counted if merge is None else _read_before(merge, counted)

@@ -66,6 +66,12 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     return outputs
 
 
+def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """A stream behind the last norm, which is the identity where the norm stands behind the pooling."""
+    x_BNC = require_vit(model).norm(x_BNC)
+    return x_BNC
+
+
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
     float32.

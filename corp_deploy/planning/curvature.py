@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.inputs import Inputs, each, pieces
-from corp_deploy.families.family import family_of
+from corp_deploy.families.family import answers, family_of, steps_to_outputs
 from corp_deploy.families.steps import Branch, Walk
 from corp_deploy.families.token_merging import Tokens
 
 DIRECTIONS = 3
+_LEAST_ENERGY = 1e-30
 PIECE_TOKENS = 2048  # as many tokens have their gradients by branch and direction in memory at a time
 
 
@@ -52,18 +53,27 @@ def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return (2 * drawn - 1).to(like)
 
 
+def _joined(outputs: Sequence[Tensor]) -> Tensor:
+    """Several as one [B,F], each with the same energy, so that all count alike; one as it is."""
+    if len(outputs) == 1:
+        return outputs[0]
+    energies = torch.stack([output.detach().double().square().sum() for output in outputs])
+    scales = (energies.mean() / energies.clamp_min(_LEAST_ENERGY)).sqrt()
+    return torch.cat([(output * scale.to(output)).flatten(1) for output, scale in zip(outputs, scales, strict=True)], 1)
+
+
 def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch.Generator) -> Tangent:
     family = family_of(model)
     x_BNC = family.embedded(model, inputs).detach().requires_grad_()
     walk = Walk.of(x_BNC, family.token_weights(model, inputs), family.merging_of(model) is not None)
     entering: dict[str, Tokens] = {}
     behind: dict[str, Tensor] = {}
-    for step in family.steps(model):
+    for step in steps_to_outputs(model):
         before, walk = walk.tokens, walk.behind(step)
         if isinstance(step, Branch):
             entering[step.name] = before._replace(x=before.x.detach())
             behind[step.name] = walk.tokens.x
-    outputs = family.finished(model, walk.tokens.x, inputs, walk.tokens.sources)
+    outputs = _joined(answers(model, walk, inputs))
     moved = [
         torch.autograd.grad(outputs, tuple(behind.values()), _signs(outputs, generator), retain_graph=True)
         for _ in range(directions)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, each, run_model
+from calib.inputs import Inputs, as_tuple, each, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import answers, family_of, sites_of, steps_to_outputs
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import device, with_modules
 from corp_deploy.families.steps import Branch, Step, Walk
@@ -32,10 +32,14 @@ from .curvature import linear_effects
 Trial = tuple[str, Width]
 
 
-def _change(outputs: Tensor, dense: Tensor) -> float:
-    """Squared relative change."""
+def _change(outputs: Sequence[Tensor], dense: Sequence[Tensor]) -> float:
+    """Squared relative change, the mean of several outputs."""
+    return sum(map(_relative_change, outputs, dense)) / len(dense)
+
+
+def _relative_change(output: Tensor, dense: Tensor) -> float:
     exact = dense.double()
-    return float((outputs.double() - exact).square().sum() / exact.square().sum())
+    return float((output.double() - exact).square().sum() / exact.square().sum())
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
@@ -67,14 +71,13 @@ class Probe:
     def effect_of(self, reduced: nn.Module) -> float:
         """Squared relative change of the outputs with this model in place of the dense one."""
         with torch.inference_mode():
-            return _change(run_model(reduced, self.inputs), self.outputs)
+            return _change(as_tuple(run_model(reduced, self.inputs)), self.outputs)
 
     @cached_property
-    def outputs(self) -> Tensor:
+    def outputs(self) -> tuple[Tensor, ...]:
         """The model's own of these inputs, made once."""
         with torch.inference_mode():
-            outputs: Tensor = run_model(self.model, self.inputs)
-        return outputs
+            return as_tuple(run_model(self.model, self.inputs))
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
@@ -84,8 +87,7 @@ class Probe:
         if not trials:
             return {}
         with torch.inference_mode(), evaluating(self.model):
-            family = family_of(self.model)
-            steps = list(family.steps(self.model))
+            steps = list(steps_to_outputs(self.model))
             inside = {step.name for step in steps}
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]
@@ -156,7 +158,7 @@ class Probe:
 
         return list(pool.each(at_site, trials, device(self.model)))
 
-    def _finished(self, walk: Walk, steps: Sequence[Step]) -> Tensor:
+    def _finished(self, walk: Walk, steps: Sequence[Step]) -> tuple[Tensor, ...]:
         for step in steps:
             walk = walk.behind(step)
-        return family_of(self.model).finished(self.model, walk.tokens.x, self.inputs, walk.tokens.sources)
+        return answers(self.model, walk, self.inputs)

@@ -107,9 +107,12 @@ def outputs(model: nn.Module, inputs: Inputs, batch_size: int) -> NDArray[np.flo
 def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
     """All of the inputs with the dense model's outputs for them."""
     inputs = joined(list(source.batches(batch_size)))
-    (port,) = output_ports(model)
+    ports = output_ports(model)
+    if len(ports) > 1:
+        names = ", ".join(port.name for port in ports)
+        raise BadInput(f"sweep scores models by one output, this one has {len(ports)}: {names}; name one of them alone")
     dense_NC = outputs(model, inputs, batch_size)
-    return Scored(inputs=inputs, role=port.role, dense_NC=dense_NC, labels_N=labels_N, batch_size=batch_size)
+    return Scored(inputs=inputs, role=ports[0].role, dense_NC=dense_NC, labels_N=labels_N, batch_size=batch_size)
 
 
 def _front(trials: Sequence[SweepPoint]) -> set[int]:

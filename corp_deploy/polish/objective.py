@@ -6,12 +6,11 @@ Legend: B inputs, N tokens, M source tokens, C channels, K blocks.
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import family_of
 from corp_deploy.families.token_merging import Tokens
 from corp_deploy.reduction.streams import mean_of_sources
 
 from .teacher import Lesson
-from .walk import streams
+from .walk import joined_answers, streams
 
 _LEAST = 1e-12
 
@@ -52,6 +51,6 @@ class Student(nn.Module):
     def forward(self, lesson: Lesson) -> Tensor:
         """Squared relative errors [1 + K]: of the outputs, then of the stream behind each block."""
         behind = streams(self.model, lesson.entering_BNC, lesson.weights_BN)
-        outputs = family_of(self.model).finished(self.model, behind[-1].x, lesson.inputs, behind[-1].sources)
+        outputs = joined_answers(self.model, behind[-1], lesson.inputs)
         by_block = [stream_error(mine, dense) for mine, dense in zip(behind, lesson.streams, strict=True)]
         return torch.stack([output_error(outputs, lesson.outputs), *by_block])

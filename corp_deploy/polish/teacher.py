@@ -17,7 +17,7 @@ from ground.errors import BadInput
 
 from .draws import Draw
 from .views import view
-from .walk import streams
+from .walk import joined_answers, streams
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
@@ -74,8 +74,9 @@ def lesson_on(model: nn.Module, inputs: Inputs) -> Lesson:
     family = family_of(model)
     entering_BNC = family.embedded(model, inputs)
     weights_BN = family.token_weights(model, inputs)
-    behind = tuple(tokens.x for tokens in streams(model, entering_BNC, weights_BN))
-    outputs = family.finished(model, behind[-1], inputs)
+    walked = streams(model, entering_BNC, weights_BN)
+    behind = tuple(tokens.x for tokens in walked)
+    outputs = joined_answers(model, walked[-1], inputs)
     return Lesson(inputs=inputs, entering_BNC=entering_BNC, weights_BN=weights_BN, streams=behind, outputs=outputs)
 
 

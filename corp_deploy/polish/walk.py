@@ -6,9 +6,11 @@ Legend: B inputs, N tokens, C channels.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import family_of
+from calib.inputs import Inputs
+from corp_deploy.families.family import answers, family_of
 from corp_deploy.families.steps import Branch, Step, Walk
 from corp_deploy.families.token_merging import Tokens
 
@@ -62,3 +64,14 @@ def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple
         walk = block(walk)
         behind.append(walk.tokens)
     return tuple(behind)
+
+
+def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
+    """The outputs that read the last stream [B,...], or that stream where none does: streams behind blocks are
+    lessons by themselves. Several are one [B,F], in which a token counts by its share of an output.
+    """
+    outputs = answers(model, Walk(tokens=last), inputs) or (last.x,)
+    if len(outputs) == 1:
+        return outputs[0]
+    tokens = [output[0].numel() // output.shape[-1] for output in outputs]
+    return torch.cat([output.flatten(1) / count**0.5 for output, count in zip(outputs, tokens, strict=True)], dim=1)

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from corp_deploy.families.family import family_of
+from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
@@ -35,7 +35,7 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     return onnx_from_model(
         family.exportable(checkpoint.model),
         family.input_spec(checkpoint.model).ports,
-        family.output_ports(checkpoint.model),
+        output_ports(checkpoint.model),
         precision=precision,
         metadata={},
     )

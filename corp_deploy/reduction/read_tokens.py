@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.inputs import Inputs
-from corp_deploy.families.family import example_of, family_of
+from corp_deploy.families.family import answers, example_of, family_of, gives_patches, steps_to_outputs
 from corp_deploy.families.steps import Walk
-from corp_deploy.families.token_merging import Tokens
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -29,13 +28,26 @@ def _random_stream(like_1NC: Tensor) -> Tensor:
     return stream_BNC.to(like_1NC).requires_grad_()
 
 
-def _last_stream(model: nn.Module, inputs: Inputs) -> Tokens:
+def _walked(model: nn.Module, inputs: Inputs) -> Walk:
     family = family_of(model)
     x_BNC, merges = family.embedded(model, inputs), family.merging_of(model) is not None
     walk = Walk.of(x_BNC, family.token_weights(model, inputs), merges)
-    for step in family.steps(model):
+    for step in steps_to_outputs(model):
         walk = walk.behind(step)
-    return walk.tokens
+    return walk
+
+
+def _with_last(walk: Walk, x_BNC: Tensor) -> Walk:
+    """The end of a walk with this last stream, at the outlets behind the last step too."""
+    last = walk.tokens._replace(x=x_BNC)
+    kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
+    return Walk(tokens=last, kept=kept)
+
+
+def _drawn(output: Tensor) -> Tensor:
+    """A random sum of an output's numbers."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
 
 
 def _is_read(model: nn.Module) -> Tensor:
@@ -43,13 +55,12 @@ def _is_read(model: nn.Module) -> Tensor:
     with torch.inference_mode(False), evaluating(model):
         example = example_of(model)
         with torch.no_grad():
-            last = _last_stream(model, example)
+            walk = _walked(model, example)
         with torch.enable_grad():
-            stream_BNC = _random_stream(last.x)
-            outputs = family_of(model).finished(model, stream_BNC, example, last.sources)
-            generator = torch.Generator(device="cpu").manual_seed(1)
-            weights = torch.randn(outputs.shape, generator=generator, device="cpu").to(outputs)
-            (gradient_BNC,) = torch.autograd.grad((outputs * weights).sum(), stream_BNC)
+            stream_BNC = _random_stream(walk.tokens.x)
+            outputs = answers(model, _with_last(walk, stream_BNC), example)
+            drawn = torch.stack([_drawn(output) for output in outputs]).sum()
+            (gradient_BNC,) = torch.autograd.grad(drawn, stream_BNC)
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
 
 
@@ -61,10 +72,11 @@ def tokens_read(model: nn.Module) -> Tensor:
 def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
     """The tokens behind the last block whose error counts, None for all.
 
-    `pooled`: those that the outputs read. Without a choice likewise, but all of a model that has no classifier, whose
-    users read its patch tokens too. A model whose outputs nothing moves is fitted to all.
+    `pooled`: those that the outputs read. Without a choice likewise, but all where an output by name has a vector for
+    each patch there, and all of a model without a classifier and outputs by name, whose users read its patch tokens
+    too. A model whose outputs nothing moves is fitted to all.
     """
-    if reads == "all" or (reads is None and family_of(model).classes(model) == 0):
+    if reads == "all" or (reads is None and gives_patches(model)):
         return None
     is_read_N = _is_read(model)
     tokens = is_read_N.nonzero().squeeze(1)

@@ -24,7 +24,7 @@ from corp_deploy.proof.report_input import json_of_file, lineage_of_model, recor
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.store.manifest import MANIFEST_KIND, tokens_entry
+from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model
 from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
@@ -64,7 +64,12 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
     table = recipe.model
     dense = load_dense(
-        table.model, weights=table.weights, kwargs=table.kwargs, ema=table.ema, preprocessing=table.preprocessing
+        table.model,
+        weights=table.weights,
+        kwargs=table.kwargs,
+        ema=table.ema,
+        preprocessing=table.preprocessing,
+        outputs=table.named_outputs,
     )
     save(dense, dirs.into / "dense")
 
@@ -219,7 +224,7 @@ def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: st
         "command": command,
         "versions": versions(),
         "lineage": _lineage(root),
-        **tokens_entry(load_model_config(root / "reduced")),
+        **entries_of_model(load_model_config(root / "reduced")),
         "preprocessing": load_model_config(root / "dense").input.preprocessing,
         "stages": [stage.name for stage in stages],
         "files": files,

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.invocation.compositions import method_of, with_implied
 from corp_deploy.invocation.honours import Axis
@@ -55,12 +56,22 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     crop_pct: recipe_values.ShareKept | None = None
     interpolation: recipe_values.Interpolation | None = None
     crop_mode: recipe_values.CropMode | None = None
+    outputs: recipe_values.OutputNames | None = None
 
     def __post_init__(self) -> None:
         try:
             json.dumps(self.kwargs)
         except TypeError:
             raise BadInput(f"model.kwargs is {self.kwargs!r:.200}, expected no dates and times in it") from None
+        try:
+            _ = self.named_outputs
+        except BadInput as error:
+            raise BadInput(f"model.{error}") from None
+
+    @property
+    def named_outputs(self) -> Outputs | None:
+        """What the model gives by name, None for its own output."""
+        return None if self.outputs is None else Outputs(self.outputs)
 
     @property
     def directory(self) -> Path | None:

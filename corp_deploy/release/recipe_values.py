@@ -44,6 +44,9 @@ _NOT_EMPTY = "a text that is not empty"
 
 Text: TypeAlias = Annotated[str, Meta(pattern=r"\S", description=_NOT_EMPTY)]
 Texts: TypeAlias = Annotated[tuple[Text, ...], _list_of("a list of different texts")]
+OutputNames: TypeAlias = Annotated[
+    tuple[Text, ...], _list_of('a list of names of outputs, such as ["class", "patches"]', least=1)
+]
 Location: TypeAlias = Annotated[Path, Meta(description=_NOT_EMPTY)]
 """A file or folder: written relative to the recipe, read as an absolute path."""
 Flag: TypeAlias = Annotated[bool, Meta(description="true or false")]

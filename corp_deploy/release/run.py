@@ -56,7 +56,8 @@ def _require_model(model: ModelTable) -> None:
     elif model.prefix:
         _require_vision(model.directory)
     elif model.directory.is_dir() and is_ours(config_of_directory(model.directory)):
-        others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__ if key != "model"}
+        others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__}
+        del others["model.model"], others["model.outputs"]
         refuse_beside_directory(model.directory, others)
 
 

@@ -1,5 +1,6 @@
 """The sample inputs of a release and how their replay is judged. Imports no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -8,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.feeds import feeds_from_array, only
+from ground.feeds import feeds_from_array
 from ground.records import record_from_file
-from perf.parity.measures import measures
+from perf.parity.vectors import FEATURE_MAP
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import Runner
 
@@ -41,9 +42,14 @@ class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 def replayed(runner: Runner, images: Pixels) -> Pixels:
-    """The only output for all images, a few at a time."""
+    """The output for all images, a few at a time; of several all, one behind the other [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
-    return np.concatenate([only(runner(feeds_from_array(part, runner.inputs))) for part in parts])
+    answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
+    return np.concatenate([outputs[0] if len(outputs) == 1 else _joined(outputs) for outputs in answers])
+
+
+def _joined(outputs: Sequence[Pixels]) -> Pixels:
+    return np.concatenate([output.reshape(len(output), -1) for output in outputs], axis=1)
 
 
 def _difference(folder: Path, graph: str, expected: Path, images: Pixels, bound: float) -> str | None:
@@ -52,7 +58,7 @@ def _difference(folder: Path, graph: str, expected: Path, images: Pixels, bound:
         logits = replayed(runner, images)
     if logits.shape != known.shape:
         return f"{graph}: answers {list(logits.shape)} to the samples, expected {list(known.shape)}"
-    error = measures(known, logits).relative_error
+    error = FEATURE_MAP.rows(known, logits).relative_error()
     if not error <= bound:
         return f"{graph}: relative error {error:.2e} on the samples, at most {bound:g} is expected"
     return None

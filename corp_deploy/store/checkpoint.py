@@ -1,7 +1,7 @@
 """A model as a directory: model.safetensors and config.json. Holds no pruning code and runs no pickled code.
 
-config.json names the architecture, the widths of every site that differs from it, how tokens are merged, the
-preprocessing, and the lineage: all that it takes to build the model again, wherever it came from.
+config.json names the architecture, the widths of every site that differs from it, how tokens are merged, the outputs,
+the preprocessing, and the lineage: all that it takes to build the model again, wherever it came from.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_named, family_of, sites_of
+from corp_deploy.families.family import family_named, family_of, outputs_of, sites_of, with_outputs
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
@@ -24,7 +24,7 @@ from ground.records import record_from_value
 
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
-from .model_config import REMEDY, MergingEntry, load_model_config
+from .model_config import REMEDY, MergingEntry, ModelConfig, load_model_config
 from .weight_fit import require_fit
 from .weights import State, first_names, read_weights
 
@@ -102,7 +102,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     for name, content in family.beside(checkpoint.model).items():
         write_text(directory / name, content)
     spec = family.input_spec(checkpoint.model)
-    merging = family.merging_of(checkpoint.model)
+    merging, outputs = family.merging_of(checkpoint.model), outputs_of(checkpoint.model)
     write_json(
         directory / CONFIG,
         {
@@ -111,6 +111,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
             **_entry_of(checkpoint.architecture),
             "sites": {site.name: site.as_json() for site in family.sites(checkpoint.model).every},
             **({} if merging is None else {"merging": merging.as_json()}),
+            **({} if outputs is None else {"outputs": list(outputs.names)}),
             "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
             "weights_sha256": sha256_of_file(directory / WEIGHTS),
             "lineage": dict(checkpoint.lineage),
@@ -135,6 +136,13 @@ def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
         raise BadInput(f"{where}: merging: {error}; {REMEDY}") from None
 
 
+def _with_outputs(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
+    try:
+        return with_outputs(model, config.named_outputs)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}; {REMEDY}") from None
+
+
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
     where = str(directory / CONFIG)
@@ -152,6 +160,8 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
         model = _resized(dense_from_architecture(architecture), config.sites, where)
+        if config.outputs is not None:
+            model = _with_outputs(model, config, where)
         if config.merging is not None:
             model = _merging(model, config.merging, where)
     read = read_weights(weights)

@@ -10,7 +10,8 @@ from torch import nn
 from corp_deploy.families import hf_config, timm_library
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
-from corp_deploy.families.family import image_spec
+from corp_deploy.families.family import image_spec, outputs_of, with_outputs
+from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_value
@@ -98,15 +99,29 @@ def load_dense(
     kwargs: Mapping[str, Any],
     ema: bool | None = None,
     preprocessing: Preprocessing | None = None,
+    outputs: Outputs | None = None,
 ) -> Checkpoint:
     """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory of
     transformers (`hf:DIR`), or from a timm name with its weights. `ema` as in read_weights; `preprocessing` goes before
-    that of the name or snapshot.
+    that of the name or snapshot; `outputs` are given by name in place of the model's own.
 
     Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
-    anything that it has itself.
+    anything that it has itself, and for outputs that the model hasn't got.
     """
-    preprocessing = preprocessing or Preprocessing()
+    checkpoint = _loaded(model, weights, kwargs, ema, preprocessing or Preprocessing())
+    own = outputs_of(checkpoint.model)
+    if outputs is None or outputs == own:
+        return checkpoint
+    if own is not None:
+        raise BadInput(
+            f"--model {model} has outputs of its own: {own.words()}; drop --outputs {','.join(outputs.names)}"
+        )
+    return replace(checkpoint, model=with_outputs(checkpoint.model, outputs))
+
+
+def _loaded(
+    model: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
+) -> Checkpoint:
     if model.startswith(PREFIX):
         _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema})
         return _from_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)

@@ -34,14 +34,16 @@ def load_manifest(directory: Path) -> Manifest:
     return record_from_file(directory / NAME, Manifest, kind=MANIFEST_KIND)
 
 
-def tokens_entry(reduced: ModelConfig) -> dict[str, str]:
-    """What a manifest says of a model that merges tokens, nothing of another one."""
-    return {} if reduced.merging is None else {"tokens": reduced.merging.merging.words()}
+def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
+    """What a manifest says of a model that merges tokens or gives outputs by name, nothing of another one."""
+    tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.words()}
+    return tokens if reduced.outputs is None else {**tokens, "outputs": list(reduced.outputs)}
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
-    """Digest, size and making command of every file below the directory, the manifest itself aside, how its dense model
-    takes its images, in one word by what the reduced one was polished, if it was, and which tokens it merges, if any.
+    """Digest, size and making command of every file below the directory, the manifest itself aside, how its dense
+    model takes its images, in one word by what the reduced one was polished, if it was, which tokens it merges, and
+    its outputs by name, if any.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
@@ -63,7 +65,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         "versions": versions(),
         "preprocessing": load_model_config(directory / "dense").input.preprocessing,
         **({} if polish is None else {"polish": polish}),
-        **tokens_entry(reduced),
+        **entries_of_model(reduced),
         "files": entries,
     }
 

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from corp_deploy.families.merging import MOST_TOKENS, How, Merging, Metric
+from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.widths import HeadGeometry
 from ground.errors import BadInput
 from ground.records import Sha256, record_from_file, record_from_value
@@ -69,8 +70,8 @@ class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the dense model is built, the widths of its sites, how tokens are merged, what its input is, and what its
-    weights' file is.
+    """How the dense model is built, the widths of its sites, how tokens are merged, what it gives and takes, and what
+    its weights' file is.
     """
 
     family: str = "timm"
@@ -78,13 +79,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: Built | None = None
     sites: dict[str, dict[str, Any]]
     merging: MergingEntry | None = None
+    outputs: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
     input: ModelInput
     weights_sha256: Sha256
     lineage: dict[str, Any]
 
     def __post_init__(self) -> None:
+        _ = self.named_outputs
         if (self.timm if self.family == "timm" else self.architecture) is None:
             raise BadInput(f"the key {'timm' if self.family == 'timm' else 'architecture'!r} is missing")
+
+    @property
+    def named_outputs(self) -> Outputs | None:
+        """What the model gives by name, None for its own output."""
+        return None if self.outputs is None else Outputs(self.outputs)
 
     @property
     def built(self) -> Built:

@@ -10,7 +10,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from corp_deploy import __version__
-from corp_deploy.families.family import family_of
+from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
 from export.graph.ports import ports_of_graph
@@ -73,7 +73,7 @@ def export_checkpoint(
     proto = onnx_from_model(
         model,
         family.input_spec(checkpoint.model).ports,
-        family.output_ports(checkpoint.model),
+        output_ports(checkpoint.model),
         precision=precision,
         keep_fp32=keep_fp32,
         opset=opset,

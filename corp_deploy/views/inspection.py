@@ -28,6 +28,14 @@ def merging_lines(record: Mapping[str, Any]) -> list[str]:
     return [*merging["sentences"], f"tokens behind each block: {' '.join(map(str, merging['tokens'][1:]))}"]
 
 
+def output_lines(record: Mapping[str, Any]) -> list[str]:
+    """What the model gives by name; nothing for one that gives its own output."""
+    if "outputs" not in record:
+        return []
+    words = (f"{each['name']} {each['shape']} ({each['role']})" for each in record["outputs"])
+    return [f"outputs of one image: {', '.join(words)}"]
+
+
 def size_line(record: Mapping[str, Any]) -> str:
     """The whole model in one line."""
     macs = f"{record['macs'] / 1e9:.3f} GMAC"

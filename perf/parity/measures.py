@@ -22,6 +22,7 @@ from .logits import (
     tokens_agreeing,
 )
 from .rows import Answers, AnyMeasures, Floats
+from .similarity import same_neighbour
 from .vectors import (
     EMBEDDING,
     FEATURE_MAP,
@@ -30,7 +31,6 @@ from .vectors import (
     FeatureMapMeasures,
     embedding_measures,
     feature_map_measures,
-    same_neighbour,
 )
 
 if TYPE_CHECKING:
@@ -87,11 +87,6 @@ def largest_logit(reference: Array, role: Role) -> float:
 
 def require_agreement(port: OutputPort, inputs: int) -> None:
     """Raises BadInput where a least agreement was asked of an output on which inputs can't agree or differ."""
-    if port.role == "feature map":
-        raise BadInput(
-            f"min agreement: {port.name} is a feature map, on which no two models agree or disagree about an input; "
-            "set a largest relative error (max error) instead"
-        )
     if port.role == "embedding" and inputs < LEAST_INPUTS:
         raise BadInput(
             f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_INPUTS} inputs, got "
@@ -133,5 +128,6 @@ def _figures(reference: Array, candidate: Array, role: Role) -> dict[str, NDArra
     }
     if role == "token logits":
         return arrays | {"token_agreement": tokens_agreeing(reference, candidate)}
-    agrees_N = same_neighbour(rows) if role == "embedding" else None
+    neighbours = (rows.reference_NF, rows.candidate_NF, rows.finite_N)
+    agrees_N = same_neighbour(*neighbours) if role == "embedding" else None
     return arrays if agrees_N is None else arrays | {"agrees": agrees_N}

@@ -1,6 +1,7 @@
 """PURE: how far a candidate's embeddings and feature maps are from a reference's. N inputs, F features of each.
 
-An embedding is used by its angle to others, so that it agrees where the nearest of the other inputs stays the same.
+An embedding is used by its angle to others, so that it agrees where the nearest of the other inputs stays the same;
+so are the tokens of a feature map.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 from ground.records import Figure
 
 from .labels import wilson
-from .rows import Answers, AnyMeasures, Bools, Floats, Rows
+from .rows import Answers, AnyMeasures
+from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour
+from .token_rows import token_figures
 
 EMBEDDING = Answers(
     what="embedding",
@@ -31,11 +34,7 @@ FEATURE_MAP = Answers(
     values="input values",
     hint="run both on the same inputs",
 )
-LEAST_INPUTS = 3  # with two, each is the other's nearest
-# Cosines nearer than this are one in float32; of two equal inputs either may come first.
-TIE = 1e-6
-# Rows of the table of cosines that are in memory at a time.
-CHUNK = 512
+LEAST_INPUTS = LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,8 @@ class EmbeddingMeasures(AnyMeasures):
     """Errors of the embeddings of a whole set of inputs.
 
     neighbour_agreement is the share of inputs whose nearest neighbour among the others, by cosine, is the reference's,
-    with Wilson's bounds at 95 %; None for fewer than 3 inputs. The rest is as in LogitMeasures.
+    with Wilson's bounds at 95 %; None for fewer than 3 inputs. linear_cka is debiased and of at
+    most 1,024 inputs, None for fewer than 4. The rest is as in LogitMeasures.
     """
 
     images: int
@@ -56,6 +56,7 @@ class EmbeddingMeasures(AnyMeasures):
     neighbour_agreement_high: float | None
     nonfinite_images: int
     spread_ratio: Figure
+    linear_cka: Figure | None = None
 
     @property
     def inputs(self) -> str:
@@ -89,7 +90,12 @@ class EmbeddingMeasures(AnyMeasures):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureMapMeasures(AnyMeasures):
-    """Errors of the feature maps of a whole set of inputs; of them no agreement is defined."""
+    """Errors of the feature maps of a whole set of inputs. cosine_mean and cosine_min are of inputs.
+
+    Of a map of tokens [N,T,C] or [N,C,H,W]: the cosine of tokens, its mean and 1 % quantile; and of at most 1,024
+    tokens drawn among all, the share whose nearest other by cosine is the reference's, with Wilson's bounds as if
+    each input had been asked once, and linear CKA (debiased).
+    """
 
     images: int
     relative_error: Figure
@@ -98,6 +104,13 @@ class FeatureMapMeasures(AnyMeasures):
     cosine_min: Figure
     nonfinite_images: int
     spread_ratio: Figure
+    token_cosine_mean: Figure | None = None
+    token_cosine_q01: Figure | None = None
+    tokens_compared: int | None = None
+    neighbour_agreement: float | None = None
+    neighbour_agreement_low: float | None = None
+    neighbour_agreement_high: float | None = None
+    linear_cka: Figure | None = None
 
     @property
     def inputs(self) -> str:
@@ -109,26 +122,36 @@ class FeatureMapMeasures(AnyMeasures):
 
     @property
     def agreement(self) -> float | None:
-        return None
+        return self.neighbour_agreement
 
     @property
     def agreement_bounds(self) -> tuple[float, float] | None:
-        return None
+        low, high = self.neighbour_agreement_low, self.neighbour_agreement_high
+        return None if low is None or high is None else (low, high)
 
     @property
     def agreement_line(self) -> str:
-        return f"cosine {self.cosine_mean:.6f}"
+        if self.token_cosine_mean is None:
+            return f"cosine {self.cosine_mean:.6f}"
+        cosine = f"cosine of tokens {self.token_cosine_mean:.6f} (1 % below {self.token_cosine_q01:.6f})"
+        if self.neighbour_agreement is None:
+            return cosine
+        return f"{cosine}, nearest tokens agree on {self.neighbour_agreement:.2%}"
 
     @property
     def disagreement_line(self) -> str:
-        return ""
+        if self.neighbour_agreement is None or self.tokens_compared is None:
+            return "no tokens whose nearest others could be told"
+        moved = round((1 - self.neighbour_agreement) * self.tokens_compared)
+        return f"{moved} of {self.tokens_compared} tokens have another nearest one"
 
 
 def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray[np.floating]) -> EmbeddingMeasures:
     """See EmbeddingMeasures. Raises BadInput when the shapes differ or the reference is not finite."""
     rows = EMBEDDING.rows(reference_NF, candidate_NF)
-    agrees_N = same_neighbour(rows)
+    agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
     errors, images = rows.errors(), len(rows.finite_N)
+    drawn = drawn_rows(images)
     low, high = (None, None) if agrees_N is None else wilson(int(agrees_N.sum()), images)
     return EmbeddingMeasures(
         images=images,
@@ -141,6 +164,7 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
         neighbour_agreement_high=high,
         nonfinite_images=images - int(rows.finite_N.sum()),
         spread_ratio=rows.spread_ratio(),
+        linear_cka=linear_cka(rows.reference_NF[drawn], rows.candidate_NF[drawn]),
     )
 
 
@@ -148,6 +172,9 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     """See FeatureMapMeasures. Raises BadInput as embedding_measures does."""
     rows = FEATURE_MAP.rows(reference, candidate)
     errors, images = rows.errors(), len(rows.finite_N)
+    tokens = token_figures(reference, candidate, rows.finite_N)
+    agreement = None if tokens is None else tokens.neighbour_agreement
+    low, high = (None, None) if agreement is None else wilson(agreement * images, images)
     return FeatureMapMeasures(
         images=images,
         relative_error=rows.relative_error(),
@@ -156,35 +183,11 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
         cosine_min=float(errors.cosine_N.min()),
         nonfinite_images=images - int(rows.finite_N.sum()),
         spread_ratio=rows.spread_ratio(),
+        token_cosine_mean=None if tokens is None else tokens.cosine_mean,
+        token_cosine_q01=None if tokens is None else tokens.cosine_q01,
+        tokens_compared=None if tokens is None else tokens.compared,
+        neighbour_agreement=agreement,
+        neighbour_agreement_low=low,
+        neighbour_agreement_high=high,
+        linear_cka=None if tokens is None else tokens.linear_cka,
     )
-
-
-def same_neighbour(rows: Rows) -> Bools | None:
-    """Whether each input's nearest neighbour in the candidate is a nearest one in the reference (within TIE); None for
-    fewer than 3 inputs. Inputs without a finite answer have and are no neighbour.
-    """
-    count = len(rows.finite_N)
-    if count < LEAST_INPUTS:
-        return None
-    reference_NF, candidate_NF = _unit(rows.reference_NF), _unit(rows.candidate_NF)
-    agrees_N = np.zeros(count, dtype=np.bool_)
-    for start in range(0, count, CHUNK):
-        chunk = np.arange(start, min(start + CHUNK, count))
-        theirs_PN = _cosines(candidate_NF, chunk)
-        theirs_PN[:, ~rows.finite_N] = -np.inf
-        ours_PN = _cosines(reference_NF, chunk)
-        own = np.take_along_axis(ours_PN, theirs_PN.argmax(axis=1)[:, None], axis=1)[:, 0]
-        agrees_N[chunk] = own >= ours_PN.max(axis=1) - TIE
-    return agrees_N & rows.finite_N
-
-
-def _cosines(unit_NF: Floats, chunk: NDArray[np.integer]) -> Floats:
-    """Of some inputs with all; with themselves -inf."""
-    cosines_PN: Floats = unit_NF[chunk] @ unit_NF.T
-    cosines_PN[np.arange(len(chunk)), chunk] = -np.inf
-    return cosines_PN
-
-
-def _unit(rows_NF: Floats) -> Floats:
-    norms_N1 = np.linalg.norm(rows_NF, axis=1, keepdims=True)
-    return np.asarray(rows_NF / np.where(norms_N1 > 0, norms_N1, 1.0), dtype=np.float64)

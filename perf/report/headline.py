@@ -17,6 +17,7 @@ SAME: Mapping[Role, str] = {
     "logits": "top answer",
     "token logits": "top answer of each token",
     "embedding": "nearest neighbour",
+    "feature map": "nearest neighbour of each token",
 }
 
 

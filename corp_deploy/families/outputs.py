@@ -1,0 +1,100 @@
+"""Names of what a model gives: its head's output, tokens of its last stream, and the streams behind its layers. No
+torch.
+
+The grammar of a name: `logits` or `pooled`; `class`, `registers`, `patches` or `tokens` behind the last norm; `block8`
+for the patch tokens behind block 8 as they stand there, `block8_class` and so on for others of its tokens, and
+`block8_norm` for the same through the model's last norm. Layers count from 0, as their names in the model do.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ground.errors import BadInput
+from ground.ports import OutputPort
+from ground.quantity import shown
+
+Part = Literal["class", "registers", "patches", "tokens"]
+PARTS: tuple[Part, ...] = ("class", "registers", "patches", "tokens")
+HEADS = ("logits", "pooled")
+MOST_OUTPUTS = 64
+_LAYER = re.compile(r"([a-z]+)(0|[1-9][0-9]{0,3})(?:_(class|registers|patches|tokens))?(_norm)?")
+EXAMPLE = "class,patches,block8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One output. `layer`: the path of the layer behind which it stands, `blocks.8`; empty for the last stream or,
+    where `part` is None, the head.
+    """
+
+    name: str
+    part: Part | None
+    layer: str = ""
+    normed: bool = True
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether it has a vector for each place of the image."""
+        return self.part in ("patches", "tokens")
+
+    @property
+    def port(self) -> OutputPort:
+        """Of an output that is read off a stream."""
+        assert self.part is not None, self.name
+        return OutputPort(name=self.name, role="embedding" if self.part == "class" else "feature map")
+
+
+def output_from_name(name: str) -> Output:
+    """Raises BadInput for a name that is none."""
+    if name in HEADS:
+        return Output(name=name, part=None)
+    if name in PARTS:
+        return Output(name=name, part=name)
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        raise BadInput(
+            f"outputs: {shown(name)} is none; expected {', '.join((*HEADS, *PARTS))}, or a layer such as block8, "
+            "block8_class, block8_norm"
+        )
+    word, number, part, norm = match.groups()
+    of_layer: Part = next((each for each in PARTS if each == part), "patches")
+    return Output(name=name, part=of_layer, layer=f"{word}s.{number}", normed=norm is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a model gives, in this order. Raises BadInput for a name that is none or stands there twice."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.names) <= MOST_OUTPUTS:
+            raise BadInput(f"outputs: got {len(self.names)}, expected 1 to {MOST_OUTPUTS} names, such as {EXAMPLE}")
+        twice = [name for name in dict.fromkeys(self.names) if self.names.count(name) > 1]
+        if twice:
+            raise BadInput(f"outputs: {', '.join(twice)} twice; each has a name of its own")
+        _ = self.every
+
+    @property
+    def every(self) -> tuple[Output, ...]:
+        return tuple(output_from_name(name) for name in self.names)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers behind which outputs stand, each once."""
+        return tuple(dict.fromkeys(output.layer for output in self.every if output.layer))
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether any output has a vector for each place of the image."""
+        return any(output.has_patches for output in self.every)
+
+    def words(self) -> str:
+        """For people."""
+        return ", ".join(self.names)
+
+
+def outputs_from_text(text: str) -> Outputs:
+    """`class,patches,block8`. Raises BadInput for what is none."""
+    return Outputs(tuple(part.strip() for part in text.split(",")))

@@ -1,0 +1,87 @@
+"""PURE: how alike two representations of the same things are, beyond the error of each: who is nearest to whom, and
+linear CKA. R rows (inputs, or tokens of inputs), F features of each, which may be others on either side.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rows import Bools, Floats
+
+LEAST_ROWS = 3  # with two, each is the other's nearest
+LEAST_FOR_CKA = 4  # the unbiased estimate divides by R - 3
+# Cosines nearer than this are one in float32; of two equal rows either may come first.
+TIE = 1e-6
+# Rows of the table of cosines that are in memory at a time.
+CHUNK = 512
+SEED = 0
+MOST_DRAWN = 1024  # rows whose table of all pairs is looked at
+
+
+def drawn_rows(count: int) -> NDArray[np.intp]:
+    """Places of rows, all of them or as many as a table of pairs may have, drawn once and for all, ascending."""
+    if count <= MOST_DRAWN:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(SEED).choice(count, MOST_DRAWN, replace=False))
+
+
+def same_neighbour(reference_RF: Floats, candidate_RF: Floats, usable_R: Bools) -> Bools | None:
+    """Whether each row's nearest other in the candidate, by cosine, is a nearest one in the reference (within TIE);
+    None for fewer than 3 rows. Rows that aren't usable have and are no neighbour.
+    """
+    count = len(usable_R)
+    if count < LEAST_ROWS:
+        return None
+    ours_RF, theirs_RF = _unit(reference_RF), _unit(candidate_RF)
+    agrees_R = np.zeros(count, dtype=np.bool_)
+    for start in range(0, count, CHUNK):
+        chunk = np.arange(start, min(start + CHUNK, count))
+        theirs_PR = _cosines(theirs_RF, chunk)
+        theirs_PR[:, ~usable_R] = -np.inf
+        ours_PR = _cosines(ours_RF, chunk)
+        own = np.take_along_axis(ours_PR, theirs_PR.argmax(axis=1)[:, None], axis=1)[:, 0]
+        agrees_R[chunk] = own >= ours_PR.max(axis=1) - TIE
+    return agrees_R & usable_R
+
+
+def linear_cka(reference_RF: Floats, candidate_RF: Floats) -> float | None:
+    """Centred kernel alignment of two linear kernels, 1 for representations that are one but for a rotation and a
+    scale (Kornblith et al., arXiv 1905.00414), debiased: with the unbiased estimate of HSIC (Song et al., JMLR 13,
+    2012, eq. 5) in each place, since the plain one nears 1 for any two representations of fewer rows than features.
+
+    None for fewer than 4 rows, and where a side hardly varies, so that its own estimate is 0 or less.
+    """
+    if len(reference_RF) < LEAST_FOR_CKA:
+        return None
+    ours_RR, theirs_RR = (rows_RF @ rows_RF.T for rows_RF in map(_centred, (reference_RF, candidate_RF)))
+    own, other = _unbiased_hsic(ours_RR, ours_RR), _unbiased_hsic(theirs_RR, theirs_RR)
+    if not (own > 0 and other > 0):
+        return None
+    return float(_unbiased_hsic(ours_RR, theirs_RR) / np.sqrt(own * other))
+
+
+def _centred(rows_RF: Floats) -> Floats:
+    """Changes no estimate, but keeps what is common to all rows out of the rounding."""
+    return np.asarray(rows_RF - rows_RF.mean(axis=0), dtype=np.float64)
+
+
+def _unbiased_hsic(kernel_RR: Floats, other_RR: Floats) -> float:
+    count = len(kernel_RR)
+    first_RR, second_RR = (kernel - np.diag(np.diag(kernel)) for kernel in (kernel_RR, other_RR))
+    traces = (first_RR * second_RR).sum()
+    sums = first_RR.sum() * second_RR.sum() / ((count - 1) * (count - 2))
+    mixed = 2.0 * (first_RR.sum(axis=0) * second_RR.sum(axis=0)).sum() / (count - 2)
+    return float((traces + sums - mixed) / (count * (count - 3)))
+
+
+def _cosines(unit_RF: Floats, chunk: NDArray[np.integer]) -> Floats:
+    """Of some rows with all; with themselves -inf."""
+    cosines_PR: Floats = unit_RF[chunk] @ unit_RF.T
+    cosines_PR[np.arange(len(chunk)), chunk] = -np.inf
+    return cosines_PR
+
+
+def _unit(rows_RF: Floats) -> Floats:
+    norms_R1 = np.linalg.norm(rows_RF, axis=1, keepdims=True)
+    return np.asarray(rows_RF / np.where(norms_R1 > 0, norms_R1, 1.0), dtype=np.float64)

@@ -1,0 +1,183 @@
+"""Backbones with named outputs through the commands: reduced, exported, proven output by output, packaged, released."""
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from corp_deploy import load
+from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import save
+from export.engine.audit import audit_fusion
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from tests import tiny
+
+OUTPUTS = ("class", "patches", "block1")
+
+
+def invoked(*arguments: Any, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+@cache
+def done(home: Path) -> Path:
+    """Everything up to the graphs, once."""
+    save(tiny.checkpoint(num_classes=0, reg_tokens=2, depth=3), home / "dense")
+    np.save(home / "images.npy", tiny.images(64))
+    np.save(home / "held-out.npy", tiny.images(16, seed=5))
+    images = ("--images", home / "images.npy")
+    invoked("calibrate", "--model", home / "dense", *images, "-o", home / "m.safetensors")
+    model = ("--model", home / "dense", "--outputs", ",".join(OUTPUTS), "--moments", home / "m.safetensors", *images)
+    result = invoked(
+        "reduce", *model, "--macs", 0.8, "--align", "mlp=8,head=8", "--closed-loop", "-o", home / "reduced"
+    )
+    assert "closed loop fitted to: all 19 tokens" in result.output
+    invoked("export", "--model", home / "reduced", "-o", home / "reduced" / "model.onnx", "--precision", "fp32,fp16")
+    return home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return done(tmp_path_factory.mktemp("named"))
+
+
+def test_the_reduced_directory_and_its_graph_give_the_outputs_by_name(home: Path) -> None:
+    assert json.loads((home / "reduced" / "config.json").read_text())["outputs"] == list(OUTPUTS)
+    session = ort.InferenceSession(str(home / "reduced" / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert [port.name for port in session.get_outputs()] == list(OUTPUTS)
+    for count in (1, 5):
+        images = tiny.images(count, seed=count)
+        with torch.inference_mode():
+            expected = load(home / "reduced")(torch.from_numpy(images))
+        got = session.run(None, {"images": images})
+        for name, ours, theirs in zip(OUTPUTS, got, expected, strict=True):
+            assert np.linalg.norm(ours - theirs.numpy()) < 1e-5 * float(theirs.norm()), name
+
+
+def test_inspect_says_what_a_model_gives(home: Path) -> None:
+    model = ("inspect", "--model", home / "dense", "--outputs", "class,patches")
+    assert "outputs of one image: class [48] (embedding), patches [16, 48] (feature map)" in invoked(*model).output
+    shown = json.loads(invoked("inspect", "--model", home / "reduced", "--json").stdout)
+    assert [each["name"] for each in shown["outputs"]] == list(OUTPUTS)
+    assert shown["outputs"][1] == {"name": "patches", "role": "feature map", "shape": [16, 48]}
+
+
+def test_every_output_is_proven_link_by_link(home: Path) -> None:
+    steps = [home / "reduced", home / "reduced" / "model.onnx", home / "reduced" / "model.fp16.onnx"]
+    dense = (home / "dense", "--outputs", "block1,class,patches")
+    limits = ("--batch", "1,5", "--max-error", 0.5, "--min-agreement", 0.2)
+    invoked("verify", *dense, *steps, "--images", home / "held-out.npy", *limits, "-o", home / "parity.json")
+    parity = json.loads((home / "parity.json").read_text())
+    assert parity["verdict"] == "PASS"
+    assert {link["output"] for link in parity["links"]} == set(OUTPUTS)
+    assert len(parity["links"]) == 4 * len(OUTPUTS), "reduced, FP32, FP16 and the whole chain, each by output"
+    by_name = {link["name"]: link for link in parity["links"]}
+    assert "top1_agreement" not in json.dumps(parity)
+    tokens = by_name["whole patches"]["measures"]
+    assert 0.5 < tokens["token_cosine_q01"] < tokens["token_cosine_mean"] < 1.0
+    assert 0.5 < tokens["linear_cka"] < 1.0
+    assert tokens["tokens_compared"] == 16 * 16
+    assert by_name["whole class"]["measures"]["linear_cka"] > 0.5
+    assert all(link["measures"]["relative_error"] < 1e-4 for link in parity["links"] if link["kind"] == "exact")
+    rule = ("gate", home / "parity.json", "--fail-if", "token_cosine_q01@whole patches < 0.5", "-o", home / "gate.json")
+    invoked(*rule)
+
+
+def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
+    held_out = ("--images", home / "held-out.npy", "-o", home / "other.json")
+    refused = invoked("verify", home / "dense", "--outputs", "class", home / "reduced", *held_out, code=2)
+    assert "gives class, patches, block1, expected class as the dense model does" in refused.stderr
+    refused = invoked("inspect", "--model", home / "reduced", "--outputs", "patches", code=2)
+    assert "has outputs of its own: class, patches, block1; drop --outputs patches" in refused.stderr
+    refused = invoked("inspect", "--model", home / "dense", "--outputs", "class,nose", code=2)
+    assert "'nose' is none" in refused.stderr
+    sweep = ("sweep", "--model", home / "dense", "--outputs", "class,patches", "--moments", home / "m.safetensors")
+    refused = invoked(*sweep, "--images", home / "held-out.npy", "--sparsity", 0.5, "-o", home / "sweep", code=2)
+    assert "sweep scores models by one output, this one has 2: class, patches" in refused.stderr
+
+
+def test_a_model_repository_carries_all_outputs(home: Path) -> None:
+    invoked("package", home, "-o", home / "repository", "--name", "tiny")
+    invoked("lint-repo", home / "repository")
+    (config,) = (home / "repository").glob("tiny_cpu/config.pbtxt")
+    text = config.read_text()
+    for name in OUTPUTS:
+        assert f'name: "{name}"' in text
+    assert "dims: [ 16, 48 ]" in text.replace("[16, 48]", "[ 16, 48 ]")
+
+
+RECIPE = """
+[model]
+model = "dense"
+outputs = ["class", "patches"]
+[calibration]
+images = "images.npy"
+[held_out]
+images = "held-out.npy"
+[reduce]
+macs = 0.8
+align_mlp = 8
+align_head = 8
+[export]
+precisions = ["fp32"]
+[parity]
+max_error = 0.9
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+[samples]
+count = 3
+[package]
+name = "tiny"
+"""
+
+
+def test_a_recipe_names_outputs_too(home: Path) -> None:
+    (home / "recipe.toml").write_text(RECIPE)
+    invoked("release", home / "recipe.toml", "-o", home / "release")
+    manifest = json.loads((home / "release" / "manifest.json").read_text())
+    assert manifest["outputs"] == ["class", "patches"]
+    graph = onnx.load(str(home / "release" / "reduced" / "model.onnx"))
+    assert [value.name for value in graph.graph.output] == ["class", "patches"]
+    invoked("check", home / "release")
+    (home / "recipe.toml").write_text(RECIPE.replace('"class", "patches"', '"class", "nose"'))
+    assert "model.outputs: 'nose' is none" in invoked("release", home / "recipe.toml", "-o", home / "x", code=2).stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> None:
+    invoked(
+        "export",
+        "--model",
+        home / "dense",
+        "--outputs",
+        ",".join(OUTPUTS),
+        "-o",
+        home / "d.onnx",
+        "--precision",
+        "fp16",
+    )
+    batch = BatchProfile(smallest=1, tuned=4, largest=8)
+    reduced = home / "reduced" / "model.fp16.onnx"
+    record = build_engine(reduced, BuildOptions(backend="tensorrt-rtx", profiles=(batch,), sms=("86",))).record
+    assert len(record.attention_sites) == 3
+    (audit,) = audit_fusion(home / "d.onnx", reduced, batch=batch)
+    assert audit.passed
+    assert not audit.lost
