@@ -51,7 +51,7 @@ def whole_system(system_HTT: Tensor, head_dim: int) -> ImageSystem:
     )
 
 
-def _pair_index(width: int, device: torch.device) -> Tensor:
+def pair_index(width: int, device: torch.device) -> Tensor:
     """[S, S] -> position of the pair {a, b} among the T pairs."""
     rows, columns = torch.triu_indices(width, width, device=device)
     index_SS = torch.empty(width, width, dtype=torch.int64, device=device)
@@ -97,7 +97,7 @@ def logit_system(system: ImageSystem, head: int, kept_R: Tensor) -> LogitSystem:
     is_kept_S = torch.isin(covered_S, kept_R)
     assert int(is_kept_S.sum()) == kept_R.numel(), (kept_R, covered_S)
     at_R, at_P = is_kept_S.nonzero().squeeze(1), (~is_kept_S).nonzero().squeeze(1)
-    pair_SS = _pair_index(len(covered_S), system_TT.device)
+    pair_SS = pair_index(len(covered_S), system_TT.device)
     width = kept_R.numel()
     inside = pair_SS[at_R[:, None], at_R].flatten()
     # [j, j', i, i'] -> [(j, i), (j', i')]: key index outer, query index inner

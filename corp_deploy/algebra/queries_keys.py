@@ -28,6 +28,7 @@ class QkRecovery:
 
     residual_H: `objective` at the result; residual_uncompensated_H: the same with nothing fitted;
     r2: 1 - their ratio, summed over heads (eq. 93); condition: the worst head's; ridge: the largest head's.
+    planes_HK: the planes that stay of each head, where they are kept or left out whole (see planes.py).
     """
 
     q_map_HRD: Tensor
@@ -38,13 +39,15 @@ class QkRecovery:
     r2: float
     condition: float
     ridge: float
+    planes_HK: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.q_map_HRD.shape == self.k_map_HRD.shape, (self.q_map_HRD.shape, self.k_map_HRD.shape)
         assert bool((self.residual_H >= 0.0).all()), self.residual_H
 
 
-def _explained(residual_H: Tensor, uncompensated_H: Tensor) -> float:
+def explained(residual_H: Tensor, uncompensated_H: Tensor) -> float:
+    """The share of what nothing fitted loses that a recovery gives back."""
     total = float(uncompensated_H.sum())
     return 1.0 - float(residual_H.sum()) / total if total > 0.0 else 1.0
 
@@ -132,7 +135,7 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
         objective="per-image",
         residual_H=residual_H,
         residual_uncompensated_H=uncompensated_H,
-        r2=_explained(residual_H, uncompensated_H),
+        r2=explained(residual_H, uncompensated_H),
         condition=max(conditions),
         ridge=max(ridges),
     )
@@ -172,7 +175,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
         objective="aggregated",
         residual_H=residual_H,
         residual_uncompensated_H=uncompensated_H,
-        r2=_explained(residual_H, uncompensated_H),
+        r2=explained(residual_H, uncompensated_H),
         condition=float((largest_H11.flatten() / smallest_H).max()),
         ridge=float(ridge_H.max()),
     )
@@ -216,7 +219,7 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
         objective="aggregated",
         residual_H=residual_H,
         residual_uncompensated_H=plain_H,
-        r2=_explained(residual_H, plain_H),
+        r2=explained(residual_H, plain_H),
         condition=float(torch.maximum(q_condition_H, k_condition_H).max()),
         ridge=floor_rel * float(q_second_HDD.diagonal(dim1=1, dim2=2).mean(1).max()),
     )

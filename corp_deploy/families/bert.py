@@ -17,7 +17,7 @@ from ground.ports import OutputPort
 from .architecture import MOST_PARAMETERS, Architecture
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
-from .head_site import HeadSite
+from .head_site import HeadSite, site_of_attention
 from .merging import Merging
 from .modules import parameters, replaced
 from .sites import Sites
@@ -84,19 +84,7 @@ def _channel_site(name: str, mlp: nn.Module) -> ChannelSite:
 
 def _head_site(name: str, attention: nn.Module) -> HeadSite:
     assert isinstance(attention, HeadAttention), (name, attention)
-    return HeadSite(
-        name=name,
-        module=attention,
-        first=attention.qkv,
-        last=attention.proj,
-        heads=attention.heads,
-        qk=attention.qk,
-        v=attention.v,
-        scale=attention.scale,
-        q_norm=attention.q_norm,
-        k_norm=attention.k_norm,
-        geometry=attention.geometry,
-    )
+    return site_of_attention(name, attention, mixing="free", norm=None, reason="")
 
 
 def sites(model: nn.Module) -> Sites:

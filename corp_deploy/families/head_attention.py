@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .modules import linear
+from .rotary import Rotary
 
 Geometry = Literal["square", "padded", "ragged"]
 # Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
@@ -43,7 +44,12 @@ class HeadAttention(nn.Module):
     engines keep their fused attention kernel. `fused` selects torch's scaled_dot_product_attention; without it the
     same product is spelled MatMul-Softmax-MatMul, which is the form to export. With qk = v = 0 all that it gives is the
     projection's bias. `norm` stands between all heads and the projection.
+
+    Where tokens are: `rotary` turns queries and keys, `position_bias` gives what is added to the scores [1,H,N,N].
     """
+
+    rotary: Rotary | None
+    position_bias: nn.Module | None
 
     def __init__(
         self,
@@ -59,6 +65,8 @@ class HeadAttention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
+        rotary: Rotary | None = None,
+        position_bias: nn.Module | None = None,
         fused: bool = True,
     ) -> None:
         super().__init__()
@@ -76,6 +84,7 @@ class HeadAttention(nn.Module):
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
         self.norm = norm if norm is not None else nn.Identity()
+        self.rotary, self.position_bias = rotary, position_bias
         self.proj = linear(heads * v, dim, bias=proj_bias)
 
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +93,18 @@ class HeadAttention(nn.Module):
         q, k, v = (
             rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in self.qkv(x_BNC).split(widths, dim=-1)
         )
-        return self.q_norm(q), self.k_norm(k), v
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k)
+        return q, k, v
+
+    def bias(self, weights_BN: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores [B,H,N,N], each axis but the last perhaps 1; None where nothing is."""
+        position_1HNN: Tensor | None = None if self.position_bias is None else self.position_bias()
+        if weights_BN is None:
+            return position_1HNN
+        keys_B11N = key_bias(weights_BN, dtype)
+        return keys_B11N if position_1HNN is None else keys_B11N + position_1HNN
 
     def forward(
         self,
@@ -106,28 +126,28 @@ class HeadAttention(nn.Module):
             constant: Tensor = self.proj(x[..., :0])
             return constant
         q, k, v = self._heads(x)
-        bias_B11N = None if weights_BN is None else key_bias(weights_BN, q.dtype)
-        extra = None if beside is None else self._beside(beside, q, k, bias_B11N)
+        bias_BHNN = self.bias(weights_BN, q.dtype)
+        extra = None if beside is None else self._beside(beside, q, k, bias_BHNN)
         if self.geometry == "padded" and self.qk != self.v:
             width = max(self.qk, self.v)
             q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
-        z = self._attend(q, k, v, bias_B11N)[..., : self.v]
+        z = self._attend(q, k, v, bias_BHNN)[..., : self.v]
         out: Tensor = self.proj(self.norm(z.transpose(1, 2).flatten(2)))
         return out if extra is None else (out, extra)
 
-    def _beside(self, beside: Beside, q: Tensor, k: Tensor, bias_B11N: Tensor | None) -> Tensor:
+    def _beside(self, beside: Beside, q: Tensor, k: Tensor, bias_BHNN: Tensor | None) -> Tensor:
         if beside == "keys":
             return k.transpose(1, 2).flatten(2)
         scores = (q[:, :, :1] * self.scale) @ k.transpose(-2, -1)
-        scores = scores if bias_B11N is None else scores + bias_B11N
+        scores = scores if bias_BHNN is None else scores + bias_BHNN[:, :, :1]
         return scores.softmax(-1, dtype=torch.float32).mean(dim=1).squeeze(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_B11N: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_BHNN: Tensor | None) -> Tensor:
         if self.fused:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B11N, scale=self.scale)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)
-        if bias_B11N is not None:
-            scores = scores + bias_B11N
+        if bias_BHNN is not None:
+            scores = scores + bias_BHNN
         # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are
         # nothing.
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

@@ -14,10 +14,12 @@ from . import cost
 from .constant import Constant
 from .head_attention import HeadAttention
 from .modules import fill_, parameters, replaced
+from .rotary import Rotary
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
 
-Mixing = Literal["free", "none"]
-"""Whether the dimensions of a head may be mixed with each other before the dot product."""
+Mixing = Literal["free", "planes", "none"]
+"""Which dimensions of a head may be mixed with each other before the dot product: all, those of a plane that positions
+turn, none."""
 
 Weights = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear layer."""
@@ -27,13 +29,24 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def _queries(turned: Any) -> Tensor:
+    q_BHND: Tensor = turned[0]
+    return q_BHND
+
+
+def _keys(turned: Any) -> Tensor:
+    k_BHND: Tensor = turned[1]
+    return k_BHND
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSite:
     """The heads of one attention layer: a fused projection with rows q, k, v, and the output projection.
 
     `mixing` none: queries and keys must stay as they are, for the `reason`. `norm`: what stands between all heads and
-    the output projection, so that values must stay, for the `reason`; None where nothing does. `merge`: the module that
-    merges the tokens that come here, None where none are merged.
+    the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary` and
+    `position_bias`: as HeadAttention's. `merge`: the module that merges the tokens that come here, None where none are
+    merged.
     """
 
     kind: ClassVar[str] = "heads"
@@ -50,6 +63,8 @@ class HeadSite:
     geometry: HeadGeometry
     mixing: Mixing = "free"
     norm: nn.Module | None = None
+    rotary: Rotary | None = None
+    position_bias: nn.Module | None = None
     reason: str = ""
     merge: nn.Module | None = None
 
@@ -57,6 +72,15 @@ class HeadSite:
     def keeps_qk(self) -> bool:
         """Whether queries and keys must stay, so that a reduction can change the values alone."""
         return self.mixing == "none"
+
+    @property
+    def in_planes(self) -> bool:
+        """Whether queries and keys may lose whole planes alone, two dimensions each."""
+        return self.mixing == "planes"
+
+    def step(self, align: int) -> int:
+        """The multiple that the width of queries and keys is rounded to, where this one is asked for."""
+        return 2 * align if self.in_planes and align % 2 else align
 
     @property
     def keeps_v(self) -> bool:
@@ -94,7 +118,9 @@ class HeadSite:
 
     def taps(self) -> HeadTaps:
         """q and k as they enter the dot product, and the input of the output projection."""
-        if self.keeps_qk:
+        if self.rotary is not None:
+            queries, keys = Tap(module=self.rotary, take=_queries), Tap(module=self.rotary, take=_keys)
+        elif self.keeps_qk:
             queries, keys = Tap(module=self.q_norm, take=_identity), Tap(module=self.k_norm, take=_identity)
         else:
             queries = Tap(module=self.first, take=self._head_slice(0))
@@ -108,7 +134,8 @@ class HeadSite:
         widths = (
             f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
         )
-        return f"attention of {self.first.in_features}, {widths}, {geometry}"
+        positions = f"{', rotary' * (self.rotary is not None)}{', biased' * (self.position_bias is not None)}"
+        return f"attention of {self.first.in_features}, {widths}, {geometry}{positions}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
@@ -122,16 +149,21 @@ class HeadSite:
         )
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
-        """Norms stay."""
+        """Norms stay, and what is added to scores; learned frequencies go with their planes."""
         assert isinstance(width, HeadWidths), (self.name, width)
-        norms = (self.q_norm, self.k_norm) if self.norm is None else (self.q_norm, self.k_norm, self.norm)
-        return parameters(*norms) + cost.attention_parameters(
-            dim=self.first.in_features,
-            heads=self.heads,
-            qk=width.qk,
-            v=width.v,
-            qkv_bias=self.first.bias is not None,
-            proj_bias=self.last.bias is not None or width.v != self.v,
+        stay = (self.q_norm, self.k_norm, self.norm, self.position_bias)
+        turning = 0 if self.rotary is None else parameters(self.rotary) * width.qk // self.qk
+        return (
+            turning
+            + parameters(*(each for each in stay if each is not None))
+            + cost.attention_parameters(
+                dim=self.first.in_features,
+                heads=self.heads,
+                qk=width.qk,
+                v=width.v,
+                qkv_bias=self.first.bias is not None,
+                proj_bias=self.last.bias is not None or width.v != self.v,
+            )
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -178,21 +210,40 @@ class HeadSite:
                 q_norm=copy.deepcopy(self.q_norm),
                 k_norm=copy.deepcopy(self.k_norm),
                 norm=copy.deepcopy(self.norm),
+                rotary=self._rotary(qk),
+                position_bias=copy.deepcopy(self.position_bias) if v else None,
                 fused=fused,
             )
         return module.to(self.first.weight.dtype)
 
+    def _rotary(self, qk: int) -> Rotary | None:
+        """For heads of another width, which planes is not yet known."""
+        if self.rotary is None or not qk:
+            return None
+        if qk == 2 * self.rotary.planes:
+            return copy.deepcopy(self.rotary)
+        first_K = torch.arange(qk // 2, device=self.first.weight.device)
+        return self.rotary.narrowed(first_K.expand(self.heads, -1))
+
     def placed(
-        self, width: HeadWidths, geometry: HeadGeometry, first: Weights, last: Weights
+        self,
+        width: HeadWidths,
+        geometry: HeadGeometry,
+        first: Weights,
+        last: Weights,
+        planes_HK: Tensor | None = None,
     ) -> tuple[HeadAttention, nn.Linear]:
         """An attention module of these head widths with these weights, and its output projection; that has a bias where
-        it is given one.
+        it is given one. `planes_HK`: those that each head keeps, where they are turned and fewer.
         """
         module = self.empty(
             qk=width.qk, v=width.v, geometry=geometry_of_heads(width, geometry), proj_bias=last[1] is not None
         )
         fill_(module.qkv, *first)
         fill_(module.proj, *last)
+        if planes_HK is not None and width.qk != self.qk:
+            assert self.rotary is not None, self.name
+            module.rotary = self.rotary.narrowed(planes_HK)
         return module, module.proj
 
     def plain(self, geometry: HeadGeometry | None) -> HeadAttention:
@@ -202,6 +253,8 @@ class HeadSite:
         chosen = self.geometry if geometry is None or self.qk == self.v else geometry
         module = self.empty(qk=self.qk, v=self.v, geometry=chosen, fused=False)
         module.load_state_dict(self.module.state_dict())
+        if module.rotary is not None:
+            module.rotary = module.rotary.plain()
         if not self.v:
             module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
@@ -216,11 +269,37 @@ class HeadSite:
         return head_site(self.name, layer, self)
 
 
+def site_of_attention(
+    name: str, attention: HeadAttention, *, mixing: Mixing, norm: nn.Module | None, reason: str
+) -> HeadSite:
+    """A site in HeadAttention itself; `mixing`, `norm` and `reason` as HeadSite's."""
+    return HeadSite(
+        name=name,
+        module=attention,
+        first=attention.qkv,
+        last=attention.proj,
+        heads=attention.heads,
+        qk=attention.qk,
+        v=attention.v,
+        scale=attention.scale,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        geometry=attention.geometry,
+        mixing=mixing,
+        norm=norm,
+        rotary=attention.rotary,
+        position_bias=attention.position_bias,
+        reason=reason,
+    )
+
+
 def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
     """A site in a layer whose modules go by HeadAttention's names, in all else like another."""
     qkv, proj = layer.get_submodule("qkv"), layer.get_submodule("proj")
     assert isinstance(qkv, nn.Linear), (name, qkv)
     assert isinstance(proj, nn.Linear), (name, proj)
+    rotary = None if like.rotary is None else layer.get_submodule("rotary")
+    assert rotary is None or isinstance(rotary, Rotary), (name, rotary)
     return HeadSite(
         name=name,
         module=layer,
@@ -235,6 +314,8 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
         geometry=like.geometry,
         mixing=like.mixing,
         norm=None if like.norm is None else layer.get_submodule("norm"),
+        rotary=rotary,
+        position_bias=None if like.position_bias is None else layer.get_submodule("position_bias"),
         reason=like.reason,
         merge=like.merge,
     )

@@ -21,6 +21,7 @@ from .timm_arguments import refuse_unbounded
 from .timm_build import built
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
+from .timm_placing import with_placed_blocks
 from .timm_pointwise import with_token_mlps
 
 State = Mapping[str, Tensor]
@@ -80,6 +81,11 @@ def unused(model: nn.Module) -> tuple[str, ...]:
     return () if classes(model) else tuple(f"{name}." for name in heads)
 
 
+def own_state(model: nn.Module, state: State) -> dict[str, Tensor]:
+    """Weights under timm's names under the model's own, for models whose names are timm's."""
+    return dict(state)
+
+
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
     config: Any = {**_config(model), **preprocessing.settings}
@@ -131,7 +137,8 @@ def _built(architecture: Architecture) -> nn.Module:
 
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens.
+    an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens, and
+    attention knows its positions.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -145,7 +152,7 @@ def build(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
-    return with_token_mlps(model)
+    return with_placed_blocks(with_token_mlps(model))
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

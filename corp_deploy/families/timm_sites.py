@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
+from .head_limits import keeps_all, keeps_qk, keeps_v
 from .head_site import HeadSite, Mixing
 from .site import Site
 from .sites import Refusal, Sites
@@ -34,21 +35,6 @@ def require_vit(model: nn.Module) -> VisionTransformer:
     return model
 
 
-_KEEPS_QK = "q_norm / k_norm stand before the dot product, so head dimensions can't be mixed"
-
-
-def _keeps_qk(attention: nn.Module) -> str:
-    norms = (attention.get_submodule(name) for name in ("q_norm", "k_norm"))
-    return "" if all(isinstance(norm, nn.Identity) for norm in norms) else _KEEPS_QK
-
-
-def _keeps_v(attention: nn.Module) -> str:
-    norm = attention.get_submodule("norm")
-    if isinstance(norm, nn.Identity):
-        return ""
-    return f"a {type(norm).__name__} before the output projection mixes all heads, so values can't be reduced"
-
-
 def _attention_refusal(attention: nn.Module) -> str:
     if isinstance(attention, HeadAttention):
         return ""
@@ -56,8 +42,8 @@ def _attention_refusal(attention: nn.Module) -> str:
         return "attention is DiffAttention: a head is the difference of two softmaxes, normed before the projection"
     if type(attention) is not TimmAttention:
         return f"attention is {type(attention).__name__}, expected timm's Attention (one fused qkv)"
-    if _keeps_qk(attention) and _keeps_v(attention):
-        return f"{_KEEPS_QK}, and {_keeps_v(attention)}"
+    if reason := keeps_all(attention):
+        return reason
     if "gate" in dict(attention.named_children()):  # an attribute since timm 1.0.28 only
         return "gated attention output"
     return ""
@@ -69,7 +55,7 @@ def _head_site(name: str, attention: nn.Module, merge: nn.Module | None) -> Head
     else:
         assert isinstance(attention, TimmAttention), type(attention)
         heads, qk, v, geometry = attention.num_heads, attention.head_dim, attention.head_dim, "square"
-    mixing: Mixing = "none" if _keeps_qk(attention) else "free"
+    mixing: Mixing = "none" if keeps_qk(attention) else "free"
     return HeadSite(
         name=name,
         module=attention,
@@ -84,8 +70,8 @@ def _head_site(name: str, attention: nn.Module, merge: nn.Module | None) -> Head
         geometry=geometry,
         mixing=mixing,
         merge=merge,
-        norm=attention.norm if _keeps_v(attention) else None,
-        reason=_keeps_qk(attention) or _keeps_v(attention),
+        norm=attention.norm if keeps_v(attention) else None,
+        reason=keeps_qk(attention) or keeps_v(attention),
     )
 
 

@@ -22,6 +22,7 @@ from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
+from .timm_library import own_state as own_state
 from .timm_library import take_beside_ as take_beside_
 from .timm_sites import require_vit
 from .timm_sites import sites as sites

@@ -104,7 +104,11 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
         for rows_BNR in site.first(entering_BNC).split(widths, dim=-1)
     )
     q, k = site.q_norm(q), site.k_norm(k)
+    if site.rotary is not None:
+        q, k = site.rotary(q, k)
     scores_BHNN = site.scale * (q @ k.mT)
+    if site.position_bias is not None:
+        scores_BHNN = scores_BHNN + site.position_bias()
     if branch.mixes_tokens and pair.present_BN is not None:
         scores_BHNN = scores_BHNN + key_bias(pair.present_BN, scores_BHNN.dtype)
     tangent = HeadTangent(

@@ -70,15 +70,19 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
         )
 
 
-def _refuse_norms_behind_heads(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a layer's step would have to be solved through a norm."""
+def _refuse_unsolved_heads(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
+    """Raise BadInput where a layer's step would have to be solved through a norm, or through turns of each token."""
     narrower = reduced_sites(dense, reduced)
-    behind = [site.name for site in sites_of(reduced).heads if site.keeps_v and site.name in narrower]
-    if behind and options.how == "layer":
-        raise BadInput(
-            f"polish layer: {', '.join(behind[:4])} have a norm behind their heads, through which no step is solved; "
-            "polish block or model"
-        )
+    heads = [site for site in sites_of(reduced).heads if site.name in narrower and options.how == "layer"]
+    reasons = {
+        "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
+        "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
+    }
+    for reason, names in reasons.items():
+        if names:
+            raise BadInput(
+                f"polish layer: {', '.join(names[:4])} {reason}, through which no step is solved; polish block or model"
+            )
 
 
 def polished(
@@ -104,7 +108,7 @@ def polished(
     are. Raises BadInput for too few images and for the state of another polish.
     """
     _refuse_whole_blocks(dense, reduced, options)
-    _refuse_norms_behind_heads(dense, reduced, options)
+    _refuse_unsolved_heads(dense, reduced, options)
     inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
     # What a merged token should be is told by the tokens that it stands for.
     dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from calib.moments import HeadMoments, SiteMoments
-from corp_deploy.algebra import queries_keys, values
+from corp_deploy.algebra import planes, queries_keys, values
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import with_modules
@@ -44,11 +44,11 @@ class HeadKind:
         """Where Q/K must stay, only square heads ask for something else: the values."""
         if is_empty(site.width) or not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
             return None
-        size = aligned_width(site.size, method.attention_kept, method.align_head)
+        size = aligned_width(site.size, method.attention_kept, _step(site, method))
         return _widths(site, method, size)
 
     def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
-        sizes = aligned_widths(site.size, method.align_head)
+        sizes = aligned_widths(site.size, _step(site, method))
         return tuple(_widths(site, method, size) for size in sizes)
 
     def offers(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
@@ -58,7 +58,7 @@ class HeadKind:
         empty = (EMPTY_HEADS,) * method.empties
         if site.keeps_qk or site.keeps_v or method.geometry == "square":
             return empty + self.widths(site, method)
-        qk, v = (aligned_widths(size, method.align_head) for size in (site.qk, site.v))
+        qk, v = aligned_widths(site.qk, _step(site, method)), aligned_widths(site.v, method.align_head)
         return empty + tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
 
     def refusal(self, site: HeadSite, method: Method) -> str:
@@ -101,7 +101,7 @@ class HeadKind:
             return []
         curves = []
         if not site.keeps_qk:
-            lost_HD = queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
+            lost_HD = _logits_lost(site, moments, method)
             offered = [width.qk or site.qk for width in offers]
             alone = {size: HeadWidths(qk=size, v=site.v) for size in offered}
             curves.append(_curve(lost_HD, alone, offered))
@@ -137,6 +137,18 @@ class HeadKind:
         energy = dense_advanced(step, streams)
         layer = with_modules(branch.layer, site.name, new.modules)
         return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+
+
+def _step(site: HeadSite, method: Method) -> int:
+    """What the one number of a site is rounded to a multiple of; where Q/K stay it is that of values."""
+    return method.align_head if site.keeps_qk else site.step(method.align_head)
+
+
+def _logits_lost(site: HeadSite, moments: HeadMoments, method: Method) -> Tensor:
+    """[H, D + 1]: by each head at each width of queries and keys."""
+    if site.in_planes:
+        return planes.spectrum(moments.q_second_HDD, moments.k_centred_HDD, ridge_rel=method.ridge_rel)
+    return queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
 
 
 def _widths(site: HeadSite, method: Method, size: int) -> HeadWidths:

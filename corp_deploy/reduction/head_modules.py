@@ -14,13 +14,14 @@ from . import heads
 from .emptied import constant_report, mean_given
 from .heads import Halves, HeadMaps, QkAtSite, ValuesAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .kind import Reduced
+from .logits import logit_error, logit_scale
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 
 
 def _qk_held_out(site: str, recovery: QkRecovery, held_out: HeadMoments, method: Method) -> HeldOut:
-    error_H = heads.logit_error(site, held_out, method, recovery.q_map_HRD, recovery.k_map_HRD)
-    energy_H = heads.logit_scale(site, held_out, method)
+    error_H = logit_error(site, held_out, method, recovery.q_map_HRD, recovery.k_map_HRD)
+    energy_H = logit_scale(site, held_out, method)
     return HeldOut(energy=float(energy_H.sum()), error=float(error_H.sum()))
 
 
@@ -100,7 +101,8 @@ def reduced_heads(
     if site.keeps_qk:
         recovery = kept_qk(moments)
     else:
-        at_site = qk_at_site(site.name, moments, method, site.first.weight.detach().double(), widths.qk, halves)
+        weight_XI = site.first.weight.detach().double()
+        at_site = qk_at_site(site.name, moments, method, weight_XI, widths.qk, halves, in_planes=site.in_planes)
         recovery = at_site.recovery
         reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(site)
@@ -116,6 +118,7 @@ def reduced_heads(
         method.geometry,
         (maps.applied(site.first.weight.detach()), bias),
         (values.weight_OK, values.bias_O if needs_bias else None),
+        recovery.planes_HK,
     )
     return Reduced(modules={site.name: module}, last=last, reports=reports)
 

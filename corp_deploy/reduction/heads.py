@@ -3,6 +3,7 @@
 Legend: H heads, D dense head width, R reduced head width, C = H D, O outputs of the projection.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,15 +11,15 @@ from torch import Tensor
 
 from calib.moments import HeadMoments
 from corp_deploy.algebra import queries_keys, scores, values
-from corp_deploy.algebra.image_system import ImageSystem, whole_system
+from corp_deploy.algebra.image_system import ImageSystem
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 from corp_deploy.algebra.values import ValueRecovery
-from corp_deploy.families.widths import aligned_widths
-from ground.errors import BadInput
 
+from .logits import logit_error, logit_scale, qk_scores, refuse_other_ranking, refuse_uncovered, system_of
 from .method import Method
+from .turned import recovered_planes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,59 +34,7 @@ class QkAtSite:
 
 
 Halves = tuple[HeadMoments, HeadMoments]
-
-
-def _system(site: str, moments: HeadMoments) -> ImageSystem:
-    if moments.system_HTT is None:
-        raise BadInput(
-            f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "
-            "calibrate again with --attention-system, or choose 'lowrank' (--preset best)"
-        )
-    head_dim = moments.energy_HD.shape[1]
-    if moments.kept_HK is None:
-        return whole_system(moments.system_HTT.double(), head_dim)
-    assert moments.target_HKK is not None, site
-    assert moments.target_energy_H is not None, site
-    return ImageSystem(
-        head_dim=head_dim,
-        covered_HS=moments.kept_HK,
-        system_HTT=moments.system_HTT.double(),
-        target_HSS=moments.target_HKK.double(),
-        energy_H=moments.target_energy_H.double(),
-    )
-
-
-def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
-
-    Raises BadInput when the moments lack what the objective needs.
-    """
-    if method.qk_recovery == "logit":
-        system = _system(site, moments)
-        if not (system.covers(q_map_HRD) and system.covers(k_map_HRD)):
-            raise BadInput(
-                f"{site}: the system in these moments leaves out dimensions that are kept here; "
-                "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
-            )
-        return queries_keys.residual_per_image(system, q_map_HRD, k_map_HRD)
-    # The first version's equation as published takes both second moments as they are, nothing centred.
-    k_HDD = moments.k_second_HDD if method.qk_recovery == "logit-v1" else moments.k_centred_HDD
-    return queries_keys.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
-
-
-def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
-    """Each head's dense logit energy [H], in the unit of `logit_error`."""
-    nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
-    return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
-
-
-def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor) -> Tensor:
-    """What ranks the dimensions of each head [H, D]; `rows_XI` are those of the fused projection, queries first."""
-    if method.qk_selection == "energy":
-        return scores.logit_energy(moments.energy_HD, moments.images)
-    heads, head_dim = moments.energy_HD.shape
-    rows_2HDI = rows_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
-    return scores.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
+Recover = Callable[[str, HeadMoments, Method, Tensor, int], QkRecovery]
 
 
 def qk_at_site(
@@ -95,15 +44,19 @@ def qk_at_site(
     rows_XI: Tensor,
     width: int,
     halves: Halves | None = None,
+    *,
+    in_planes: bool = False,
 ) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. `halves` of the images choose the ridge that pulls CORP's maps
-    (`logit`) toward the dimensions as they are. Raises BadInput when the moments lack what the recovery needs.
+    (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes. Raises BadInput when the moments
+    lack what the recovery needs.
     """
+    recover = recovered_planes if in_planes else _recovered_qk
     scores_HD, ridge = qk_scores(moments, method, rows_XI), None
     if halves is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
-        ridge = _qk_ridge(site, halves, method, scores_HD, width)
+        ridge = _qk_ridge(recover, site, halves, method, scores_HD, width)
         method = replace(method, ridge_rel=ridge.strength_whole)
-    recovery = _recovered_qk(site, moments, method, scores_HD, width)
+    recovery = recover(site, moments, method, scores_HD, width)
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method), ridge=ridge)
 
 
@@ -116,19 +69,14 @@ def kept_qk(moments: HeadMoments) -> QkRecovery:
 
 def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, align: int) -> Tensor:
     """The best dimensions among those that the system covers; all of them where it was taken for this very width."""
-    covered = system.covered_HS.shape[1]
-    if width > covered:
-        there = [each for each in aligned_widths(system.head_dim, align) if each <= covered]
-        raise BadInput(
-            f"{site}: a head width of {width} was asked for, but the system in these moments covers {covered} of "
-            f"{system.head_dim} dimensions; expected a width of {', '.join(map(str, there)) or covered}, or moments "
-            f"taken for a wider one: calibrate --attention-system --attn {1.0 - width / system.head_dim:g}"
-        )
+    refuse_uncovered(site, system, width, align)
     best_HR = scores.kept_from_scores(scores_HD.gather(1, system.covered_HS), width)
     return system.covered_HS.gather(1, best_HR)
 
 
-def _qk_ridge(site: str, halves: Halves, method: Method, scores_HD: Tensor, width: int) -> RidgeChoice:
+def _qk_ridge(
+    recover: Recover, site: str, halves: Halves, method: Method, scores_HD: Tensor, width: int
+) -> RidgeChoice:
     """The strength whose maps of either half lose least of the logits of the other."""
 
     def share_lost(recovery: QkRecovery, half: HeadMoments) -> float:
@@ -137,7 +85,7 @@ def _qk_ridge(site: str, halves: Halves, method: Method, scores_HD: Tensor, widt
         return float(error_H.sum()) / energy if energy > 0.0 else 0.0
 
     def fit(half: HeadMoments, strength: float) -> QkRecovery:
-        return _recovered_qk(site, half, replace(method, ridge_rel=strength), scores_HD, width)
+        return recover(site, half, replace(method, ridge_rel=strength), scores_HD, width)
 
     return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
 
@@ -147,15 +95,12 @@ def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Te
     if method.qk_recovery == "lowrank":
         return queries_keys.lowrank(q_second_HDD, k_centred_HDD, width)
     if method.qk_recovery == "logit":
-        system = _system(site, moments)
+        system = system_of(site, moments)
         if system.covered_HS.shape[1] < width == system.head_dim:
             return kept_qk(moments)  # nothing is missing at full width, whatever the system leaves out
         kept_HR = _kept_inside(site, system, scores_HD, width, method.align_head)
         if method.qk_selection != "energy" and not kept_HR.equal(scores.kept_from_scores(scores_HD, width)):
-            raise BadInput(
-                f"{site}: ranked by {method.qk_selection}, dimensions are kept that the system in these moments "
-                "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
-            )
+            refuse_other_ranking(site, method)
         return queries_keys.logit(system, kept_HR, ridge_rel=method.ridge_rel)
     kept_HR = scores.kept_from_scores(scores_HD, width)
     if method.qk_recovery == "select":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from calib.moments import HeadMoments, Moments
 from calib.sites import Site
+from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
@@ -18,6 +19,7 @@ from ground.errors import BadInput
 from .method import method_from_preset
 from .model import uniform_widths
 from .moments import require_same_model, site_moments
+from .turned import kept_planes
 
 
 def kept_widths(
@@ -42,17 +44,21 @@ def kept_widths(
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """The dimensions of most logit energy in a first pass, per site and head. Raises BadInput for another model's."""
     require_same_model(model, first)
-    sites, where, kept = sites_of(model).by_name, device(model), {}
+    sites, where, kept = {site.name: site for site in sites_of(model).heads}, device(model), {}
     for name, width in widths.items():
         statistics = site_moments(sites[name], first, where)
         assert isinstance(statistics, HeadMoments), name
-        kept[name] = kept_from_scores(logit_energy(statistics.energy_HD, statistics.images), width).cpu()
+        scores_HD = logit_energy(statistics.energy_HD, statistics.images)
+        if sites[name].in_planes:
+            kept[name] = dims_of_planes(kept_planes(scores_HD, width), scores_HD.shape[1]).cpu()
+        else:
+            kept[name] = kept_from_scores(scores_HD, width).cpu()
     return kept
 
 
 def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
     """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
-    sizes = {site.qk for site in sites_of(model).heads if not site.keeps_qk}
-    shares = {1.0 - width / size for size in sizes for width in aligned_widths(size, align_head)[:-1]}
+    sizes = {(site.qk, site.step(align_head)) for site in sites_of(model).heads if not site.keeps_qk}
+    shares = {1.0 - width / size for size, step in sizes for width in aligned_widths(size, step)[:-1]}
     for share in sorted(shares):
         yield share, kept_widths(model, sites, (share,), align_head)

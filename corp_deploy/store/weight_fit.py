@@ -81,6 +81,14 @@ def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch
         ) from None
 
 
+def _own(model: nn.Module, state: dict[str, torch.Tensor], weights: Weights, misfit: str) -> dict[str, torch.Tensor]:
+    """Under the model's own names. Raises BadInput where a part of what becomes one tensor is not there."""
+    try:
+        return timm_family_of(model).own_state(model, state)
+    except KeyError as error:
+        raise BadInput(f"{weights.path}: these weights don't fit the model; {misfit}; {error} is missing") from None
+
+
 def _grid(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
@@ -141,6 +149,7 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
         raise BadInput(f"{weights.path}: {foreign}")
     state = _adapted(model, weights, before.words(weights.state, expected))
     notes = _notes(weights.state, state)
+    state = _own(model, state, weights, before.words(weights.state, expected))
     without = [name for name in state if name not in expected and name.startswith(timm_family_of(model).unused(model))]
     if without:
         state = {name: tensor for name, tensor in state.items() if name not in without}

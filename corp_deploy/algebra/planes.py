@@ -1,0 +1,279 @@
+"""What queries and keys become where positions turn them (RoPE): whole planes are kept, each with a complex factor.
+
+A plane p of P is the dimensions p and p + P of a head; each token's position turns it by an angle of its own. Only a
+number a + bi a plane commutes with all of those, so with q' = (a + bi) q on the planes kept, on weights before they are
+turned, the logits lose Q E K', where E is the identity on planes that are left out and
+(1 - a) I + (0 - b) [[0, 1], [-1, 0]] on the others. That is a quadratic in the 2 P numbers lost, written down once:
+
+    loss = x' G x + 2 t' x + e,   x = (1 - a_1, .., 1 - a_P, -b_1, .., -b_P), (1, 0) on planes left out
+
+from second moments of all tokens (aggregated), or from CORP's per-image system (eq. 15), both of q and k as turned.
+
+Legend: H heads, D = 2 P dimensions, K planes kept, X = 2 P numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .image_system import ImageSystem, pair_index
+from .quadratic import solve_ridge
+from .queries_keys import QkRecovery, explained, residual_aggregated, residual_per_image
+from .scores import kept_from_scores
+
+# A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
+_PARTS = (((0, 0, 1.0), (1, 1, 1.0)), ((0, 1, 1.0), (1, 0, -1.0)))
+
+Product = Callable[[int, int, int, int], Tensor]
+"""Of (d, a, c, e): [.., P, P] over planes p and t, the sum of Q[(d, t), (a, p)] K[(c, p), (e, t)], second moments of q
+and of k by half and plane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneLoss:
+    """The quadratic above, for each head: gram_HXX, cross_HX (t) and energy_H (e)."""
+
+    gram_HXX: Tensor
+    cross_HX: Tensor
+    energy_H: Tensor
+
+    @property
+    def planes(self) -> int:
+        return self.cross_HX.shape[1] // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneOrder:
+    """Planes [H,P] in the order of their removal from each head, and what each head has lost after it [H,P]."""
+
+    order_HP: Tensor
+    error_HP: Tensor
+
+    def kept(self, planes: int) -> Tensor:
+        """The planes that stay [H,K], ascending."""
+        return self.order_HP[:, self.order_HP.shape[1] - planes :].sort(dim=1).values
+
+
+def dims_of_planes(planes_HK: Tensor, dims: int) -> Tensor:
+    """The dimensions [H,2K] of planes of a head of so many, one half behind the other."""
+    return torch.cat((planes_HK, planes_HK + dims // 2), dim=1)
+
+
+def plane_scores(score_HD: Tensor) -> Tensor:
+    """Of a plane [H,P]: the sum of its two dimensions'."""
+    first_HP, second_HP = score_HD.chunk(2, dim=1)
+    return first_HP + second_HP
+
+
+def _gram(product: Product) -> Tensor:
+    """[.., X, X] of tr(Q B K B') over the parts of the factors of all planes."""
+
+    def block(one: int, other: int) -> Tensor:
+        terms = [
+            (sign * other_sign) * product(d, a, c, e)
+            for a, c, sign in _PARTS[one]
+            for d, e, other_sign in _PARTS[other]
+        ]
+        return torch.stack(terms).sum(dim=0)
+
+    return torch.cat([torch.cat([block(one, other) for other in (0, 1)], dim=-1) for one in (0, 1)], dim=-2)
+
+
+def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
+    """tr(S_q E S_k E') of second moments of q and k as positions have turned them."""
+    planes = q_second_HDD.shape[1] // 2
+    q_H2P2P, k_H2P2P = (
+        each.unflatten(2, (2, planes)).unflatten(1, (2, planes)) for each in (q_second_HDD, k_second_HDD)
+    )
+
+    def product(d: int, a: int, c: int, e: int) -> Tensor:
+        product_HPP: Tensor = q_H2P2P[:, d, :, a].mT * k_H2P2P[:, c, :, e]
+        return product_HPP
+
+    gram_HXX = _gram(product)
+    return PlaneLoss(
+        gram_HXX=0.5 * (gram_HXX + gram_HXX.mT),
+        cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]),
+        energy_H=gram_HXX.new_zeros(len(gram_HXX)),
+    )
+
+
+def covered_planes(system: ImageSystem) -> Tensor:
+    """The planes [H,C] of a system that covers whole ones, ascending: their first dimensions stand in front."""
+    return system.covered_HS[:, : system.covered_HS.shape[1] // 2]
+
+
+def image_loss(system: ImageSystem) -> PlaneLoss:
+    """The sum over images of ||Q E K'||_F^2 on the planes that the system covers; E is the identity on all others."""
+    planes = covered_planes(system).shape[1]
+    pair_SS = pair_index(2 * planes, system.system_HTT.device)
+
+    def product(d: int, a: int, c: int, e: int) -> Tensor:
+        q_PP = pair_SS[d * planes : (d + 1) * planes, a * planes : (a + 1) * planes].T
+        k_PP = pair_SS[c * planes : (c + 1) * planes, e * planes : (e + 1) * planes]
+        return system.system_HTT[:, k_PP, q_PP]
+
+    first_HSS, second_HSS = system.target_HSS[:, :planes], system.target_HSS[:, planes:]
+    real_HP = first_HSS[:, :, :planes].diagonal(dim1=1, dim2=2) + second_HSS[:, :, planes:].diagonal(dim1=1, dim2=2)
+    other_HP = first_HSS[:, :, planes:].diagonal(dim1=1, dim2=2) - second_HSS[:, :, :planes].diagonal(dim1=1, dim2=2)
+    gram_HXX = _gram(product)
+    return PlaneLoss(
+        gram_HXX=0.5 * (gram_HXX + gram_HXX.mT),
+        cross_HX=torch.cat((real_HP, other_HP), dim=1),
+        energy_H=system.energy_H,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factors:
+    """A complex factor [H,K,2] for each plane kept, and how the worst of the systems was solved."""
+
+    factor_HK2: Tensor
+    condition: float
+    ridge: float
+
+
+def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> _Factors:
+    """The factors of least loss, pulled toward 1 by ridge_rel * the mean diagonal of G over what is kept."""
+    factors, conditions, ridges = [], [], []
+    for gram_XX, cross_X, kept_K in zip(loss.gram_HXX, loss.cross_HX, kept_HK, strict=True):
+        lost_P = torch.ones(loss.planes, dtype=gram_XX.dtype, device=gram_XX.device).index_fill(0, kept_K, 0.0)
+        at_X = torch.cat((kept_K, kept_K + loss.planes))
+        given_X = (gram_XX[:, : loss.planes] @ lost_P + cross_X)[at_X]
+        solved = solve_ridge(-given_X[None], gram_XX[at_X[:, None], at_X], ridge_rel=ridge_rel)
+        one_less_a_K, minus_b_K = solved.solution_OK[0].chunk(2)
+        factors.append(torch.stack((1.0 - one_less_a_K, -minus_b_K), dim=1))
+        conditions.append(solved.condition)
+        ridges.append(solved.ridge)
+    return _Factors(factor_HK2=torch.stack(factors), condition=max(conditions), ridge=max(ridges))
+
+
+def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+    """Maps [H,2K,D] of q and of k; either takes the root of a factor's modulus, q its angle."""
+    a_HK1, b_HK1 = factor_HK2.split(1, dim=2)
+    root_HK1 = torch.linalg.vector_norm(factor_HK2, dim=2, keepdim=True).sqrt()
+    safe_HK1 = root_HK1.clamp_min(torch.finfo(root_HK1.dtype).tiny)
+    a_HK1, b_HK1 = a_HK1 / safe_HK1, b_HK1 / safe_HK1
+    one_HKD, other_HKD = (
+        torch.nn.functional.one_hot(each, dims).to(factor_HK2.dtype) for each in (kept_HK, kept_HK + dims // 2)
+    )
+    q_map = torch.cat((a_HK1 * one_HKD - b_HK1 * other_HKD, b_HK1 * one_HKD + a_HK1 * other_HKD), dim=1)
+    return q_map, torch.cat((root_HK1 * one_HKD, root_HK1 * other_HKD), dim=1)
+
+
+def _start(gram_HXX: Tensor, ridge_rel: float) -> tuple[Tensor, Tensor]:
+    """(G + ridge)^-1 [H,X,X], and the factors before anything is removed [H,X]; a head of zeros has any ridge."""
+    heads, numbers, _ = gram_HXX.shape
+    ridge_H = ridge_rel * gram_HXX.diagonal(dim1=1, dim2=2).mean(dim=1)
+    shift_H11 = torch.where(ridge_H > 0.0, ridge_H, 1.0)[:, None, None]
+    identity_XX = torch.eye(numbers, dtype=gram_HXX.dtype, device=gram_HXX.device)
+    theta_HX = gram_HXX.new_zeros(heads, numbers)
+    theta_HX[:, : numbers // 2] = 1.0
+    return torch.linalg.pinv(gram_HXX + shift_H11 * identity_XX, hermitian=True), theta_HX
+
+
+def elimination(gram_HXX: Tensor, *, ridge_rel: float) -> PlaneOrder:
+    """Planes of each head by greedy backward elimination, the factors of those left fitted anew after each (optimal
+    brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p.
+    """
+    heads, planes = len(gram_HXX), gram_HXX.shape[1] // 2
+    inverse_HXX, theta_HX = _start(gram_HXX, ridge_rel)
+    gone_HP = torch.zeros(heads, planes, dtype=torch.bool, device=theta_HX.device)
+    each_H = torch.arange(heads, device=theta_HX.device)
+    order, costs = [], []
+    for _ in range(planes):
+        diagonal_HXX = inverse_HXX.view(heads, 2, planes, 2, planes).diagonal(dim1=2, dim2=4).permute(0, 3, 1, 2)
+        theta_HP2 = theta_HX.view(heads, 2, planes).mT
+        metric_HP22 = torch.linalg.pinv(diagonal_HXX, hermitian=True)
+        cost_HP = torch.einsum("hpi,hpij,hpj->hp", theta_HP2, metric_HP22, theta_HP2).clamp_min(0.0)
+        pick_H = cost_HP.masked_fill(gone_HP, torch.inf).argmin(dim=1)
+        at_H2 = torch.stack((pick_H, pick_H + planes), dim=1)
+        columns_HX2 = inverse_HXX.gather(2, at_H2[:, None, :].expand(-1, 2 * planes, -1))
+        metric_H22 = metric_HP22[each_H, pick_H]
+        theta_HX = theta_HX - (columns_HX2 @ metric_H22 @ theta_HP2[each_H, pick_H, :, None]).squeeze(2)
+        inverse_HXX = inverse_HXX - columns_HX2 @ metric_H22 @ columns_HX2.mT
+        inverse_HXX = _without(0.5 * (inverse_HXX + inverse_HXX.mT), at_H2)
+        theta_HX = theta_HX.scatter(1, at_H2, 0.0)
+        gone_HP[each_H, pick_H] = True
+        order.append(pick_H)
+        costs.append(cost_HP[each_H, pick_H])
+    return PlaneOrder(order_HP=torch.stack(order, dim=1), error_HP=torch.stack(costs, dim=1).cumsum(dim=1))
+
+
+def _without(matrix_HXX: Tensor, at_H2: Tensor) -> Tensor:
+    """Rows and columns there as those of nothing."""
+    count = matrix_HXX.shape[1]
+    matrix_HXX = matrix_HXX.scatter(1, at_H2[:, :, None].expand(-1, -1, count), 0.0)
+    return matrix_HXX.scatter(2, at_H2[:, None, :].expand(-1, count, -1), 0.0)
+
+
+def spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor, *, ridge_rel: float) -> Tensor:
+    """[H, D + 1]: what `eliminated` loses at widths 0..D, an odd one as the even one below it."""
+    error_HP = elimination(aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX, ridge_rel=ridge_rel).error_HP
+    at_width_HP = torch.cat((error_HP.flip(1), torch.zeros_like(error_HP[:, :1])), dim=1)
+    return at_width_HP.repeat_interleave(2, dim=1)[:, :-1]
+
+
+def _aggregated(
+    q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float
+) -> QkRecovery:
+    """Planes with fitted factors on the aggregated objective; a head that would lose more than by leaving out all but
+    `plain_HK`, which is the uncompensated case, does that instead.
+    """
+    dims = q_second_HDD.shape[1]
+    fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
+    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims)
+    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map, k_map)
+    ones_HK2 = torch.stack((torch.ones_like(fitted.factor_HK2[..., 0]), torch.zeros_like(fitted.factor_HK2[..., 1])), 2)
+    plain, _ = _maps(ones_HK2, plain_HK, dims)
+    plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain, plain)
+    worse_H = residual_H > plain_H
+    residual_H = torch.minimum(residual_H, plain_H)
+    return QkRecovery(
+        q_map_HRD=torch.where(worse_H[:, None, None], plain, q_map),
+        k_map_HRD=torch.where(worse_H[:, None, None], plain, k_map),
+        planes_HK=torch.where(worse_H[:, None], plain_HK, kept_HK),
+        objective="aggregated",
+        residual_H=residual_H,
+        residual_uncompensated_H=plain_H,
+        r2=explained(residual_H, plain_H),
+        condition=fitted.condition,
+        ridge=fitted.ridge,
+    )
+
+
+def eliminated(q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float) -> QkRecovery:
+    """So many planes a head, those left after the greedy elimination. Give k's second moment centred per image."""
+    order = elimination(aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX, ridge_rel=ridge_rel)
+    energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
+    plain_HK = kept_from_scores(plane_scores(energy_HD), planes)
+    return _aggregated(q_second_HDD, k_second_HDD, order.kept(planes), plain_HK, ridge_rel=ridge_rel)
+
+
+def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float) -> QkRecovery:
+    """Factors of these planes by CORP's first version's equation, on second moments of all tokens."""
+    return _aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel)
+
+
+def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float) -> QkRecovery:
+    """CORP's eq. 14-16 with M of a complex number a plane: the missing logits of every image ~ Q_S M K_S'. The planes
+    are among those that the system covers.
+    """
+    inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
+    fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
+    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, system.head_dim)
+    plain = torch.nn.functional.one_hot(dims_of_planes(kept_HK, system.head_dim), system.head_dim).to(torch.float64)
+    residual_H, plain_H = (residual_per_image(system, q, k) for q, k in ((q_map, k_map), (plain, plain)))
+    return QkRecovery(
+        q_map_HRD=q_map,
+        k_map_HRD=k_map,
+        planes_HK=kept_HK,
+        objective="per-image",
+        residual_H=residual_H,
+        residual_uncompensated_H=plain_H,
+        r2=explained(residual_H, plain_H),
+        condition=fitted.condition,
+        ridge=fitted.ridge,
+    )

@@ -1,0 +1,89 @@
+"""What queries and keys are judged and ranked by: the logits' error under maps, and a score of each dimension.
+
+Legend: H heads, D dense head width, R reduced head width, S dimensions that a per-image system covers.
+"""
+
+import torch
+from torch import Tensor
+
+from calib.moments import HeadMoments
+from corp_deploy.algebra import queries_keys, scores
+from corp_deploy.algebra.image_system import ImageSystem, whole_system
+from corp_deploy.families.widths import aligned_widths
+from ground.errors import BadInput
+
+from .method import Method
+
+
+def system_of(site: str, moments: HeadMoments) -> ImageSystem:
+    """CORP's per-image system in the moments. Raises BadInput where they have none."""
+    if moments.system_HTT is None:
+        raise BadInput(
+            f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "
+            "calibrate again with --attention-system, or choose 'lowrank' (--preset best)"
+        )
+    head_dim = moments.energy_HD.shape[1]
+    if moments.kept_HK is None:
+        return whole_system(moments.system_HTT.double(), head_dim)
+    assert moments.target_HKK is not None, site
+    assert moments.target_energy_H is not None, site
+    return ImageSystem(
+        head_dim=head_dim,
+        covered_HS=moments.kept_HK,
+        system_HTT=moments.system_HTT.double(),
+        target_HSS=moments.target_HKK.double(),
+        energy_H=moments.target_energy_H.double(),
+    )
+
+
+def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
+
+    Raises BadInput when the moments lack what the objective needs.
+    """
+    if method.qk_recovery == "logit":
+        system = system_of(site, moments)
+        if not (system.covers(q_map_HRD) and system.covers(k_map_HRD)):
+            raise BadInput(
+                f"{site}: the system in these moments leaves out dimensions that are kept here; "
+                "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
+            )
+        return queries_keys.residual_per_image(system, q_map_HRD, k_map_HRD)
+    # The first version's equation as published takes both second moments as they are, nothing centred.
+    k_HDD = moments.k_second_HDD if method.qk_recovery == "logit-v1" else moments.k_centred_HDD
+    return queries_keys.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
+
+
+def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
+    """Each head's dense logit energy [H], in the unit of `logit_error`."""
+    nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
+    return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
+
+
+def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor) -> Tensor:
+    """What ranks the dimensions of each head [H, D]; `rows_XI` are those of the fused projection, queries first."""
+    if method.qk_selection == "energy":
+        return scores.logit_energy(moments.energy_HD, moments.images)
+    heads, head_dim = moments.energy_HD.shape
+    rows_2HDI = rows_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
+    return scores.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
+
+
+def refuse_uncovered(site: str, system: ImageSystem, width: int, align: int) -> None:
+    """Raise BadInput for a head width that the system in the moments was not taken for."""
+    covered = system.covered_HS.shape[1]
+    if width > covered:
+        there = [each for each in aligned_widths(system.head_dim, align) if each <= covered]
+        raise BadInput(
+            f"{site}: a head width of {width} was asked for, but the system in these moments covers {covered} of "
+            f"{system.head_dim} dimensions; expected a width of {', '.join(map(str, there)) or covered}, or moments "
+            f"taken for a wider one: calibrate --attention-system --attn {1.0 - width / system.head_dim:g}"
+        )
+
+
+def refuse_other_ranking(site: str, method: Method) -> None:
+    """For dimensions that another score would keep and the system in the moments leaves out."""
+    raise BadInput(
+        f"{site}: ranked by {method.qk_selection}, dimensions are kept that the system in these moments "
+        "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
+    )

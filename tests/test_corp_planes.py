@@ -1,0 +1,276 @@
+"""Queries and keys that positions turn: planes kept, factors fitted, against sums over images written out here.
+
+Legend: B images, H heads, N tokens, D = 2 P dimensions, P planes, K kept.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from corp_deploy.algebra import planes
+from corp_deploy.algebra.image_system import ImageSystem, whole_system
+from corp_deploy.algebra.scores import kept_from_scores
+from corp_deploy.families.rotary import LearnedRotary, Rotary, turned
+
+IMAGES, HEADS, TOKENS, PLANES = 3, 2, 7, 4
+DIMS = 2 * PLANES
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def complex_of(x: Tensor) -> Tensor:
+    """[..., 2P] as P complex numbers."""
+    one, other = x.chunk(2, dim=-1)
+    return torch.complex(one.contiguous(), other.contiguous())
+
+
+def raw(kind: str = "random") -> tuple[Tensor, Tensor]:
+    """q and k [B,H,N,D] before they are turned."""
+    q, k = (torch.randn(IMAGES, HEADS, TOKENS, DIMS, generator=generator(seed), dtype=torch.float64) for seed in (1, 2))
+    if kind == "ill-conditioned":
+        return q * torch.logspace(0, -4, DIMS, dtype=torch.float64), k * torch.logspace(
+            -3, 0, DIMS, dtype=torch.float64
+        )
+    if kind == "singular":
+        q[..., 1], q[..., 1 + PLANES] = 0.0, 0.0
+        k[..., 2], k[..., 2 + PLANES] = k[..., 0], k[..., PLANES]
+    return q, k
+
+
+def angles(seed: int = 3) -> Tensor:
+    """[H,N,P]; the first token is not turned."""
+    angle_HNP = torch.rand(HEADS, TOKENS, PLANES, generator=generator(seed), dtype=torch.float64) * 2.0 * math.pi
+    angle_HNP[:, 0] = 0.0
+    return angle_HNP
+
+
+def turned_by(q: Tensor, k: Tensor, angle_HNP: Tensor) -> tuple[Tensor, Tensor]:
+    return turned(q, angle_HNP.sin(), angle_HNP.cos()), turned(k, angle_HNP.sin(), angle_HNP.cos())
+
+
+def second(x: Tensor) -> Tensor:
+    return torch.einsum("bhni,bhnj->hij", x, x) / (IMAGES * TOKENS)
+
+
+def system_of(q: Tensor, k: Tensor) -> ImageSystem:
+    """Image by image: upper(K'K) upper(Q'Q)'."""
+    rows, columns = torch.triu_indices(DIMS, DIMS)
+    total = torch.zeros(HEADS, len(rows), len(rows), dtype=torch.float64)
+    for image in range(IMAGES):
+        for head in range(HEADS):
+            grams = [x[image, head].T @ x[image, head] for x in (k, q)]
+            total[head] += torch.outer(grams[0][rows, columns], grams[1][rows, columns])
+    return whole_system(total, DIMS)
+
+
+def restricted(q: Tensor, k: Tensor, covered_HC: Tensor) -> ImageSystem:
+    covered_HS = planes.dims_of_planes(covered_HC, DIMS)
+    width = covered_HS.shape[1]
+    rows, columns = torch.triu_indices(width, width)
+    system = torch.zeros(HEADS, len(rows), len(rows), dtype=torch.float64)
+    target, energy = torch.zeros(HEADS, width, width, dtype=torch.float64), torch.zeros(HEADS, dtype=torch.float64)
+    for image in range(IMAGES):
+        for head in range(HEADS):
+            inside = covered_HS[head]
+            outside = torch.tensor([dim for dim in range(DIMS) if dim not in inside.tolist()])
+            q_S, q_P, k_S, k_P = (x[image, head][:, dims] for x in (q, k) for dims in (inside, outside))
+            kk, qq = k_S.T @ k_S, q_S.T @ q_S
+            system[head] += torch.outer(kk[rows, columns], qq[rows, columns])
+            target[head] += (q_S.T @ q_P) @ (k_P.T @ k_S)
+            energy[head] += (q_P @ k_P.T).square().sum()
+    return ImageSystem(head_dim=DIMS, covered_HS=covered_HS, system_HTT=system, target_HSS=target, energy_H=energy)
+
+
+def features(q: Tensor, k: Tensor, plane: int) -> tuple[Tensor, Tensor]:
+    """What a plane gives to all logits of one image and head, by the real and by the imaginary part of its factor: the
+    logit of c q and k is the real part of c q conj(k).
+    """
+    product_NN = complex_of(q)[:, None, plane] * complex_of(k)[None, :, plane].conj()
+    return product_NN.real.flatten(), -product_NN.imag.flatten()
+
+
+def least_squares(q: Tensor, k: Tensor, head: int, kept: list[int], lost: list[int]) -> tuple[Tensor, float]:
+    """Factors [K,2] and the sum of squares that is left, over all images at once."""
+    columns, target = [], torch.zeros(IMAGES * TOKENS * TOKENS, dtype=torch.float64)
+    for plane in range(PLANES):
+        real, imaginary = (
+            torch.cat(parts)
+            for parts in zip(*(features(q[i, head], k[i, head], plane) for i in range(IMAGES)), strict=True)
+        )
+        target = target + real
+        if plane in kept:
+            columns += [real, imaginary]
+    assert sorted(kept + lost) == list(range(PLANES))
+    solved = torch.linalg.lstsq(torch.stack(columns, dim=1), target[:, None], driver="gelsd").solution
+    left = target - (torch.stack(columns, dim=1) @ solved)[:, 0]
+    return solved.view(-1, 2), float(left.square().sum())
+
+
+def test_turning_is_a_complex_product() -> None:
+    q, k = raw()
+    angle_HNP = angles()
+    expected = complex_of(q) * torch.polar(torch.ones_like(angle_HNP), angle_HNP)
+    assert torch.allclose(complex_of(turned_by(q, k, angle_HNP)[0]), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
+def test_factors_are_least_squares_over_images(kind: str) -> None:
+    q, k = turned_by(*raw(kind), angles())
+    kept_HK = torch.tensor([[0, 2], [1, 3]])
+    recovery = planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-14)
+    for head, kept in enumerate(kept_HK.tolist()):
+        lost = [plane for plane in range(PLANES) if plane not in kept]
+        _, left = least_squares(q, k, head, kept, lost)
+        whole = sum(float((q[i, head] @ k[i, head].T).square().sum()) for i in range(IMAGES))
+        assert float(recovery.residual_H[head]) == pytest.approx(left, rel=1e-6, abs=1e-9 * whole)
+        logits = [
+            (
+                q[i, head] @ k[i, head].T,
+                q[i, head] @ recovery.q_map_HRD[head].T,
+                k[i, head] @ recovery.k_map_HRD[head].T,
+            )
+            for i in range(IMAGES)
+        ]
+        by_hand = sum(float((dense - one @ other.T).square().sum()) for dense, one, other in logits)
+        assert by_hand == pytest.approx(left, rel=1e-5, abs=1e-9 * whole)
+
+
+def test_a_restricted_system_gives_what_the_whole_one_gives() -> None:
+    q, k = turned_by(*raw(), angles())
+    covered_HC, kept_HK = torch.tensor([[0, 1, 3], [1, 2, 3]]), torch.tensor([[1, 3], [1, 2]])
+    whole = planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-6)
+    inside = planes.logit(restricted(q, k, covered_HC), kept_HK, ridge_rel=1e-6)
+    for name in ("q_map_HRD", "k_map_HRD", "residual_H", "residual_uncompensated_H"):
+        torch.testing.assert_close(getattr(inside, name), getattr(whole, name), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
+def test_factors_on_second_moments_have_no_slope_left(kind: str) -> None:
+    """tr(S_q E S_k E') of the maps, differentiated by the factors."""
+    q, k = turned_by(*raw(kind), angles())
+    kept_HK = torch.tensor([[0, 2], [1, 3]])
+    recovery = planes.logit_v1(second(q), second(k), kept_HK, ridge_rel=1e-13)
+    for head in range(HEADS):
+        turns = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)  # factors are multiplied by 1 + these
+        rows = recovery.q_map_HRD[head]
+        one, other = rows.chunk(2)
+        real, imaginary = 1.0 + turns[:, :1], turns[:, 1:]
+        q_map = torch.cat((real * one - imaginary * other, imaginary * one + real * other))
+        lost = torch.eye(DIMS, dtype=torch.float64) - q_map.T @ recovery.k_map_HRD[head]
+        error = ((second(q)[head] @ lost @ second(k)[head]) * lost).sum()
+        (slope,) = torch.autograd.grad(error, turns)
+        energy = float((second(q)[head] * second(k)[head]).sum())
+        assert float(error.detach()) == pytest.approx(float(recovery.residual_H[head]), rel=1e-6, abs=1e-9 * energy)
+        assert float(slope.abs().max()) < 1e-7 * energy
+
+
+def test_maps_commute_with_every_turn() -> None:
+    q, k = raw()
+    angle_HNP = angles()
+    q_turned, k_turned = turned_by(q, k, angle_HNP)
+    recovery = planes.eliminated(second(q_turned), second(k_turned), 2, ridge_rel=1e-4)
+    assert recovery.planes_HK is not None
+    rotary = Rotary(angle_HNP.sin(), angle_HNP.cos()).narrowed(recovery.planes_HK)
+    for maps, before, after in zip((recovery.q_map_HRD, recovery.k_map_HRD), (q, k), (q_turned, k_turned), strict=True):
+        narrow = before @ maps.mT
+        torch.testing.assert_close(rotary(narrow, narrow)[0], after @ maps.mT, rtol=1e-12, atol=1e-12)
+
+
+def test_the_elimination_removes_what_costs_least() -> None:
+    """Against every fit of every set, with the same ridge."""
+    q, k = turned_by(*raw("ill-conditioned"), angles())
+    loss, ridge_rel = planes.aggregated_loss(second(q), second(k)), 1e-3
+    order = planes.elimination(loss.gram_HXX, ridge_rel=ridge_rel)
+    for head in range(HEADS):
+        gram = loss.gram_HXX[head]
+        shifted = gram + ridge_rel * gram.diagonal().mean() * torch.eye(DIMS, dtype=torch.float64)
+
+        def cost(kept: list[int], shifted: Tensor = shifted) -> float:
+            at = torch.tensor([*kept, *(plane + PLANES for plane in kept)], dtype=torch.int64)
+            lost = torch.tensor([float(i < PLANES and i not in kept) for i in range(DIMS)], dtype=torch.float64)
+            x = lost.clone()
+            x[at] = -torch.linalg.solve(shifted[at[:, None], at], (shifted @ lost)[at])
+            return float(x @ shifted @ x)
+
+        kept = list(range(PLANES))
+        for removed, error in zip(order.order_HP[head].tolist(), order.error_HP[head].tolist(), strict=True):
+            costs = {plane: cost([other for other in kept if other != plane]) for plane in kept}
+            assert costs[removed] == pytest.approx(min(costs.values()), rel=1e-6)
+            assert error == pytest.approx(costs[removed], rel=1e-6)
+            kept.remove(removed)
+
+
+def test_planes_that_others_stand_for_go_at_no_loss() -> None:
+    """Planes 2 and 3 turn as 0 and 1 do, and q and k there are those times complex numbers."""
+    q, k = raw()
+    angle_HNP = angles()
+    angle_HNP[..., 2:] = angle_HNP[..., :2]
+    for x, factors in ((q, (0.7 + 0.4j, -1.2 + 0.3j)), (k, (0.2 - 1.1j, 0.5 + 0.5j))):
+        numbers = complex_of(x)
+        numbers[..., 2:] = numbers[..., :2] * torch.tensor(factors, dtype=torch.complex128)
+        x.copy_(torch.cat((numbers.real, numbers.imag), dim=-1))
+    q, k = turned_by(q, k, angle_HNP)
+    kept_HK = torch.tensor([[0, 1], [0, 1]])
+    energy_H = (second(q) * second(k)).sum(dim=(1, 2))
+    for recovery in (
+        planes.eliminated(second(q), second(k), 2, ridge_rel=1e-8),
+        planes.logit_v1(second(q), second(k), kept_HK, ridge_rel=1e-8),
+    ):
+        assert bool((recovery.residual_H < 1e-6 * energy_H).all())
+        assert bool((recovery.residual_uncompensated_H > 0.1 * energy_H).all())
+    assert planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-8).r2 > 1.0 - 1e-8
+
+
+@pytest.mark.parametrize("kind", ["random", "singular"])
+def test_the_spectrum_is_what_is_lost(kind: str) -> None:
+    q, k = turned_by(*raw(kind), angles())
+    lost_HD = planes.spectrum(second(q), second(k), ridge_rel=1e-9)
+    assert lost_HD.shape == (HEADS, DIMS + 1)
+    for width in (2, 4, 6, 8):
+        residual_H = planes.eliminated(second(q), second(k), width // 2, ridge_rel=1e-9).residual_H
+        torch.testing.assert_close(lost_HD[:, width], residual_H, rtol=1e-5, atol=1e-7)
+    assert bool((lost_HD[:, :-1] >= lost_HD[:, 1:] - 1e-9).all())
+    assert torch.equal(lost_HD[:, 3], lost_HD[:, 2])
+
+
+def test_a_head_of_zeros_is_no_trouble() -> None:
+    nothing = torch.zeros(1, DIMS, DIMS, dtype=torch.float64)
+    recovery = planes.eliminated(nothing, torch.eye(DIMS, dtype=torch.float64)[None], 2, ridge_rel=1e-4)
+    assert float(recovery.residual_H) == 0.0
+    assert bool(recovery.q_map_HRD.isfinite().all())
+
+
+def test_best_keeps_no_worse_planes_than_energy_does() -> None:
+    q, k = turned_by(*raw(), angles())
+    best = planes.eliminated(second(q), second(k), 2, ridge_rel=1e-9)
+    energy_HD = second(q).diagonal(dim1=1, dim2=2) * second(k).diagonal(dim1=1, dim2=2)
+    of_energy = planes.logit_v1(
+        second(q), second(k), kept_from_scores(planes.plane_scores(energy_HD), 2), ridge_rel=1e-9
+    )
+    assert float(best.residual_H.sum()) <= float(of_energy.residual_H.sum()) * (1.0 + 1e-9)
+
+
+def test_learned_angles_are_both_axes_together() -> None:
+    freqs_2HP = torch.randn(2, HEADS, PLANES, generator=generator(5))
+    places_2N = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    rotary = LearnedRotary(freqs_2HP, places_2N)
+    sin_HNP, cos_HNP = (each.detach() for each in rotary.tables())
+    for head in range(HEADS):
+        for plane in range(PLANES):
+            for token, (x, y) in enumerate(places_2N.T.tolist()):
+                angle = x * float(freqs_2HP[0, head, plane]) + y * float(freqs_2HP[1, head, plane])
+                assert float(sin_HNP[head, token, plane]) == pytest.approx(math.sin(angle), abs=1e-6)
+                assert float(cos_HNP[head, token, plane]) == pytest.approx(math.cos(angle), abs=1e-6)
+    narrow = rotary.narrowed(torch.tensor([[0, 3], [1, 2]]))
+    assert torch.equal(narrow.tables()[0], torch.stack((sin_HNP[0][:, [0, 3]], sin_HNP[1][:, [1, 2]])))
+    assert torch.equal(rotary.plain().tables()[0], sin_HNP)
+
+
+def test_another_number_of_tokens_is_refused() -> None:
+    rotary = Rotary(torch.zeros(1, 5, 2), torch.ones(1, 5, 2))
+    with pytest.raises(ValueError, match="got 6 tokens, positions are of 5"):
+        rotary(torch.zeros(1, 1, 6, 4), torch.zeros(1, 1, 6, 4))
