@@ -164,6 +164,8 @@ class Collector:
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
             weights = self._weights_at(name, role, activation.shape[-2])
+            if weights is not None and activation.ndim > 4:
+                raise BadInput(f"{name}: {role} comes in windows, of whose tokens none may have a weight of its own")
             self.sums[name].add(role, activation[: self._counted], weights)
         if len(self._heard) == self._stop_after:
             raise _AllHeard

@@ -13,7 +13,8 @@ Hear = Callable[[str, Role, Tensor], None]
 
 @contextmanager
 def listening(sites: Sequence[Site], hear: Hear) -> Iterator[None]:
-    """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D]."""
+    """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D] or in
+    windows [B,W,H,N,D]."""
     with ExitStack() as stack:
         for site in sites:
             for role, tap in site.taps.items():

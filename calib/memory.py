@@ -53,7 +53,7 @@ class HeadShape:
 
     @classmethod
     def of(cls, seen: Seen) -> Self:
-        _, heads, tokens, dim = seen("q")
+        heads, tokens, dim = seen("q")[-3:]
         return cls(tokens=tokens, heads=heads, dim=dim, channels=seen("z")[-1])
 
     def bytes_of_moments(self) -> int:

@@ -1,6 +1,7 @@
 """Where to listen: the modules of a model whose inputs or outputs are statistics' raw material.
 
-Shapes: B inputs, H heads, N tokens, D dims, F and C channels.
+Shapes: B inputs, W windows of an input, H heads, N tokens, D dims, F and C channels. The batch is in front of every
+activation, whatever a model does inside: windows are an axis of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,17 +21,20 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tap:
-    """`take` turns the output of `module` into [B,H,N,D]."""
+    """`take` turns the output of `module` into [B,H,N,D], [B,W,H,N,D] where tokens see those of their window alone."""
 
     module: nn.Module
     take: Callable[[Tensor], Tensor]
 
     def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x_BHND = self.take(output)
-            if x_BHND.ndim != 4:
-                raise BadInput(f"{site}: its tap gave {list(x_BHND.shape)}, expected [batch, heads, tokens, dims]")
-            hear(x_BHND)
+            x = self.take(output)
+            if x.ndim not in (4, 5):
+                raise BadInput(
+                    f"{site}: its tap gave {list(x.shape)}, expected [batch, heads, tokens, dims] or [batch, windows, "
+                    "heads, tokens, dims]"
+                )
+            hear(x)
 
         return self.module.register_forward_hook(hook)
 

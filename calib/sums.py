@@ -1,6 +1,7 @@
 """The running float64 sums of one site, on the device that computes them; tokens count by their weights, if any.
 
-Shapes: B images, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of z, T = D (D + 1) / 2.
+Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of
+z, T = D (D + 1) / 2.
 """
 
 from dataclasses import fields
@@ -37,6 +38,12 @@ def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
     """1 at removed dims, 0 at kept ones, [H,D]."""
     ones_HD = torch.ones(len(kept_HK), dim, dtype=torch.float64, device=kept_HK.device)
     return ones_HD.scatter_(1, kept_HK, 0.0)
+
+
+def _by_window(x: Tensor, weights: Weights | None) -> Tensor:
+    """[B,H,N,D] as it is, [B,W,H,N,D] with a row for each window, in which all tokens count alike."""
+    assert x.ndim == 4 or weights is None, x.shape
+    return x if x.ndim == 4 else x.flatten(0, 1)
 
 
 class ChannelSums:
@@ -85,6 +92,7 @@ class ChannelSums:
 class HeadSums:
     """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of the products of their per-image Grams.
 
+    Where q and k come in windows [B,W,H,N,D], which are dot products of their own, each window is an image to them.
     What q and k leave per image is held until both are in; the system takes a whole batch in one product at `flush`.
     """
 
@@ -107,14 +115,16 @@ class HeadSums:
         else:
             self._add_outputs(activation, weights)
 
-    def _add_queries(self, q_BHND: Tensor, weights: Weights | None) -> None:
+    def _add_queries(self, q: Tensor, weights: Weights | None) -> None:
+        q_BHND = _by_window(q, weights)
         self._allocate_heads(q_BHND)
         self._qq_BHDD = grams_of_heads(rooted(q_BHND, weights))
         self.totals["q_sum_HD"].add_(weighted(q_BHND, weights).float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
         self._join()
 
-    def _add_keys(self, k_BHND: Tensor, weights: Weights | None) -> None:
+    def _add_keys(self, k: Tensor, weights: Weights | None) -> None:
+        k_BHND = _by_window(k, weights)
         self._allocate_heads(k_BHND)
         keys = centred_keys(k_BHND) if weights is None else weighted_keys(k_BHND, weights)
         self._kk_BHDD = keys.uncentred_BHDD()

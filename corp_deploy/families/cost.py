@@ -10,11 +10,16 @@ def mlp_macs(*, tokens: int, dim: int, hidden: int, rows: int = 1) -> int:
     return (rows + 1) * tokens * dim * hidden
 
 
-def attention_macs(*, tokens: int, dim: int, heads: int, qk: int, v: int, padded: bool) -> int:
-    """MACs of one attention layer for one image: projections, Q K' and A V."""
-    projections = tokens * dim * heads * (2 * qk + 2 * v)
+def attention_macs(
+    *, tokens: int, dim: int, heads: int, qk: int, v: int, padded: bool, windows: tuple[int, int] | None = None
+) -> int:
+    """MACs of one attention layer for one image: projections, Q K' and A V. In windows, so many of so many slots, each
+    slot, of padding too, has its query, key and value, each token its output.
+    """
+    count, size = (1, tokens) if windows is None else windows
+    projections = dim * heads * (count * size * (2 * qk + v) + tokens * v)
     core_qk, core_v = (max(qk, v), max(qk, v)) if padded else (qk, v)
-    return projections + heads * tokens * tokens * (core_qk + core_v)
+    return projections + heads * count * size * size * (core_qk + core_v)
 
 
 def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bias: bool = True, rows: int = 1) -> int:

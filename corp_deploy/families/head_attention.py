@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .modules import linear
 from .rotary import Rotary
+from .windows import Windows
 
 Geometry = Literal["square", "padded", "ragged"]
 # Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
@@ -35,6 +36,29 @@ def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
     return bias_BN[:, None, None, :]
 
 
+def rows_by_head(rows_BNR: Tensor, heads: int, windows: Windows | None) -> Tensor:
+    """What a layer gives of each token, the rows of the heads in turn [B,N,R] -> [B,H,N,R/H]; of each slot of windows
+    [B,S,R] -> [B,W,H,n,R/H].
+    """
+    rows = rows_BNR if windows is None else windows.apart(rows_BNR)
+    by_head: Tensor = rows.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return by_head
+
+
+def placed_bias(position_bias: nn.Module | None, windows: Windows | None) -> Tensor | None:
+    """What is added to scores by the places of tokens [1,H,N,N], with what keeps windows' apart [1,W,H,n,n], one entry
+    for all windows where they are alike; None for nothing.
+    """
+    bias_1HNN: Tensor | None = None if position_bias is None else position_bias()
+    if windows is None:
+        return bias_1HNN
+    mask_1W1nn = None if windows.mask_Wnn is None else windows.mask_Wnn[None, :, None]
+    if bias_1HNN is None:
+        return mask_1W1nn
+    bias_11Hnn = bias_1HNN.unsqueeze(1)
+    return bias_11Hnn if mask_1W1nn is None else bias_11Hnn + mask_1W1nn
+
+
 class HeadAttention(nn.Module):
     """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale.
 
@@ -45,11 +69,13 @@ class HeadAttention(nn.Module):
     same product is spelled MatMul-Softmax-MatMul, which is the form to export. With qk = v = 0 all that it gives is the
     projection's bias. `norm` stands between all heads and the projection.
 
-    Where tokens are: `rotary` turns queries and keys, `position_bias` gives what is added to the scores [1,H,N,N].
+    Where tokens are: `rotary` turns queries and keys, `position_bias` gives what is added to the scores [1,H,N,N]. With
+    `windows` a token sees those of its own window alone, by a bias [1,H,n,n], and none is merged or masked.
     """
 
     rotary: Rotary | None
     position_bias: nn.Module | None
+    windows: Windows | None
 
     def __init__(
         self,
@@ -67,6 +93,7 @@ class HeadAttention(nn.Module):
         norm: nn.Module | None = None,
         rotary: Rotary | None = None,
         position_bias: nn.Module | None = None,
+        windows: Windows | None = None,
         fused: bool = True,
     ) -> None:
         super().__init__()
@@ -84,23 +111,24 @@ class HeadAttention(nn.Module):
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
         self.norm = norm if norm is not None else nn.Identity()
-        self.rotary, self.position_bias = rotary, position_bias
+        self.rotary, self.position_bias, self.windows = rotary, position_bias, windows
         self.proj = linear(heads * v, dim, bias=proj_bias)
 
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input."""
+        """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input, in windows [B,W,H,n,..]."""
         widths = (self.heads * self.qk, self.heads * self.qk, self.heads * self.v)
-        q, k, v = (
-            rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in self.qkv(x_BNC).split(widths, dim=-1)
-        )
+        entering_BNC = x_BNC if self.windows is None else self.windows(x_BNC)
+        q, k, v = (rows_by_head(rows, self.heads, self.windows) for rows in self.qkv(entering_BNC).split(widths, -1))
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, k)
         return q, k, v
 
     def bias(self, weights_BN: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores [B,H,N,N], each axis but the last perhaps 1; None where nothing is."""
-        position_1HNN: Tensor | None = None if self.position_bias is None else self.position_bias()
+        """What is added to the scores [B,H,N,N], in windows [B,W,H,n,n], each axis but the last perhaps 1; None where
+        nothing is.
+        """
+        position_1HNN = placed_bias(self.position_bias, self.windows)
         if weights_BN is None:
             return position_1HNN
         keys_B11N = key_bias(weights_BN, dtype)
@@ -120,6 +148,8 @@ class HeadAttention(nn.Module):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("HeadAttention takes no attention mask")
+        if self.windows is not None and (weights_BN is not None or beside is not None):
+            raise ValueError("HeadAttention in windows takes no weights of tokens and gives nothing beside its result")
         if not self.v:
             if beside is not None:
                 raise ValueError(f"HeadAttention of no width has no {beside} to tell")
@@ -131,8 +161,8 @@ class HeadAttention(nn.Module):
         if self.geometry == "padded" and self.qk != self.v:
             width = max(self.qk, self.v)
             q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
-        z = self._attend(q, k, v, bias_BHNN)[..., : self.v]
-        out: Tensor = self.proj(self.norm(z.transpose(1, 2).flatten(2)))
+        z = self._attend(q, k, v, bias_BHNN)[..., : self.v].transpose(-3, -2).flatten(-2)
+        out: Tensor = self.proj(self.norm(z if self.windows is None else self.windows.joined(z)))
         return out if extra is None else (out, extra)
 
     def _beside(self, beside: Beside, q: Tensor, k: Tensor, bias_BHNN: Tensor | None) -> Tensor:
@@ -143,6 +173,8 @@ class HeadAttention(nn.Module):
         return scores.softmax(-1, dtype=torch.float32).mean(dim=1).squeeze(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_BHNN: Tensor | None) -> Tensor:
+        if self.fused and self.windows is not None:
+            return self.windows.attended(q, k, v, bias_BHNN, self.scale)
         if self.fused:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)

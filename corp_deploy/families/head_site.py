@@ -12,10 +12,12 @@ from calib.sites import HeadTaps, Tap
 
 from . import cost
 from .constant import Constant
-from .head_attention import HeadAttention
+from .head_attention import HeadAttention, rows_by_head
 from .modules import fill_, parameters, replaced
+from .position_bias import FixedBias
 from .rotary import Rotary
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
+from .windows import Windows
 
 Mixing = Literal["free", "planes", "none"]
 """Which dimensions of a head may be mixed with each other before the dot product: all, those of a plane that positions
@@ -27,6 +29,10 @@ Weights = tuple[Tensor, Tensor | None]
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _then(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: second(first(x))
 
 
 def _queries(turned: Any) -> Tensor:
@@ -44,9 +50,9 @@ class HeadSite:
     """The heads of one attention layer: a fused projection with rows q, k, v, and the output projection.
 
     `mixing` none: queries and keys must stay as they are, for the `reason`. `norm`: what stands between all heads and
-    the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary` and
-    `position_bias`: as HeadAttention's. `merge`: the module that merges the tokens that come here, None where none are
-    merged.
+    the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary`,
+    `position_bias` and `windows`: as HeadAttention's. `merge`: the module that merges the tokens that come here, None
+    where none are merged.
     """
 
     kind: ClassVar[str] = "heads"
@@ -65,6 +71,7 @@ class HeadSite:
     norm: nn.Module | None = None
     rotary: Rotary | None = None
     position_bias: nn.Module | None = None
+    windows: Windows | None = None
     reason: str = ""
     merge: nn.Module | None = None
 
@@ -107,35 +114,36 @@ class HeadSite:
         assert isinstance(width, HeadWidths), (self.name, width)
         return width.v if self.keeps_qk else width.qk
 
-    def _head_slice(self, start: int) -> Callable[[Tensor], Tensor]:
-        """Take rows start .. start + heads * qk of the qkv output as [B,H,N,qk]."""
-
-        def take(qkv_BNX: Tensor) -> Tensor:
-            rows_BNR = qkv_BNX[..., start : start + self.heads * self.qk]
-            return rows_BNR.reshape(*rows_BNR.shape[:2], self.heads, self.qk).transpose(1, 2)
-
-        return take
+    def _rows(self, start: int) -> Callable[[Tensor], Tensor]:
+        """Take rows start .. start + heads * qk of the qkv output by head."""
+        return lambda qkv: rows_by_head(qkv[..., start : start + self.heads * self.qk], self.heads, self.windows)
 
     def taps(self) -> HeadTaps:
-        """q and k as they enter the dot product, and the input of the output projection."""
+        """q and k as they enter the dot product, and the input of the output projection. Nobody asks what padding is
+        like, so that its queries are zeros; its keys are seen.
+        """
         if self.rotary is not None:
             queries, keys = Tap(module=self.rotary, take=_queries), Tap(module=self.rotary, take=_keys)
         elif self.keeps_qk:
             queries, keys = Tap(module=self.q_norm, take=_identity), Tap(module=self.k_norm, take=_identity)
         else:
-            queries = Tap(module=self.first, take=self._head_slice(0))
-            keys = Tap(module=self.first, take=self._head_slice(self.heads * self.qk))
+            queries, keys = (Tap(module=self.first, take=self._rows(at)) for at in (0, self.heads * self.qk))
+        if self.windows is not None:
+            queries = Tap(module=queries.module, take=_then(queries.take, self.windows.of_tokens))
         return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last, merge=self.merge)
 
     def words(self) -> str:
-        return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}"
+        return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}{self._windows()}"
+
+    def _windows(self) -> str:
+        return "" if self.windows is None else f", {self.windows.words()}"
 
     def outline(self, geometry: HeadGeometry) -> str:
         widths = (
             f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
         )
         positions = f"{', rotary' * (self.rotary is not None)}{', biased' * (self.position_bias is not None)}"
-        return f"attention of {self.first.in_features}, {widths}, {geometry}{positions}"
+        return f"attention of {self.first.in_features}, {widths}, {geometry}{positions}{self._windows()}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
@@ -146,6 +154,7 @@ class HeadSite:
             qk=width.qk,
             v=width.v,
             padded=geometry_of_heads(width, geometry) == "padded",
+            windows=None if self.windows is None else (self.windows.count, self.windows.size),
         )
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
@@ -212,6 +221,7 @@ class HeadSite:
                 norm=copy.deepcopy(self.norm),
                 rotary=self._rotary(qk),
                 position_bias=copy.deepcopy(self.position_bias) if v else None,
+                windows=copy.deepcopy(self.windows),
                 fused=fused,
             )
         return module.to(self.first.weight.dtype)
@@ -255,6 +265,8 @@ class HeadSite:
         module.load_state_dict(self.module.state_dict())
         if module.rotary is not None:
             module.rotary = module.rotary.plain()
+        if module.position_bias is not None:
+            module.position_bias = FixedBias(module.position_bias())
         if not self.v:
             module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
@@ -289,6 +301,7 @@ def site_of_attention(
         norm=norm,
         rotary=attention.rotary,
         position_bias=attention.position_bias,
+        windows=attention.windows,
         reason=reason,
     )
 
@@ -316,6 +329,7 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
         norm=None if like.norm is None else layer.get_submodule("norm"),
         rotary=rotary,
         position_bias=None if like.position_bias is None else layer.get_submodule("position_bias"),
+        windows=like.windows,
         reason=like.reason,
         merge=like.merge,
     )

@@ -32,6 +32,18 @@ class OnMap(nn.Module):
         return tokens_from_map(self.inner(map_from_tokens(x, self.grid)))
 
 
+class OnRows(nn.Module):
+    """A module of maps with channels last [B,H,W,C] for tokens [B,N,C], likewise."""
+
+    def __init__(self, inner: nn.Module, grid: Grid) -> None:
+        super().__init__()
+        self.inner, self.grid = inner, grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.unflatten(1, self.grid))
+        return out.flatten(1, 2)
+
+
 def grid_behind(module: nn.Module, channels: int, grid: Grid) -> tuple[int, Grid]:
     """Channels and grid of what a module of maps makes of one of so many channels, its convolutions one behind the
     other; nothing is run.

@@ -15,7 +15,7 @@ from .widths import HeadGeometry, Width, is_empty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCosts:
-    """Costs in one currency; `tokens` are those that pass through each site, known from the count."""
+    """Costs in one currency; `tokens` are those that leave each site, known from the count."""
 
     currency: Currency
     now: Mapping[str, int]
@@ -39,7 +39,7 @@ def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
     tokens = dict.fromkeys((site.name for site in every), 0)  # a constant needs none
     for site in every:
         if not is_empty(site.width):
-            tokens[site.name] = count.by_module[of_module[id(site.first)]] // site.first.weight.numel()
+            tokens[site.name] = count.by_module[of_module[id(site.last)]] // site.last.weight.numel()
     now = {site.name: _now(site, count, currency) for site in every}
     costs = SiteCosts(currency=currency, now=now, tokens=tokens)
     for site in every:

@@ -19,8 +19,13 @@ BOUNDS: Mapping[str, Quantity] = MappingProxyType(
         "num_classes": Count(low=0, high=10_000_000),
         "reg_tokens": Count(low=0, high=65_536),
         "mlp_ratio": Real(low=0.0, high=1024.0, low_open=True),
+        "depths": Count(low=0, high=256),
+        "window_size": _SIZE,
+        "head_dim": _WIDTH,
     }
 )
+_LISTS = ("img_size", "patch_size", "num_heads", "mlp_ratio", "depths", "window_size", "head_dim")
+"""What may be a list, of sides or of what each stage has."""
 _ANY = Real(low=-1e9, high=1e9)
 _DEEPEST = 8
 
@@ -39,9 +44,9 @@ def _numbers(value: Any, depth: int = 0) -> Iterator[Any]:
 def refuse_unbounded(kwargs: Mapping[str, Any]) -> None:
     """Raise BadInput for an argument that no model can be built with."""
     for key, value in kwargs.items():
-        sides = value if isinstance(value, list | tuple) and key in ("img_size", "patch_size") else [value]
+        numbers = list(_numbers(value)) if isinstance(value, list | tuple) and key in _LISTS else [value]
         bound = BOUNDS.get(key)
-        if bound is not None and value is not None and not all(map(bound.holds, sides)):
+        if bound is not None and value is not None and not all(map(bound.holds, numbers)):
             raise BadInput(f"--model-kwargs: {key} is {_cut(value)}, expected {bound}")
         if not all(map(_ANY.holds, _numbers(value))):
             raise BadInput(f"--model-kwargs: {_cut(key)} is {_cut(value)}, expected finite numbers, not nested deep")

@@ -23,6 +23,7 @@ from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
 from .timm_pointwise import with_token_mlps
+from .timm_windows import with_inner_windows
 
 State = Mapping[str, Tensor]
 
@@ -137,8 +138,8 @@ def _built(architecture: Architecture) -> nn.Module:
 
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens, and
-    attention knows its positions.
+    an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens,
+    attention knows its positions and cuts its windows itself.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -152,7 +153,7 @@ def build(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
-    return with_placed_blocks(with_token_mlps(model))
+    return with_inner_windows(with_placed_blocks(with_token_mlps(model)))
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

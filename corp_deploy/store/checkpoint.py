@@ -143,6 +143,15 @@ def _with_outputs(model: nn.Module, config: ModelConfig, where: str) -> nn.Modul
         raise BadInput(f"{where}: {error}; {REMEDY}") from None
 
 
+def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
+    """Give a model what no file has and it was built without: tables that its library makes of its sizes."""
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    built = dense_from_architecture(architecture) if empty else model
+    for name in empty:
+        place, _, table = name.rpartition(".")
+        setattr(model.get_submodule(place), table, built.get_buffer(name))
+
+
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
     where = str(directory / CONFIG)
@@ -167,5 +176,6 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     read = read_weights(weights)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
+    _fill_tables_(model, architecture)
     family_of(model).take_beside_(model, directory)
     return Checkpoint(model=model.eval(), architecture=architecture, lineage=config.lineage)

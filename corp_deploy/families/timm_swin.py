@@ -1,0 +1,213 @@
+"""timm's SwinTransformer family: attention in windows, in stages of ever fewer tokens of more channels.
+
+Windows are an affair of the attention, which takes the whole map (see windows.py): its first and last layers,
+the residual stream and everything that is counted have images in front and their tokens behind.
+
+Legend: B images, N tokens of a stage, C channels.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from timm.layers import resize_rel_pos_bias_table, to_2tuple
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerStage, checkpoint_filter_fn
+from timm.models.swin_transformer import WindowAttention as TimmWindowAttention
+from torch import Tensor, nn
+
+from calib.inputs import Inputs
+
+from . import timm_library
+from .channel_site import ChannelSite
+from .head_attention import HeadAttention
+from .head_site import HeadSite, site_of_attention
+from .maps import Grid, OnRows
+from .merging import Merging
+from .modules import replaced
+from .site import Site
+from .sites import Refusal, Sites
+from .steps import Branch, Passage, Step
+from .timm_images import ImageSpec
+from .timm_library import beside as beside
+from .timm_library import build as build
+from .timm_library import classes as classes
+from .timm_library import output_ports as output_ports
+from .timm_library import take_beside_ as take_beside_
+from .timm_library import unused as unused
+from .timm_mlps import channel_site, mlp_refusal
+from .timm_windows import TABLE, WindowBlock, block_refusal, window_blocks
+from .timm_windows import own_state as own_state
+from .unmergeable import copy_without_merging
+from .widths import HeadGeometry
+
+NAME = "timm-swin"
+FIXED_PARTS: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A stage by its name, the grid of the map that enters it and that of its blocks."""
+
+    name: str
+    downsample: nn.Module
+    blocks: tuple[tuple[str, nn.Module], ...]
+    before: Grid
+    grid: Grid
+
+
+def accepts(model: nn.Module) -> bool:
+    return isinstance(model, SwinTransformer)
+
+
+def _swin(model: nn.Module) -> SwinTransformer:
+    assert isinstance(model, SwinTransformer), type(model)
+    return model
+
+
+def _grid(size: tuple[int, ...]) -> Grid:
+    height, width = size
+    return height, width
+
+
+def _stages(model: nn.Module) -> list[_Stage]:
+    stages = []
+    for index, stage in enumerate(_swin(model).layers):
+        assert isinstance(stage, SwinTransformerStage), stage
+        name = f"layers.{index}"
+        blocks = tuple((f"{name}.blocks.{place}", block) for place, block in enumerate(stage.blocks))
+        before, grid = _grid(stage.input_resolution), _grid(stage.output_resolution)
+        stages.append(_Stage(name=name, downsample=stage.downsample, blocks=blocks, before=before, grid=grid))
+    return stages
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [block for stage in _stages(model) for block in stage.blocks]
+
+
+def sites(model: nn.Module) -> Sites:
+    """The MLPs, then the attentions, dense or already reduced."""
+    mlps: list[Site] = []
+    attentions: list[Site] = []
+    refused: list[Refusal] = []
+    for name, block in _blocks(model):
+        attn, mlp = f"{name}.attn", f"{name}.mlp"
+        if reason := block_refusal(block):
+            refused.append(Refusal(name=attn, reason=reason, sites={attn: HeadSite.kind}))
+        else:
+            attention = block.get_submodule("attn")
+            assert isinstance(attention, HeadAttention), attention
+            attentions.append(site_of_attention(attn, attention, mixing="free", norm=None, reason=""))
+        if reason := mlp_refusal(block.get_submodule("mlp")):
+            refused.append(Refusal(name=mlp, reason=reason, sites={mlp: ChannelSite.kind}))
+        else:
+            mlps.append(channel_site(mlp, block.get_submodule("mlp")))
+    return Sites(every=(*mlps, *attentions), refused=tuple(refused))
+
+
+def _branches(name: str, block: nn.Module, grid: Grid, read: Tensor | None) -> Iterator[Step]:
+    if not isinstance(block, WindowBlock):
+        yield Passage(module=OnRows(block, grid), name=name)
+        return
+    yield Branch(name=f"{name}.attn", norm=block.norm1, layer=block.attn, scale_C=None, read=read)
+    yield Branch(name=f"{name}.mlp", norm=block.norm2, layer=block.mlp, scale_C=None, read=read)
+
+
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+    """The branches of the blocks in the order they run, and what makes a stage's map of the one before."""
+    stages = _stages(model)
+    for stage in stages:
+        if not isinstance(stage.downsample, nn.Identity):
+            yield Passage(module=OnRows(stage.downsample, stage.before), name=f"{stage.name}.downsample")
+        for name, block in stage.blocks:
+            is_last = stage is stages[-1] and block is stage.blocks[-1][1]
+            yield from _branches(name, block, stage.grid, read if is_last else None)
+
+
+def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The residual stream [B,N,C] that enters the first stage."""
+    assert isinstance(inputs, Tensor), type(inputs)
+    x_BHWC: Tensor = _swin(model).patch_embed(inputs)
+    return x_BHWC.flatten(1, 2)
+
+
+def token_weights(model: nn.Module, inputs: Inputs) -> None:
+    """Every position of an image counts alike."""
+
+
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
+    """The model's output for the residual stream behind its last block."""
+    swin = _swin(model)
+    return swin.forward_head(swin.norm(x_BNC.unflatten(1, _stages(model)[-1].grid)))
+
+
+def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """The last stage's stream behind the model's norm."""
+    normed_BNC: Tensor = _swin(model).norm(x_BNC)
+    return normed_BNC
+
+
+def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
+    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
+    return copy_without_merging(model, merging, merging_refusal(model))
+
+
+def merging_of(model: nn.Module) -> Merging | None:
+    return None
+
+
+def merging_refusal(model: nn.Module) -> str:
+    return "windows are cut and neighbours joined by rows and columns of positions, so none can be merged away"
+
+
+def token_kinds(model: nn.Module) -> tuple[str, ...]:
+    """Of the last stage's tokens, all of them positions of its map."""
+    height, width = _stages(model)[-1].grid
+    return ("position",) * (height * width)
+
+
+def depth(model: nn.Module) -> int:
+    """Blocks of all stages."""
+    return len(_blocks(model))
+
+
+def input_spec(model: nn.Module) -> ImageSpec:
+    """Image shape from the patch embedding, the rest of the preprocessing from timm's data config of the model."""
+    height, width = to_2tuple(_swin(model).patch_embed.img_size)
+    return timm_library.image_spec(model, (int(height), int(width)))
+
+
+def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
+    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
+    float32.
+
+    `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
+    """
+    every = sites(model)
+    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
+    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
+    for module in copied.modules():
+        if isinstance(module, TimmWindowAttention):
+            module.fused_attn = False
+    return copied.eval().requires_grad_(False)
+
+
+def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict brought to this model by timm's own filter: patches of another size resampled, and Microsoft's names
+    mapped, in whose checkpoints a stage's maps are joined at its end. Likewise position biases of another window.
+    """
+    tables = {f"{name}.attn.{TABLE}": block for name, block in window_blocks(model)}
+    others = {name: tensor for name, tensor in state.items() if name not in tables}
+    adapted: dict[str, Tensor] = checkpoint_filter_fn(others, _swin(model))
+    resampled = {name: _resampled(state[name], block) for name, block in tables.items() if name in state}
+    return adapted | resampled
+
+
+def _resampled(table_TH: Tensor, block: WindowBlock) -> Tensor:
+    """timm's resampling, of which torch warns that it is slow."""
+    window, shape = block.window, block.state_dict()["attn.position_bias.table"].shape
+    if table_TH.shape == shape:
+        return table_TH
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"timm\.layers\.interpolate")
+        resized: Tensor = resize_rel_pos_bias_table(table_TH, window, tuple(shape))
+    return resized

@@ -1,0 +1,154 @@
+"""Attention within windows of a map: which tokens stand in which window, and what keeps them apart in shifted ones.
+
+An input's windows are an axis behind the batch, never a part of it: whatever is counted by input stays so.
+
+Legend: B inputs, N tokens, row by row of a map, W windows of an input, n slots of one, S = W * n, C channels, H heads,
+D dimensions of one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .maps import Grid
+
+APART = -100.0
+"""What timm and torchvision add to scores of tokens that a shift has brought together from opposite sides."""
+
+
+_HERE = torch.device("cpu")  # no checkpoint has the tables, so that a model built without memory needs them too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """A map, the size of its windows, and by how many rows and columns it is rolled up and left before it is cut."""
+
+    grid: Grid
+    window: Grid
+    shift: Grid = (0, 0)
+
+    def __post_init__(self) -> None:
+        alike = zip(self.grid, self.window, self.shift, strict=True)
+        assert all(size > 0 and window > 0 and 0 <= shift < window for size, window, shift in alike), self
+
+    @property
+    def padded(self) -> Grid:
+        """The map with as much below and beside it as whole windows take."""
+        height, width = (-(-size // window) * window for size, window in zip(self.grid, self.window, strict=True))
+        return height, width
+
+    @property
+    def count(self) -> int:
+        """Windows of a map."""
+        return self.padded[0] * self.padded[1] // self.size
+
+    @property
+    def size(self) -> int:
+        """Slots of a window."""
+        return self.window[0] * self.window[1]
+
+    def cut(self, map_HW: Tensor) -> Tensor:
+        """A padded map [H,W] as windows [W,n], both row by row."""
+        (rows, columns), (height, width) = self.window, self.padded
+        return map_HW.view(height // rows, rows, width // columns, columns).transpose(1, 2).reshape(self.count, -1)
+
+    def places(self) -> Tensor:
+        """Of each slot [S] the token that stands there, N for padding."""
+        tokens = self.grid[0] * self.grid[1]
+        rolled = torch.arange(tokens, device=_HERE).view(self.grid).roll((-self.shift[0], -self.shift[1]), (0, 1))
+        beyond = (0, self.padded[1] - self.grid[1], 0, self.padded[0] - self.grid[0])
+        return self.cut(F.pad(rolled, beyond, value=tokens)).flatten()
+
+    def apart(self) -> Tensor | None:
+        """What keeps tokens [W,n,n] apart that are neighbours by the roll alone, to add to scores; None without one."""
+        if not any(self.shift):
+            return None
+        rows, columns = (
+            _regions(size, window, shift)
+            for size, window, shift in zip(self.padded, self.window, self.shift, strict=True)
+        )
+        region_Wn = self.cut(3 * rows[:, None] + columns)
+        return torch.zeros(1, device=_HERE).where(region_Wn[:, :, None] == region_Wn[:, None, :], APART)
+
+    def relative(self) -> Tensor:
+        """Which of the (2 rows - 1)(2 columns - 1) places each slot has as seen from each other [n,n]."""
+        rows, columns = self.window
+        slots = torch.arange(self.size, device=_HERE)
+        down, right = slots // columns, slots % columns
+        down_nn = down[:, None] - down + rows - 1
+        return down_nn * (2 * columns - 1) + right[:, None] - right + columns - 1
+
+
+def _regions(size: int, window: int, shift: int) -> Tensor:
+    """Of each row or column of a rolled map: 2 if from the other side, 1 if in a window with such, else 0."""
+    places = torch.arange(size, device=_HERE)
+    return torch.zeros_like(places) if not shift else (places >= size - window).long() + (places >= size - shift)
+
+
+class Windows(nn.Module):
+    """Tokens of a map to the slots of its windows and back; the tables are made from a plan, and no weights."""
+
+    def __init__(self, plan: WindowPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        places_S, mask_Wnn = plan.places(), plan.apart()
+        self.tokens = plan.grid[0] * plan.grid[1]
+        self.pads = len(places_S) > self.tokens
+        self.moves = not places_S.equal(torch.arange(self.tokens, device=_HERE))
+        self.register_buffer("places_S", places_S, persistent=False)
+        self.register_buffer("back_N", places_S.argsort(stable=True)[: self.tokens], persistent=False)
+        self.register_buffer("mask_Wnn", mask_Wnn, persistent=False)
+
+    places_S: Tensor
+    back_N: Tensor
+    mask_Wnn: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Of an input."""
+        return self.plan.count
+
+    @property
+    def size(self) -> int:
+        """Slots of one."""
+        return self.plan.size
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        """[B,N,C] -> [B,S,C], zeros where there is padding."""
+        assert x_BNC.ndim == 3, x_BNC.shape
+        assert x_BNC.shape[1] == self.tokens, (x_BNC.shape, self.plan)
+        if self.moves:
+            return (F.pad(x_BNC, (0, 0, 0, 1)) if self.pads else x_BNC).index_select(1, self.places_S)
+        return x_BNC
+
+    def apart(self, x_BSC: Tensor) -> Tensor:
+        """[B,S,C] -> [B,W,n,C]."""
+        x_BWnC: Tensor = x_BSC.unflatten(1, (self.count, self.size))
+        return x_BWnC
+
+    def joined(self, x_BWnC: Tensor) -> Tensor:
+        """[B,W,n,C] -> [B,N,C]; what stands in padding is left out."""
+        assert x_BWnC.shape[1:3] == (self.count, self.size), (x_BWnC.shape, self.plan)
+        x_BSC = x_BWnC.flatten(1, 2)
+        return x_BSC.index_select(1, self.back_N) if self.moves else x_BSC
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """Values [B,W,H,n,v] by attention at scores with a bias [1,W,H,n,n], one entry perhaps for all windows or
+        heads. torch's kernels take four axes, so windows are more heads to them.
+        """
+        shape = q.shape[1:3]
+        every = None if bias is None else bias.expand(-1, *shape, -1, -1).flatten(1, 2)
+        q, k, v = (each.flatten(1, 2) for each in (q, k, v))
+        z_BWHnv: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=every, scale=scale).unflatten(1, shape)
+        return z_BWHnv
+
+    def of_tokens(self, x_BWHnD: Tensor) -> Tensor:
+        """The same with zeros for the rows of padding."""
+        is_token_W1n1 = (self.places_S < self.tokens).view(self.count, 1, self.size, 1)
+        return x_BWHnD * is_token_W1n1 if self.pads else x_BWHnD
+
+    def words(self) -> str:
+        rows, columns = self.plan.window
+        return f"{self.count} windows of {rows}x{columns}"
