@@ -1,19 +1,59 @@
 """corp-deploy: ship smaller vision transformers. Importing this package imports neither torch nor timm."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ground.ports import Role
+
 __version__ = "0.1.0"
 
 
-def load(directory: Path | str) -> "nn.Module":
+def load(directory: Path | str, *, trust_code: bool = False) -> "nn.Module":
     """A model directory written by corp-deploy as an ordinary nn.Module in eval mode, on the CPU, in float32.
 
-    Raises ground.errors.BadInput when the directory is missing, foreign or damaged.
+    `trust_code`: whether the code of a model that has some may be run. Raises ground.errors.BadInput when the
+    directory is missing, foreign or damaged, and for code that isn't trusted.
     """
+    from .families.trusted_code import trusting_code
     from .store.checkpoint import load_checkpoint
 
-    return load_checkpoint(Path(directory)).model
+    with trusting_code(trust_code):
+        return load_checkpoint(Path(directory)).model
+
+
+def sites(
+    model: "nn.Module",
+    *,
+    inputs: tuple[int, int, int],
+    mlps: Mapping[str, tuple[str, ...]] | None = None,
+    attentions: Mapping[str, Mapping[str, Any]] | None = None,
+    output: "Role" = "logits",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> "nn.Module":
+    """A copy of any module of images [B,*inputs] that says where it can be reduced; it has one output of this role.
+
+    `mlps`: by the name of a module, the names inside it of the linear layers that hidden channels lie between, first
+    and last, and of a gated MLP the first one that is not activated. `attentions`: by the name of a module [B,N,C] ->
+    [B,N,C], `qkv` and `proj`, the names of its fused projection (rows q, k, v) and of the output's, `heads`, and
+    `scale` where it is another than 1 / sqrt(head's size). `mean`, `std`: of the images' preprocessing.
+
+    Everything that is said is tried on a random image. Raises ground.errors.BadInput for names that are none, for
+    layers between which channels are mixed, and for what is no softmax attention of these heads.
+    """
+    from .families.named_sites import named_sites
+    from .families.preprocessing import Preprocessing
+
+    prepared = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
+    return named_sites(
+        model,
+        inputs=inputs,
+        mlps=mlps or {},
+        attentions=attentions or {},
+        role=output,
+        preprocessing=prepared,
+    )

@@ -13,7 +13,7 @@ from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS
 
 from .input_choice import text_option
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
+from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, trust_option, value_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.timed_inputs import TimedInputs
@@ -138,6 +138,7 @@ fed_options = value_options(
 @run_options
 @plan_options
 @fed_options
+@trust_option
 @output_options
 def bench(
     dense: Path,

@@ -13,7 +13,7 @@ from corp_deploy.views.console import Output
 from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
 
 from .numbers import Channels, Number
-from .options import FILE, Command, JsonObject, OutputNames, value_options
+from .options import FILE, Command, JsonObject, OutputNames, trust_option, value_options
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def _model_choice(
     )
 
 
-dense_options = value_options(
+_choice_options = value_options(
     "model",
     _model_choice,
     click.option("--weights", type=FILE, help="Trained weights: .safetensors, .pth, .pt, .pth.tar, .bin, .ckpt."),
@@ -90,13 +90,16 @@ dense_options = value_options(
     ),
     argument="model",
 )
-"""Adds what a timm name needs beside it, and hands the command a `ModelChoice` as `model` in
-place of its name.
-"""
+
+
+def dense_options(command: Command) -> Command:
+    """Add what a model's name needs beside it, and hand the command a `ModelChoice` as `model` in place of the name."""
+    return trust_option(_choice_options(command))
+
 
 MODEL_HELP = (
-    "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, or hf:DIR, a "
-    "vision transformer or text encoder of transformers."
+    "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, hf:DIR, a "
+    "vision transformer or text encoder of transformers, or module:PATH.py:FUNCTION (with --trust-code)."
 )
 
 

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from corp_deploy.families.outputs import Outputs, outputs_from_text
+from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantity import BATCH, shown
@@ -86,6 +87,19 @@ class Words(click.ParamType[tuple[str, ...]]):
         return tuple(dict.fromkeys(words))
 
 
+def _trust(context: click.Context, _: click.Parameter, trust: bool) -> bool:
+    """For as long as the command is at work."""
+    context.with_resource(trusting_code(trust))
+    return trust
+
+
+trust_option = click.option(
+    "--trust-code",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="Run the code of a model that has some: of module:PATH.py:FUNCTION and of what was reduced of it.",
+)
 batch_size_option = click.option(
     "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."
 )

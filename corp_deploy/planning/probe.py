@@ -92,6 +92,8 @@ class Probe:
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]
             new = dict(zip(walked, self._reduced(walked), strict=True))
+            if not walked:
+                return effects
             walk = self._start()
             for place, step in enumerate(steps):
                 for trial in walked:

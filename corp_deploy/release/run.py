@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corp_deploy.families import trusted_code
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput, Missing
@@ -49,6 +50,11 @@ def _require_vision(directory: Path) -> None:
 
 def _require_model(model: ModelTable) -> None:
     """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
+    if model.model.startswith(trusted_code.PREFIX):
+        raise BadInput(
+            f"model.model: a recipe runs no code of a model, got {model.model!r:.150}; reduce it by the commands, with "
+            "--trust-code"
+        )
     if model.directory is None:
         require_local_name(model.model)
         if model.weights is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families import hf_config, timm_library
+from corp_deploy.families import hf_config, timm_library, trusted_code
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -17,6 +17,7 @@ from ground.errors import BadInput
 from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
+from .code_model import load_from_code
 from .hub_snapshot import (
     CONFIG,
     PREFIX,
@@ -101,9 +102,10 @@ def load_dense(
     preprocessing: Preprocessing | None = None,
     outputs: Outputs | None = None,
 ) -> Checkpoint:
-    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory of
-    transformers (`hf:DIR`), or from a timm name with its weights. `ema` as in read_weights; `preprocessing` goes before
-    that of the name or snapshot; `outputs` are given by name in place of the model's own.
+    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory
+    of transformers (`hf:DIR`), made by a function of a file (`module:PATH.py:FUNCTION`), or from a timm name with
+    its weights. `ema` as in read_weights; `preprocessing` goes before that of the name or snapshot; `outputs` are
+    given by name in place of the model's own.
 
     Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
     anything that it has itself, and for outputs that the model hasn't got.
@@ -122,6 +124,8 @@ def load_dense(
 def _loaded(
     model: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
 ) -> Checkpoint:
+    if model.startswith(trusted_code.PREFIX):
+        return load_from_code(model, weights, kwargs, ema, preprocessing)
     if model.startswith(PREFIX):
         _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema})
         return _from_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)

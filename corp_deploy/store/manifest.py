@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from corp_deploy.families.trusted_code import FAMILY as CODE
 from corp_deploy.machine import versions
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_file
@@ -35,9 +36,11 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
-    """What a manifest says of a model that merges tokens or gives outputs by name, nothing of another one."""
+    """What a manifest says of a model that merges tokens, gives outputs by name or is made by code."""
     tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.words()}
-    return tokens if reduced.outputs is None else {**tokens, "outputs": list(reduced.outputs)}
+    outputs = {} if reduced.outputs is None else {"outputs": list(reduced.outputs)}
+    code = {"code": f"{reduced.built.name}, run when the model is loaded"} if reduced.family == CODE else {}
+    return {**tokens, **outputs, **code}
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:

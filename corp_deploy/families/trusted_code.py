@@ -1,0 +1,67 @@
+"""Code of a user's that makes a model: never run unless the user said that it may be. Imports no torch."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ground.errors import BadInput
+from ground.quantity import shown
+
+PREFIX = "module:"
+FAMILY = "module"
+_TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trusting_code(trust: bool) -> Iterator[None]:
+    """Within it, whether code of models may be run; without it none is."""
+    token = _TRUSTED.set(trust)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A Python file's text and which of its functions makes the model."""
+
+    file: str
+    function: str
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+    def called(self, arguments: dict[str, Any]) -> Any:
+        """What the function gives. Raises BadInput where code isn't trusted, and for code that fails."""
+        if not _TRUSTED.get():
+            raise BadInput(
+                f"{self.file} is code, which would be run to make the model: read it, and give --trust-code if you "
+                "trust it (in Python: corp_deploy.load(DIR, trust_code=True))"
+            )
+        try:
+            return self._function()(**arguments)
+        except (BadInput, MemoryError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            raise BadInput(
+                f"{self.file}: {self.function}() fails ({reason}); arguments: {shown(str(arguments))}"
+            ) from None
+
+    def _function(self) -> Callable[..., Any]:
+        module = ModuleType(f"corp_deploy_model_{self.sha256[:16]}")
+        module.__file__ = self.file
+        sys.modules[module.__name__] = module  # where dataclasses look their annotations up
+        exec(compile(self.source, self.file, "exec"), module.__dict__)
+        function: Callable[..., Any] | None = module.__dict__.get(self.function)
+        if not callable(function):
+            raise BadInput(f"{self.file}: it has no function {self.function!r:.100}")
+        return function

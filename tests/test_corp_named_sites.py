@@ -1,0 +1,290 @@
+"""Any module whose sites are named: what is said is tried, reductions are exact, and code runs only where it is
+trusted.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+import corp_deploy
+from corp_deploy.cli import main
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.own_modules import architecture_of, build
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint
+from examples.own_module.net import Net
+from ground.errors import BadInput
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+SOURCE = (ROOT / "examples" / "own_module" / "net.py").read_text()
+
+
+def net(depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(depth=depth).eval()
+
+
+def named(model: nn.Module, **changes: Any) -> nn.Module:
+    said: dict[str, Any] = {
+        "mlps": {"layers.0.ffn": ("0", "2"), "layers.1.ffn": ("0", "2")},
+        "attentions": {f"layers.{i}.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3} for i in range(2)},
+    }
+    return corp_deploy.sites(model, inputs=(3, 32, 32), **{**said, **changes})
+
+
+def outputs(model: nn.Module, count: int = 6) -> Tensor:
+    with torch.inference_mode():
+        answer: Tensor = model(torch.from_numpy(tiny.images(count, seed=4)))
+    return answer
+
+
+def test_naming_changes_no_output_and_leaves_the_users_module_alone() -> None:
+    model = net()
+    before = outputs(model)
+    ours = named(model)
+    torch.testing.assert_close(outputs(ours), before, rtol=1e-5, atol=1e-5)
+    assert torch.equal(outputs(model), before)
+    assert type(model).__name__ == "Net"
+    assert not any(module._forward_hooks for module in (*model.modules(), *ours.modules()))
+    assert [site.name for site in sites_of(ours).every] == [
+        "layers.0.ffn", "layers.1.ffn", "layers.0.mix", "layers.1.mix"
+    ]  # fmt: skip
+    assert family_of(ours).classes(ours) == 5
+
+
+class Mixed(nn.Module):
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(3072, 16), between, nn.Linear(16, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.last(self.between(self.first(images.flatten(1))))
+        return out
+
+
+class Shuffle(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, dims=-1)
+
+
+REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
+    "a name": (net(), {"mlps": {"layers.7.ffn": ("0", "2")}}, "the model has no module 'layers.7.ffn.0'"),
+    "a layer": (net(), {"mlps": {"layers.0.ffn": ("0", "1")}}, "layers.0.ffn.1 is SiLU, expected a linear layer"),
+    "names": (net(), {"mlps": {"layers.0.ffn": ("0",)}}, "expected the names of its linear layers inside it"),
+    "heads": (net(), {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 5}}}, "for 5 heads"),
+    "other heads": (
+        net(),
+        {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 4}}},
+        "is not the softmax attention of 4 heads",
+    ),
+    "a scale": (
+        net(),
+        {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3, "scale": 3.0}}},
+        "is not the softmax attention of 3 heads",
+    ),
+    "nothing": (net(), {"mlps": {}, "attentions": {}}, "none named"),
+    "a norm": (
+        nn.Sequential(Mixed(nn.LayerNorm(16))),
+        {"mlps": {"0": ("first", "last")}, "attentions": {}},
+        "channels are mixed",
+    ),
+    "a norm without weights": (
+        nn.Sequential(Mixed(nn.LayerNorm(16, elementwise_affine=False))),
+        {"mlps": {"0": ("first", "last")}, "attentions": {}},
+        "channels are mixed",
+    ),
+    "another order": (
+        nn.Sequential(Mixed(Shuffle())),
+        {"mlps": {"0": ("first", "last")}, "attentions": {}},
+        "channels are mixed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_so_is_refused(case: str) -> None:
+    model, said, words = REFUSED[case]
+    with pytest.raises(BadInput, match=words):
+        named(model, **said)
+
+
+def checkpoint(model: nn.Module) -> Checkpoint:
+    code = Code(file="net.py", function="build", source=SOURCE)
+    return Checkpoint(model=model, architecture=architecture_of(code, {}, Preprocessing()), lineage={})
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).double().norm() / expected.double().norm())
+
+
+def test_reductions_are_repaired_and_nothing_removed_is_the_same(tmp_path: Path) -> None:
+    model = named(net())
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(96), model)
+    moments = calibrate(checkpoint(model), inputs, batch_size=32)
+    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    errors = {
+        preset: relative(
+            outputs(reduce(model, moments, method_from_preset(preset, **half)).model, 32), outputs(model, 32)
+        )
+        for preset in ("none", "corp-v1", "best")
+    }
+    assert errors["best"] < errors["corp-v1"] < errors["none"], errors
+    whole = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)).model
+    torch.testing.assert_close(outputs(whole), outputs(net()), rtol=1e-5, atol=1e-5)
+    with pytest.raises(BadInput, match="is run whole, so no block can be followed; leave away --closed-loop"):
+        reduce_closed_loop(model, inputs, method_from_preset("best", **half))
+
+
+def test_planted_redundancy_is_removed_exactly(tmp_path: Path) -> None:
+    model = net()
+    with torch.no_grad():
+        for layer in model.get_submodule("layers").children():
+            first, qkv = layer.get_submodule("ffn.0"), layer.get_submodule("mix.to_qkv")
+            assert isinstance(first, nn.Linear)
+            assert isinstance(qkv, nn.Linear)
+            first.weight[48:], first.bias[48:] = first.weight[:48].clone(), first.bias[:48].clone()
+            for part in range(2):  # half of each head's queries and keys repeat the others
+                rows = qkv.weight[48 * part : 48 * (part + 1)].view(3, 16, 48)
+                rows[:, 8:] = rows[:, :8].clone()
+                qkv.bias[48 * part : 48 * (part + 1)].view(3, 16)[:, 8:] = (
+                    qkv.bias[48 * part : 48 * (part + 1)].view(3, 16)[:, :8].clone()
+                )
+    ours = named(model)
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), ours)
+    moments = calibrate(checkpoint(ours), inputs, batch_size=32)
+    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    errors = {
+        preset: relative(outputs(reduce(ours, moments, method_from_preset(preset, **half)).model), outputs(model))
+        for preset in ("best", "none")
+    }
+    assert errors["best"] < 1e-3 < errors["none"], errors
+
+
+def invoked(*arguments: Any, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SOURCE)
+    np.save(tmp_path / "images.npy", tiny.images(64))
+    np.save(tmp_path / "held-out.npy", tiny.images(16, seed=5))
+    model = ("--model", f"module:{tmp_path / 'net.py'}:build")
+    refused = invoked("inspect", *model, code=2)
+    assert "net.py is code, which would be run to make the model: read it, and give --trust-code" in refused.stderr
+    trusted = (*model, "--trust-code")
+    assert "layers.1.mix" in invoked("inspect", *trusted).output
+    moments, reduced, graph = (tmp_path / name for name in ("m.safetensors", "reduced", "reduced/model.onnx"))
+    invoked("calibrate", *trusted, "--images", tmp_path / "images.npy", "-o", moments)
+    said = ("--moments", moments, "--images", tmp_path / "images.npy", "--macs", 0.8, "--align", "mlp=8,head=8")
+    invoked("reduce", *trusted, *said, "-o", reduced)
+    assert "give --trust-code" in invoked("export", "--model", reduced, "-o", graph, code=2).stderr
+    invoked("export", "--model", reduced, "--trust-code", "-o", graph, "--precision", "fp32,fp16")
+    steps = (f"module:{tmp_path / 'net.py'}:build", reduced, graph, reduced / "model.fp16.onnx")
+    judged = ("--images", tmp_path / "held-out.npy", "--batch", "1,5", "--max-error", 0.5, "-o", tmp_path / "p.json")
+    invoked("verify", *steps, *judged, "--trust-code")
+    links = json.loads((tmp_path / "p.json").read_text())["links"]
+    assert [link["status"] for link in links] == ["PASS"] * 4
+    config = json.loads((reduced / "config.json").read_text())
+    assert config["family"] == "module"
+    assert config["architecture"]["kwargs"]["source"] == SOURCE
+    assert str(tmp_path) not in (reduced / "config.json").read_text()
+
+
+def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None:
+    from corp_deploy.store.checkpoint import save
+
+    with trusting_code(True):
+        model = build(checkpoint(net()).architecture)
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(32), model)
+    own = checkpoint(model)
+    moments = calibrate(own, inputs, batch_size=32)
+    reduction = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
+    save(Checkpoint(model=reduction.model, architecture=own.architecture, lineage={}), tmp_path / "reduced")
+    with pytest.raises(BadInput, match=r"net\.py is code"):
+        corp_deploy.load(tmp_path / "reduced")
+    loaded = corp_deploy.load(tmp_path / "reduced", trust_code=True)
+    assert torch.equal(outputs(loaded), outputs(reduction.model))
+    with pytest.raises(BadInput, match=r"net\.py is code"):
+        corp_deploy.load(tmp_path / "reduced")
+
+
+def test_weights_of_the_users_names_are_taken(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from corp_deploy.store.dense_model import load_dense
+
+    (tmp_path / "net.py").write_text(SOURCE)
+    trained = net()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.1)
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    with trusting_code(True):
+        taken = load_dense(f"module:{tmp_path / 'net.py'}:build", weights=tmp_path / "w.safetensors", kwargs={})
+    torch.testing.assert_close(outputs(taken.model), outputs(trained), rtol=1e-5, atol=1e-5)
+
+
+BAD = (
+    SOURCE
+    + """
+
+def bare() -> nn.Module:
+    return Net()
+
+
+def wrong() -> int:
+    return 3
+"""
+)
+FAULTS = {
+    "net.py": "expected module:PATH.py:FUNCTION",
+    "other.py:build": "no such file",
+    "net.py:nothing": "it has no function 'nothing'",
+    "net.py:wrong": r"wrong\(\) gives a int, expected a torch.nn.Module",
+    "net.py:bare": "unless its sites are named",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_code_that_will_not_do_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(BAD)
+    said = invoked("inspect", "--model", f"module:{tmp_path / name}", "--trust-code", code=2).stderr
+    assert FAULTS[name].replace("\\", "") in said
+
+
+def test_a_recipe_takes_no_code(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SOURCE)
+    tables = f'[model]\nmodel = "module:{tmp_path / "net.py"}:build"\n[calibration]\nimages = "i.npy"\n'
+    (tmp_path / "r.toml").write_text(f'{tables}[held_out]\nimages = "i.npy"\n[reduce]\nmlp = 0.5\n')
+    said = invoked("release", tmp_path / "r.toml", "-o", tmp_path / "out", code=2).stderr
+    assert "model.model: a recipe runs no code of a model" in said
+
+
+def test_arguments_are_kept_and_a_failing_function_is_told(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SOURCE)
+    model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code", "--model-kwargs")
+    assert "layers.2.mix" in invoked("inspect", *model, '{"depth": 3}').output
+    said = invoked("inspect", *model, '{"width": 3}', code=2).stderr
+    assert "net.py: build() fails (TypeError" in said
+
+
+def test_the_readme_shows_the_example_as_it_is() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split("```python\n")[1].split("```")[0]
+    assert "corp_deploy.sites(" in shown
+    assert shown in SOURCE
+    assert len(shown.strip().splitlines()) <= 10
