@@ -236,6 +236,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 REAL: dict[str, Callable[[dict[str, Any]], str]] = {
     "real_vit.json": real_page.real_vit,
     "real_vit_engines.json": real_page.real_vit_engines,
+    "dense_features.json": real_page.dense_features,
 }
 
 

@@ -1,4 +1,4 @@
-"""The tables of a record of real_vit.py and real_vit_engines.py, for the README."""
+"""The tables of a record of real_vit.py, real_vit_engines.py and dense_features.py, for the README."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,3 +127,39 @@ def _engine(named: tuple[str, Mapping[str, Any]]) -> list[str]:
     name, engine = named
     fused = f"{engine['fused_attention']} of {len(engine['attention_sites'])}"
     return [name, fused, str(engine["kernels"]), f"{engine['plan_bytes'] / 1e6:.1f}"]
+
+
+def dense_features(record: Mapping[str, Any]) -> str:
+    """What dense heads make of a reduced backbone's tokens."""
+    calibration, held_out = record["calibration"], record["held_out"]
+    names = ["method", "MACs", "patch tokens", "cosine", "lowest 1 %", "neighbours", "CKA", "map error", "IoU",
+             "FP16 map error", "FP16 IoU", "accuracy", "same class"]  # fmt: skip
+    lines = []
+    for row in record["rows"]:
+        link = next(link for link in row["links"] if (link["kind"], link["output"]) == ("reduced", "patches"))
+        torch_maps, fp16 = row["saliency"][0], row["saliency"][-1]
+        lines.append(
+            [
+                row["method"],
+                f"{row['macs_share']:.2f}",
+                f"{link['relative_error']:.3f}",
+                f"{link['token_cosine_mean']:.3f}",
+                f"{link['token_cosine_q01']:.3f}",
+                f"{link['neighbour_agreement']:.0%}",
+                f"{link['linear_cka']:.3f}",
+                *(f"{maps[name]:.3f}" for maps in (torch_maps, fp16) for name in ("map_error", "iou")),
+                f"{row['linear']['accuracy']:.1%}",
+                f"{row['linear']['same_class']:.1%}",
+            ]
+        )
+    accuracy = record["rows"][0]["linear"]["dense_accuracy"]
+    text = (
+        f"CORP's experiment with a backbone whose dense heads stay as they are, on the same {record['model']} with "
+        f"class and patch tokens as named outputs (`--outputs class,patches`), fitted to {calibration['crops']} crops "
+        f"of {calibration['photographs']} photographs, judged on {held_out['crops']} crops of "
+        f"{held_out['photographs']} others: error, cosine, nearest neighbours and linear CKA (debiased) of patch "
+        "tokens; error and overlap of the maps of its own saliency head, in torch and with head and backbone as two "
+        "graphs, the backbone's in FP16; and a linear head that was trained on the dense model's tokens of "
+        f"{record['mosaics']} mosaics of textures, on as many others (dense: {accuracy:.1%} of patches right):"
+    )
+    return "\n\n".join([text, table(names, lines), *record.get("remarks", [])])
