@@ -1,4 +1,6 @@
-"""Small instances of timm's models whose attention is told where tokens are: Eva's forms."""
+"""Small instances of timm's models whose attention is told where tokens are: Eva's forms, BEiT's and those of
+VisionTransformerRelPos.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -27,9 +29,23 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "learned angles": ("vit_base_patch16_rope_mixed_ape_224", SMALL | {"init_values": 0.3}),
     "attention pool": ("vit_pe_core_base_patch16_224", SMALL),
     "q/k norm, groups": ("vit_base_patch16_sapiens2", SMALL | {"init_values": 0.3, "num_kv_heads": (1, 3)}),
+    "tables of biases": ("beit_base_patch16_224", SMALL | {"init_values": 0.3}),
+    "tables, one of them for all blocks": (
+        "beitv2_base_patch16_224",
+        SMALL | {"init_values": 0.3, "use_shared_rel_pos_bias": True},
+    ),
+    "networks of biases": (
+        "vit_relpos_base_patch16_clsgap_224",
+        SMALL | {"init_values": 0.3, "rel_pos_type": "mlp_swin"},
+    ),
+    "a network for all blocks, norms behind": (
+        "vit_relpos_small_patch16_rpn_224",
+        SMALL | {"shared_rel_pos": True},
+    ),
 }
-ROTARY = tuple(form for form in FORMS if form not in ("no positions in attention", "norms behind"))
-WHOLE_BLOCKS = ("norms behind",)
+EVA = tuple(form for form, (name, _) in FORMS.items() if "beit" not in name and "relpos" not in name)
+ROTARY = tuple(form for form in EVA if form not in ("no positions in attention", "norms behind"))
+WHOLE_BLOCKS = ("norms behind", "a network for all blocks, norms behind")
 """Forms whose blocks don't come apart: closed loops refuse them."""
 SITES = {"norms inside": 2, "q/k norm, groups": 3}
 """How many sites a form has, 4 unless it stands here."""

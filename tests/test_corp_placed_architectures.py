@@ -9,19 +9,23 @@ import timm
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_eva
+from corp_deploy.families import timm_eva, timm_relative
 from corp_deploy.families.family import sites_of, timm_family_of
 from corp_deploy.families.timm_placing import with_placed_blocks
 
-FAMILIES = {"eva": timm_eva}
-COUNTS = {"eva": Counter(whole=54, partly=11)}
+FAMILIES = {"eva": timm_eva, "beit": timm_relative, "vision_transformer_relpos": timm_relative}
+COUNTS = {
+    "eva": Counter(whole=54, partly=11),
+    "beit": Counter(whole=7),
+    "vision_transformer_relpos": Counter(whole=14),
+}
 """Of the names of each of timm's modules: with a site for every attention and MLP, with some refused."""
 # Whose attentions or MLPs stay, with words of the reason.
 PARTLY = {
     r"eva02_(base|large)_.*": "LayerNorm between the linear layers mixes all hidden channels",
     r"vit_(1b|5b|giant|huge|large)_patch16_sapiens2.*": r"heads share their keys and values",
 }
-TURNED = r"eva02_(tiny|small|base|large).*|vit_.*"
+TURNED = r"eva02_(tiny|small|base|large).*|vit_(?!s?relpos).*"
 KEEPS_QK = r".*_sapiens2.*"
 KEEPS_V = r"eva02_(base|large)_patch1[46]_clip.*"
 
@@ -47,6 +51,7 @@ def test_every_architecture_is_reduced_or_refused_with_a_reason(module: str) -> 
         assert offered.every, name
         for site in offered.heads:
             assert (site.rotary is not None) == bool(re.fullmatch(TURNED, name)), name
+            assert (site.position_bias is not None) == (module != "eva"), name
             assert site.keeps_qk == bool(re.fullmatch(KEEPS_QK, name)), name
             assert site.keeps_v == bool(re.fullmatch(KEEPS_V, name)), name
         counts["whole" if words is None else "partly"] += 1

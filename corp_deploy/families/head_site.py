@@ -160,7 +160,7 @@ class HeadSite:
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         """Norms stay, and what is added to scores; learned frequencies go with their planes."""
         assert isinstance(width, HeadWidths), (self.name, width)
-        stay = (self.q_norm, self.k_norm, self.norm, self.position_bias)
+        stay = (self.q_norm, self.k_norm, self.norm, self.position_bias if width.v else None)
         turning = 0 if self.rotary is None else parameters(self.rotary) * width.qk // self.qk
         return (
             turning
