@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
+from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store.checkpoint import save as save_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.weights import read_weights
 from ground.errors import BadInput
@@ -218,6 +220,32 @@ def test_a_head_is_dropped_only_from_a_model_without_one(tmp_path: Path) -> None
     printed = json.dumps({**KWARGS, "num_classes": 7})
     assert f"give --model-kwargs '{printed}'" in str(refused.value)
     load_dense(NAME, weights=tmp_path / "w.safetensors", kwargs=json.loads(printed))
+
+
+def test_a_classifier_of_other_classes_is_taken_where_none_were_asked_for(tmp_path: Path) -> None:
+    """A whole checkpoint of a fine-tuning: averaged, of another image size, sharded and wrapped, of 7 classes."""
+    kwargs = {key: value for key, value in KWARGS.items() if key != "num_classes"}
+    wrapped = prefixed("module.")
+    halves = sorted(wrapped)[::2], sorted(wrapped)[1::2]
+    index = {"weight_map": {name: f"part-{place}.safetensors" for place, names in enumerate(halves) for name in names}}
+    for place, names in enumerate(halves):
+        save_file({name: wrapped[name].contiguous() for name in names}, tmp_path / f"part-{place}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    taken = load_dense(NAME, weights=tmp_path / "model.safetensors.index.json", kwargs=kwargs)
+    same(taken.model.state_dict(), STATE)
+    assert taken.notes == (
+        "model.safetensors.index.json: tells 7 classes apart, where " + NAME + " has 1000: built with 7",
+    )
+    assert taken.architecture.kwargs["num_classes"] == 7
+    save_checkpoint(taken, tmp_path / "model")
+    same(load_checkpoint(tmp_path / "model").model.state_dict(), STATE)
+    torch.save({"state_dict": STATE, "state_dict_ema": prefixed("module.", AVERAGE)}, tmp_path / "last.pth.tar")
+    larger = load_dense(NAME, weights=tmp_path / "last.pth.tar", kwargs={**kwargs, "img_size": 64})
+    said = " ".join(larger.notes)
+    assert "took state_dict_ema" in said
+    assert "built with 7" in said
+    assert "pos_embed" in said
+    assert torch.equal(larger.model.state_dict()["head.weight"], AVERAGE["head.weight"])
 
 
 def test_weights_without_a_head_or_of_other_channels_print_the_arguments_to_give(tmp_path: Path) -> None:

@@ -75,11 +75,20 @@ def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]
     return arguments if channels(model) == 3 else arguments | {"in_chans": channels(model)}
 
 
+def _classifiers(model: nn.Module) -> tuple[str, ...]:
+    names = _config(model).get("classifier") or "head"
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """How many classes a state dict's classifier tells apart; None where it has none by this model's name for it."""
+    weight = next((state[f"{name}.weight"] for name in _classifiers(model) if f"{name}.weight" in state), None)
+    return len(weight) if weight is not None and weight.ndim == 2 else None
+
+
 def unused(model: nn.Module) -> tuple[str, ...]:
     """Prefixes of a classifier's weights, for a model that was built without one."""
-    classifiers = _config(model).get("classifier") or "head"
-    heads = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
-    return () if classes(model) else tuple(f"{name}." for name in heads)
+    return () if classes(model) else tuple(f"{name}." for name in _classifiers(model))
 
 
 def own_state(model: nn.Module, state: State) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corp_deploy.families import trusted_code
+from corp_deploy.families import torchvision_names, trusted_code
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput, Missing
@@ -55,6 +55,11 @@ def _require_model(model: ModelTable) -> None:
             f"model.model: a recipe runs no code of a model, got {model.model!r:.150}; reduce it by the commands, with "
             "--trust-code"
         )
+    if model.model.startswith(torchvision_names.PREFIX):
+        torchvision_names.twin_of(model.model)
+        if model.weights is None:
+            raise BadInput(f"model.weights: {model.model!r:.100} needs the weights of a trained model")
+        return
     if model.directory is None:
         require_local_name(model.model)
         if model.weights is None:

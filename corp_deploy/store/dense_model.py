@@ -1,13 +1,13 @@
 """A dense model as it is named: a directory, a snapshot of one of timm's repositories, or a timm name with weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from corp_deploy.families import hf_config, timm_library, trusted_code
+from corp_deploy.families import hf_config, timm_library, torchvision_names, trusted_code
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -31,7 +31,7 @@ from .transformers_directory import load_transformers
 from .transformers_files import config_of_transformers
 from .transformers_vision import load_vision
 from .weight_fit import fitted
-from .weights import KINDS, read_weights
+from .weights import KINDS, Weights, read_weights
 
 
 def _from_snapshot(
@@ -56,19 +56,55 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
     return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
 
-def _with_weights(built: nn.Module, asked: Architecture, file: Path, ema: bool | None, prepared: str) -> Checkpoint:
-    """The model just built with the weights of a file, and where weights and preprocessing come from."""
-    read = read_weights(file, ema=ema)
+def _of_other_classes(built: nn.Module, asked: Architecture, read: Weights) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
+    count, own = timm_library.classes_of_weights(built, read.state), timm_library.classes(built)
+    if count in (None, own) or not own or "num_classes" in asked.kwargs:
+        return built, ()
+    note = f"{read.path.name}: tells {count} classes apart, where {asked.name} has {own}: built with {count}"
+    return dense_from_architecture(replace(asked, kwargs={**asked.kwargs, "num_classes": count})), (note,)
+
+
+def _with_weights(
+    built: nn.Module,
+    asked: Architecture,
+    read: Weights,
+    preprocessing: Preprocessing,
+    source: Callable[[nn.Module], str],
+) -> Checkpoint:
+    """The model just built with these weights, and where weights and preprocessing come from."""
+    built, others = _of_other_classes(built, asked, read)
+    timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     state, changed = fitted(built, read, asked.kwargs)
-    load_weights(built, state, where=file)
-    notes = (*read.notes, *changed)
-    source = {"weights": file.name, "taken": read.entry, "notes": list(notes), "preprocessing": prepared}
+    load_weights(built, state, where=read.path)
+    notes = (*read.notes, *others, *changed)
+    weights = {"weights": read.path.name, "taken": read.entry, "notes": list(notes)}
     return Checkpoint(
         model=built,
         architecture=_resolved(asked, built),
-        lineage={"source": source},
+        lineage={"source": {**weights, "preprocessing": source(built)}},
         notes=notes,
     )
+
+
+def _from_torchvision(
+    text: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
+) -> Checkpoint:
+    """timm's model of the same architecture with torchvision's weights, of the size that their positions are for."""
+    twin = torchvision_names.twin_of(text)
+    if weights is None:
+        raise BadInput(f"--model {text} needs --weights ({KINDS}) of the trained model")
+    read = read_weights(weights, ema=ema)
+    state = torchvision_names.state_from_torchvision(read.state, twin, where=str(weights))
+    side = torchvision_names.sides(state)
+    sized = {} if side is None else {"img_size": side}
+    asked = Architecture(name=twin.timm, kwargs={**sized, **kwargs})
+    prepared = torchvision_names.preprocessing_of(twin, side)
+    settings = {**prepared.settings, **preprocessing.settings}
+    note = f"{weights.name}: read as timm's {twin.timm}, images prepared as torchvision does"
+    own = replace(read, state=state, notes=(*read.notes, note))
+    built = dense_from_architecture(asked)
+    return _with_weights(built, asked, own, Preprocessing(**settings), lambda _: "torchvision's of these weights")
 
 
 def model_of_directory(directory: Path) -> Checkpoint:
@@ -124,6 +160,8 @@ def load_dense(
 def _loaded(
     model: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
 ) -> Checkpoint:
+    if model.startswith(torchvision_names.PREFIX):
+        return _from_torchvision(model, weights, kwargs, ema, preprocessing)
     if model.startswith(trusted_code.PREFIX):
         return load_from_code(model, weights, kwargs, ema, preprocessing)
     if model.startswith(PREFIX):
@@ -144,5 +182,10 @@ def _loaded(
     built = dense_from_architecture(asked)
     if file is None:
         raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
-    timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    return _with_weights(built, asked, file, ema, _preprocessing_source(directory, built, preprocessing))
+    return _with_weights(
+        built,
+        asked,
+        read_weights(file, ema=ema),
+        preprocessing,
+        lambda model: _preprocessing_source(directory, model, preprocessing),
+    )

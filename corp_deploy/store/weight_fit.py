@@ -19,7 +19,7 @@ _FOREIGN = (
     (
         r"encoder_layer_\d+\.self_attention\.in_proj",
         "torchvision's VisionTransformer",
-        "timm has no mapping of its names; take the same architecture's weights of timm",
+        "timm has no mapping of its names; give torchvision's name of the model: --model torchvision:vit_b_16",
     ),
     (
         r"(attention\.(query|q_proj)|self_attn\.q_proj)\.(weight|bias)$",

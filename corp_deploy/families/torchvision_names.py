@@ -1,0 +1,127 @@
+"""torchvision's VisionTransformer and SwinTransformer as timm's models of the same architecture: names of models and of
+weights. Imports neither library.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import floor, isqrt
+from typing import TYPE_CHECKING, Any, Literal
+
+from ground.errors import BadInput
+
+from .preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "torchvision:"
+_IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """timm's name of an architecture, and how torchvision's weights of it take images of 224 pixels."""
+
+    timm: str
+    kind: Literal["vit", "swin"]
+    crop_pct: float
+    interpolation: str
+
+
+def _crop_pct(resized: int) -> float:
+    """Of 224 pixels, rounded down: timm takes the whole part of the side that it resizes to."""
+    return floor(224 / resized * 1e6) / 1e6
+
+
+def _vit(name: str, resized: int = 256) -> Twin:
+    return Twin(timm=name, kind="vit", crop_pct=_crop_pct(resized), interpolation="bilinear")
+
+
+def _swin(name: str, resized: int) -> Twin:
+    return Twin(timm=name, kind="swin", crop_pct=_crop_pct(resized), interpolation="bicubic")
+
+
+TWINS: Mapping[str, Twin] = {
+    "vit_b_16": _vit("vit_base_patch16_224"),
+    "vit_b_32": _vit("vit_base_patch32_224"),
+    "vit_l_16": _vit("vit_large_patch16_224", 242),
+    "vit_l_32": _vit("vit_large_patch32_224"),
+    "vit_h_14": _vit("vit_huge_patch14_224"),
+    "swin_t": _swin("swin_tiny_patch4_window7_224", 232),
+    "swin_s": _swin("swin_small_patch4_window7_224", 246),
+    "swin_b": _swin("swin_base_patch4_window7_224", 238),
+}
+_VIT = (
+    (r"class_token", "cls_token"),
+    (r"conv_proj\.(\w+)", r"patch_embed.proj.\1"),
+    (r"encoder\.pos_embedding", "pos_embed"),
+    (r"encoder\.layers\.encoder_layer_(\d+)\.ln_(\d)\.(\w+)", r"blocks.\1.norm\2.\3"),
+    (r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+    (r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+    (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:0|linear_1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+    (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:3|linear_2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+    (r"encoder\.ln\.(\w+)", r"norm.\1"),
+    (r"heads\.head\.(\w+)", r"head.\1"),
+)
+_SWIN = (
+    (r"features\.0\.0\.(\w+)", r"patch_embed.proj.\1"),
+    (r"features\.0\.2\.(\w+)", r"patch_embed.norm.\1"),
+    (r"norm\.(\w+)", r"norm.\1"),
+    (r"head\.(\w+)", r"head.fc.\1"),
+)
+_SWIN_LAYERS = ((r"mlp\.0\.", "mlp.fc1."), (r"mlp\.3\.", "mlp.fc2."))
+
+
+def twin_of(text: str) -> Twin:
+    """Of `torchvision:vit_b_16`. Raises BadInput for any other model."""
+    name = text.removeprefix(PREFIX)
+    if name not in TWINS:
+        raise BadInput(f"--model {text:.100}: of torchvision's models {', '.join(TWINS)} are read, with --weights")
+    return TWINS[name]
+
+
+def _by_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str | None:
+    for pattern, new in rules:
+        if match := re.fullmatch(pattern, name):
+            return match.expand(new)
+    return None
+
+
+def _of_swin(name: str) -> str | None:
+    """Stages are features 1, 3, 5, 7; what merges the patches before a stage is of that stage in timm."""
+    if block := re.fullmatch(r"features\.([1357])\.(\d+)\.(.*)", name):
+        inner = block[3]
+        for pattern, new in _SWIN_LAYERS:
+            inner = re.sub(rf"^{pattern}", new, inner)
+        return f"layers.{int(block[1]) // 2}.blocks.{block[2]}.{inner}"
+    if merging := re.fullmatch(r"features\.([246])\.(.*)", name):
+        return f"layers.{int(merging[1]) // 2}.downsample.{merging[2]}"
+    return _by_rules(name, _SWIN)
+
+
+def state_from_torchvision(state: Mapping[str, "Tensor"], twin: Twin, *, where: str) -> dict[str, "Tensor"]:
+    """Weights by timm's names. Raises BadInput for names that are none of torchvision's model."""
+    names = {name: _by_rules(name, _VIT) if twin.kind == "vit" else _of_swin(name) for name in state}
+    if foreign := [name for name, new in names.items() if new is None]:
+        raise BadInput(
+            f"{where}: {', '.join(foreign[:3])}: no names of torchvision's weights of this model; expected the "
+            "state dict of torchvision.models"
+        )
+    # Which pairs of places of a window share a bias is computed, by timm too.
+    kept = ((new, state[name]) for name, new in names.items() if not name.endswith("relative_position_index"))
+    return {str(new): tensor for new, tensor in kept}
+
+
+def sides(state: Mapping[str, "Tensor"]) -> int | None:
+    """Of the square images that a VisionTransformer's positions, by timm's names, are for; None where it has none."""
+    if "pos_embed" not in state or "patch_embed.proj.weight" not in state:
+        return None
+    return isqrt(state["pos_embed"].shape[1] - 1) * int(state["patch_embed.proj.weight"].shape[-1])
+
+
+def preprocessing_of(twin: Twin, side: int | None) -> Preprocessing:
+    """As torchvision prepares images of 224 pixels; larger ones are its weights of SWAG, resized to the crop's size."""
+    swag = twin.kind == "vit" and side is not None and side > 224
+    crop_pct, interpolation = (1.0, "bicubic") if swag else (twin.crop_pct, twin.interpolation)
+    return Preprocessing(**_IMAGENET, crop_pct=crop_pct, interpolation=interpolation, crop_mode="center")
