@@ -163,7 +163,7 @@ def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
         refuse_unsayable(model, {"blocks.0.attn": half, "blocks.1.attn": full})
     with pytest.raises(BadInput, match=r"blocks.0.mlp is a constant"):
         refuse_unsayable(model, {"blocks.0.mlp": 0, "blocks.1.mlp": 0})
-    with pytest.raises(BadInput, match=r"expected a vision model read by --model hf:DIR"):
+    with pytest.raises(BadInput, match=r"expected one read by --model hf:DIR"):
         origin_of(tiny.checkpoint())
 
 

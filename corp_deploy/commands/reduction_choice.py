@@ -185,7 +185,7 @@ repair_options = (
         type=click.Choice(["hf"]),
         default=None,
         help="hf: write OUTPUT/hf too, a plain directory of Hugging Face transformers that AutoModel loads, of a "
-        "vision model that --model hf:DIR read; one MLP width for all layers, square heads where its class takes them.",
+        "model that --model hf:DIR read; one MLP width for all layers, square heads where its class takes them.",
     ),
     click.option(
         "--held-out",

@@ -141,6 +141,34 @@ _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _OLD = {"gamma": "weight", "beta": "bias"}
 
 
+def name_in_block(path: str, model_type: str) -> str:
+    """Of BERT or DistilBERT: their path of what is here a block's layer norm or linear layer."""
+    bert, distilbert = [theirs for theirs, ours in _IN_BLOCK.items() if ours == path]
+    return distilbert if model_type == "distilbert" else bert
+
+
+def name_in_embeddings(path: str) -> str:
+    """Their name of a part of the embeddings."""
+    (theirs,) = [theirs for theirs, ours in _IN_EMBEDDINGS.items() if ours == path]
+    return theirs
+
+
+def fused_names(model_type: str) -> tuple[str, str, str]:
+    """Their paths of the projections that are one here: queries, keys, values."""
+    return _FUSED_OF_DISTILBERT if model_type == "distilbert" else _FUSED
+
+
+def hidden_entry(model_type: str) -> str:
+    """The entry of their configuration that says how wide an MLP is."""
+    return "hidden_dim" if model_type == "distilbert" else "intermediate_size"
+
+
+def prefix_in(state: Mapping[str, Tensor], model_type: str) -> str:
+    """The name of the encoder in a file's model, with its dot; empty where the file is the encoder's own."""
+    prefix = _PREFIXES[model_type]
+    return prefix if any(name.startswith(f"{prefix}embeddings.") for name in state) else ""
+
+
 def _encoder(state: Mapping[str, Tensor], prefix: str, where: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The encoder's tensors without the name of the model that they are in, and the names of what stands beside it."""
     encoder: dict[str, Tensor] = {}

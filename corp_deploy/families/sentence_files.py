@@ -17,6 +17,7 @@ from .text_encoder import Pooling
 
 _MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first"}
 _MODE = "pooling_mode_"
+MODULES, _SENTENCE, _TOKENIZER = "modules.json", "sentence_bert_config.json", "tokenizer_config.json"
 
 Record = TypeVar("Record")
 
@@ -55,7 +56,7 @@ def pooled_by(directory: Path) -> PooledBy | None:
 
     Raises BadInput for modules that are not built here, such as a dense layer behind the pooling.
     """
-    path = directory / "modules.json"
+    path = directory / MODULES
     modules = _read(path, list[_Module])
     if modules is None:
         return None
@@ -89,9 +90,28 @@ class TextLength(msgspec.Struct, frozen=True, kw_only=True):
 
 def text_length(directory: Path, longest: int) -> TextLength:
     """What sentence_bert_config.json, or else tokenizer_config.json, says; never more than the model has places for."""
-    sentence = _read(directory / "sentence_bert_config.json", _SentenceLength) or _SentenceLength()
-    tokenizer = _read(directory / "tokenizer_config.json", _TokenizerLength) or _TokenizerLength()
+    sentence = _read(directory / _SENTENCE, _SentenceLength) or _SentenceLength()
+    tokenizer = _read(directory / _TOKENIZER, _TokenizerLength) or _TokenizerLength()
     limit = sentence.max_seq_length or tokenizer.model_max_length or longest
     if limit < 1:
         raise BadInput(f"{directory}: a text may have {limit:g} tokens; expected at least 1")
     return TextLength(tokens=int(min(limit, longest)), lower_case=sentence.do_lower_case)
+
+
+def sentence_files(directory: Path) -> dict[str, Any]:
+    """The content of what is there of these files, and of what transformers keeps of a tokenizer, by path: to be
+    written again beside a narrower encoder.
+    """
+    modules = _read(directory / MODULES, list[_Module]) or []
+    paths = (MODULES, _SENTENCE, _TOKENIZER, *(f"{module.path}/config.json" for module in modules[1:2]))
+    return {path: record_from_file(directory / path, Any) for path in paths if (directory / path).is_file()}
+
+
+def require_sentence_files(files: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same. Raises BadInput for a path that is none of `sentence_files`: it would be written to."""
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        own = Path(folder).name == folder and folder not in (".", "..")
+        if path not in (MODULES, _SENTENCE, _TOKENIZER) and not (folder and own and name == "config.json"):
+            raise BadInput(f"lineage: a file of transformers at {path!r:.150}; expected one beside the encoder")
+    return files

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.hf_saved import INSTEAD, refuse_unsayable
+from corp_deploy.families.hf_saved import INSTEAD
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import CONFIG
@@ -34,7 +34,7 @@ def require_sayable(dense: Checkpoint, asked: ReductionRequest) -> None:
     if reason := _unsayable(dense, asked):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
     widths = {site.name: site.width for site in sites_of(dense.model).every}
-    refuse_unsayable(origin.model, widths | uniform_widths(dense.model, asked.method))
+    origin.refuse_unsayable(widths | uniform_widths(dense.model, asked.method))
 
 
 def refuse_outdated(directory: Path, asked: ReductionRequest) -> None:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from corp_deploy.families import bert
 from corp_deploy.families.bert import EncoderArguments
-from corp_deploy.families.bert_checkpoint import architecture_from_transformers, state_from_transformers
-from corp_deploy.families.sentence_files import PooledBy, pooled_by, text_length
+from corp_deploy.families.bert_checkpoint import architecture_from_transformers, prefix_in, state_from_transformers
+from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_files, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from ground.errors import BadInput
@@ -19,7 +19,7 @@ from ground.files import sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
-from .transformers_files import config_of_transformers, weights_of_transformers
+from .transformers_files import ORIGIN, config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import Weights, first_names, read_weights
 
@@ -85,5 +85,16 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     bert.take_beside_(model, directory)
     unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
     notes = (*read.notes, *unused)
-    source = {"weights": file.name, "notes": list(notes), "tokenizer_sha256": arguments.text.sha256}
-    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)
+    source = {
+        "weights": file.name,
+        "notes": list(notes),
+        "tokenizer_sha256": arguments.text.sha256,
+        ORIGIN: {
+            "config": config_of_transformers(directory),
+            "prefix": prefix_in(read.state, kind),
+            "beside": list(beside),
+            "files": sentence_files(directory),
+        },
+    }
+    unread = {name: read.state[name] for name in beside}
+    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes, unread=unread)

@@ -12,6 +12,8 @@ from ground.records import record_from_file
 from .hub_snapshot import CONFIG
 from .weights import first_names
 
+ORIGIN = "transformers"
+"""Entry of a lineage's source: the configuration and what else is to be written again."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 

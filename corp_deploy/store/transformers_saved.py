@@ -1,70 +1,138 @@
-"""A reduced vision model as a plain directory of transformers, which loads there without this package."""
+"""A reduced model as a plain directory of transformers, which loads there without this package."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors.torch import save_file
 
+from corp_deploy.families import bert_saved, hf_saved
+from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import family_of, image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
-from corp_deploy.families.hf_saved import INSTEAD, Saved, saved
+from corp_deploy.families.hf_saved import Saved
+from corp_deploy.families.sentence_files import MODULES, require_sentence_files
+from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
-from ground.files import replacing, write_json
+from ground.files import replacing, write_json, write_text
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG
-from .transformers_vision import ORIGIN, PREPROCESSOR
+from .transformers_files import ORIGIN
+from .transformers_vision import PREPROCESSOR
+from .weights import first_names
 
+BESIDE = (PREPROCESSOR, MODULES)
+"""What would be read of an older model's files where a new one has none."""
 FOLDER = "hf"
 """Beside model.safetensors and config.json of a model directory."""
 
 
+class Origin(Protocol):
+    """What a model was read from, as its class of transformers has it."""
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        """The content of what stands beside configuration and weights, by path."""
+        ...
+
+    def refuse_unsayable(self, widths: Widths) -> None:
+        """Raise BadInput, naming the site, for widths of all sites that the configuration can't say."""
+        ...
+
+    def saved(self, checkpoint: Checkpoint) -> Saved:
+        """The model as that class has it. Raises BadInput for what it can't be."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """What a model was read from: its configuration, as the class of its tower has it, and its preprocessing."""
+class Tower:
+    """Of a vision model: its configuration, as the class of its tower has it, and its preprocessing."""
 
     model: VisionModel
     config: Mapping[str, Any]
     preprocessor: Mapping[str, Any]
 
+    @property
+    def files(self) -> Mapping[str, Any]:
+        return {PREPROCESSOR: self.preprocessor} if self.preprocessor else {}
+
+    def refuse_unsayable(self, widths: Widths) -> None:
+        hf_saved.refuse_unsayable(self.model, widths)
+
+    def saved(self, checkpoint: Checkpoint) -> Saved:
+        if family_of(checkpoint.model).merging_of(checkpoint.model) is not None:
+            raise BadInput(f"--save-as hf: {self.model.architecture} merges no tokens; {hf_saved.INSTEAD}")
+        _, height, width = image_spec(checkpoint.model).shape
+        return hf_saved.saved(checkpoint.model, self.model, self.config, (height, width), checkpoint.unread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Of a text encoder: its configuration, its name in its class, what its file had `beside` it, by name, and the
+    files of its tokenizer and pooling.
+    """
+
+    config: Mapping[str, Any]
+    prefix: str
+    beside: tuple[str, ...]
+    files: Mapping[str, Any]
+
+    def refuse_unsayable(self, widths: Widths) -> None:
+        bert_saved.refuse_unsayable(self.config, widths)
+
+    def saved(self, checkpoint: Checkpoint) -> Saved:
+        if lost := [name for name in self.beside if name not in checkpoint.unread]:
+            raise BadInput(
+                f"--save-as hf: the class has {first_names(lost)} too, which are in the directory of transformers that "
+                "the encoder was read from alone; give --model hf:DIR of that"
+            )
+        return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
+
 
 def origin_of(checkpoint: Checkpoint) -> Origin:
-    """Raises BadInput for a model that was read from anything else than a vision model of transformers."""
+    """Raises BadInput for a model that was read from anything else than a directory of transformers."""
     origin = dict(checkpoint.lineage.get("source", {})).get(ORIGIN)
     if not isinstance(origin, Mapping) or not isinstance(origin.get("config"), Mapping):
         raise BadInput(
-            "--save-as hf: this model has no class of transformers; expected a vision model read by --model hf:DIR, or "
-            "a directory of corp-deploy made of one"
+            "--save-as hf: this model has no class of transformers; expected one read by --model hf:DIR, or a "
+            "directory of corp-deploy made of one"
         )
-    model = vision_model(origin["config"], where=f"{CONFIG}: lineage: source")
-    return Origin(model=model, config=origin["config"], preprocessor=origin.get("preprocessor") or {})
+    config, where = origin["config"], f"{CONFIG}: lineage: source"
+    if config.get("model_type") in MODEL_TYPES:
+        kept = {name: origin.get(name) for name in ("prefix", "beside", "files")}
+        return Encoder(
+            config=config,
+            prefix=str(kept["prefix"] or ""),
+            beside=tuple(kept["beside"] or ()),
+            files=require_sentence_files(kept["files"] or {}),
+        )
+    return Tower(model=vision_model(config, where=where), config=config, preprocessor=origin.get("preprocessor") or {})
 
 
-def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, Any]]:
-    """The model as its class of transformers has it, and its preprocessing.
+def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, str]]:
+    """The model as its class of transformers has it, and the text of the files beside it, by path.
 
     Raises BadInput, naming the site, for what a configuration can't say.
     """
     origin = origin_of(checkpoint)
-    if family_of(checkpoint.model).merging_of(checkpoint.model) is not None:
-        raise BadInput(f"--save-as hf: {origin.model.architecture} merges no tokens; {INSTEAD}")
-    _, height, width = image_spec(checkpoint.model).shape
-    form = saved(checkpoint.model, origin.model, origin.config, (height, width), checkpoint.unread)
-    return form, origin.preprocessor
+    files = {path: json.dumps(content, indent=2) for path, content in origin.files.items()}
+    return origin.saved(checkpoint), {**files, **family_of(checkpoint.model).beside(checkpoint.model)}
 
 
-def write_transformers(form: Saved, preprocessor: Mapping[str, Any], directory: Path) -> None:
-    """Write model.safetensors, config.json and, where it is known, preprocessor_config.json.
+def write_transformers(form: Saved, files: Mapping[str, str], directory: Path) -> None:
+    """Write model.safetensors, config.json and the files beside them.
 
     The configuration goes first and comes last: what is interrupted loads nowhere.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG, PREPROCESSOR):
+    for name in (CONFIG, *BESIDE):
         (directory / name).unlink(missing_ok=True)
     with replacing(directory / WEIGHTS) as temporary:
         save_file(form.state, temporary, metadata={"format": "pt"})
-    if preprocessor:
-        write_json(directory / PREPROCESSOR, preprocessor)
+    for path, text in files.items():
+        (directory / path).parent.mkdir(exist_ok=True)
+        write_text(directory / path, text)
     write_json(directory / CONFIG, form.config)

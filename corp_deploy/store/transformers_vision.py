@@ -20,12 +20,10 @@ from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
-from .transformers_files import config_of_transformers, weights_of_transformers
+from .transformers_files import ORIGIN, config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import State, Weights, first_names, read_weights
 
-ORIGIN = "transformers"
-"""Entry of the lineage's source: the tower's configuration and preprocessing, to be written again."""
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
 

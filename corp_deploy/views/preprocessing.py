@@ -4,7 +4,7 @@ from typing import Any
 
 from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.transformers_vision import ORIGIN
+from corp_deploy.store.transformers_files import ORIGIN
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""A reduced text encoder as transformers' own class has it, where its configuration can say the widths.
+
+That is one MLP width for all layers; none of these classes reads a width of heads. Names are those of
+bert_checkpoint.py the other way round.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ground.errors import BadInput
+
+from .bert_checkpoint import (
+    architecture_from_transformers,
+    fused_names,
+    hidden_entry,
+    name_in_block,
+    name_in_embeddings,
+)
+from .family import sites_of
+from .hf_saved import INSTEAD, Saved
+from .widths import HeadWidths, Widths
+
+
+def _unsayable(name: str, width: int | HeadWidths, first: tuple[str, int], dense: int, kind: str) -> str:
+    if isinstance(width, HeadWidths):
+        whole = width.qk == width.v == dense
+        return "" if whole else f"{name} has narrower heads than {dense}, and {kind} reads no width of them"
+    if width != first[1]:
+        return f"{name} is {width} wide and {first[0]} {first[1]}, and a configuration has one width for all layers"
+    return "" if width else f"{name} is a constant"
+
+
+def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
+    """Raise BadInput, naming the first site, for widths that the configuration of this dense encoder can't say."""
+    kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
+    head = dense.width // dense.heads
+    first = next((name, width) for name, width in widths.items() if isinstance(width, int))
+    reasons = (_unsayable(name, width, first, head, kind) for name, width in widths.items())
+    if reason := next(filter(None, reasons), ""):
+        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
+
+
+def _block(index: int, kind: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Everything of a block by its names on disk."""
+    at, theirs = f"blocks.{index}.", f"{'transformer' if kind == 'distilbert' else 'encoder'}.layer.{index}."
+    block = dict[str, Tensor]()
+    for name, tensor in state.items():
+        if not name.startswith(at):
+            continue
+        path, _, entry = name.removeprefix(at).rpartition(".")
+        if path == "attn.qkv":
+            projections = tensor.chunk(3)
+            block |= {f"{theirs}{own}.{entry}": part for own, part in zip(fused_names(kind), projections, strict=True)}
+        else:
+            block[f"{theirs}{name_in_block(path, kind)}.{entry}"] = tensor
+    return block
+
+
+def saved(
+    encoder: nn.Module,
+    config: Mapping[str, Any],
+    prefix: str,
+    unread: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Saved:
+    """The encoder as its class has it; `config` is the dense one's, `prefix` the name of the encoder in its class,
+    `unread` what its file had beside the encoder, by its names there: a pooler, heads of a task.
+
+    Raises BadInput, naming the site, for widths that a configuration can't say.
+    """
+    kind, every = str(config["model_type"]), sites_of(encoder)
+    refuse_unsayable(config, {site.name: site.width for site in every.every})
+    state = {name: tensor.detach().cpu() for name, tensor in encoder.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        room, _, rest = name.partition(".")
+        if room == "embeddings":
+            path, _, entry = rest.rpartition(".")
+            tensors[f"embeddings.{name_in_embeddings(path)}.{entry}"] = tensor
+    for index in range(len(every.channels)):
+        tensors |= _block(index, kind, state)
+    own = {key: value for key, value in config.items() if key != "torch_dtype"}
+    named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    return Saved(
+        config={**own, "dtype": "float32", hidden_entry(kind): every.channels[0].width},
+        state={name: tensor.clone().contiguous() for name, tensor in {**unread, **named}.items()},
+    )
