@@ -13,11 +13,14 @@ from tests import tiny
 SMALL: dict[str, Any] = {
     "img_size": 56, "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4), "mlp_ratio": 2.0, "num_classes": 7
 }  # fmt: skip
-V1 = "swin_tiny_patch4_window7_224"
+V1, V2 = "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "windows": (V1, SMALL),  # 2 x 2 windows of 7 x 7, then one
     "padding": (V1, SMALL | {"img_size": (40, 64), "window_size": (4, 7)}),  # maps of 10 x 16, then of 5 x 8
+    "cosines": (V2, SMALL | {"img_size": (40, 64), "window_size": 8}),  # likewise
 }
+BRANCHES = ("windows", "padding")
+"""Forms whose blocks come apart: norms stand in front of their layers."""
 
 
 def checkpoint(form: str, **changes: Any) -> Checkpoint:

@@ -46,17 +46,9 @@ def rows_by_head(rows_BNR: Tensor, heads: int, windows: Windows | None) -> Tenso
 
 
 def placed_bias(position_bias: nn.Module | None, windows: Windows | None) -> Tensor | None:
-    """What is added to scores by the places of tokens [1,H,N,N], with what keeps windows' apart [1,W,H,n,n], one entry
-    for all windows where they are alike; None for nothing.
-    """
+    """What is added to scores [B,H,N,N] by the places of tokens, in windows [B,W,H,n,n]; None for nothing."""
     bias_1HNN: Tensor | None = None if position_bias is None else position_bias()
-    if windows is None:
-        return bias_1HNN
-    mask_1W1nn = None if windows.mask_Wnn is None else windows.mask_Wnn[None, :, None]
-    if bias_1HNN is None:
-        return mask_1W1nn
-    bias_11Hnn = bias_1HNN.unsqueeze(1)
-    return bias_11Hnn if mask_1W1nn is None else bias_11Hnn + mask_1W1nn
+    return bias_1HNN if windows is None or bias_1HNN is None else bias_1HNN.unsqueeze(1)
 
 
 class HeadAttention(nn.Module):
@@ -180,6 +172,8 @@ class HeadAttention(nn.Module):
         scores = (q * self.scale) @ k.transpose(-2, -1)
         if bias_BHNN is not None:
             scores = scores + bias_BHNN
+        if self.windows is not None:
+            scores = self.windows.masked(scores)
         # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are
         # nothing.
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

@@ -14,7 +14,7 @@ from . import cost
 from .constant import Constant
 from .head_attention import HeadAttention, rows_by_head
 from .modules import fill_, parameters, replaced
-from .position_bias import FixedBias
+from .position_bias import FixedBias, macs_of
 from .rotary import Rotary
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
 from .windows import Windows
@@ -147,7 +147,7 @@ class HeadSite:
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
-        return cost.attention_macs(
+        return macs_of(self.position_bias) + cost.attention_macs(
             tokens=tokens,
             dim=self.first.in_features,
             heads=self.heads,

@@ -10,15 +10,19 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from timm.layers import resize_rel_pos_bias_table, to_2tuple
-from timm.models.swin_transformer import SwinTransformer, SwinTransformerStage, checkpoint_filter_fn
+from timm.layers import PatchEmbed, resize_rel_pos_bias_table, to_2tuple
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerStage
 from timm.models.swin_transformer import WindowAttention as TimmWindowAttention
+from timm.models.swin_transformer import checkpoint_filter_fn as filter_of_v1
+from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Stage
+from timm.models.swin_transformer_v2 import checkpoint_filter_fn as filter_of_v2
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
 
 from . import timm_library
 from .channel_site import ChannelSite
+from .cosine import UnitLength
 from .head_attention import HeadAttention
 from .head_site import HeadSite, site_of_attention
 from .maps import Grid, OnRows
@@ -42,6 +46,11 @@ from .widths import HeadGeometry
 
 NAME = "timm-swin"
 FIXED_PARTS: tuple[str, ...] = ()
+_COSINES = (
+    "queries and keys are divided by their lengths before the dot product (cosine attention), so head dimensions can't "
+    "be mixed or left out"
+)
+Swin = SwinTransformer | SwinTransformerV2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +65,24 @@ class _Stage:
 
 
 def accepts(model: nn.Module) -> bool:
-    return isinstance(model, SwinTransformer)
+    """Whether it is timm's SwinTransformer or SwinTransformerV2."""
+    return isinstance(model, SwinTransformer | SwinTransformerV2)
 
 
-def _swin(model: nn.Module) -> SwinTransformer:
-    assert isinstance(model, SwinTransformer), type(model)
+def _swin(model: nn.Module) -> Swin:
+    assert isinstance(model, SwinTransformer | SwinTransformerV2), type(model)
     return model
 
 
-def _grid(size: tuple[int, ...]) -> Grid:
-    height, width = size
-    return height, width
+def _grid(size: tuple[int, ...] | int) -> Grid:
+    height, width = to_2tuple(size)
+    return int(height), int(width)
 
 
 def _stages(model: nn.Module) -> list[_Stage]:
     stages = []
     for index, stage in enumerate(_swin(model).layers):
-        assert isinstance(stage, SwinTransformerStage), stage
+        assert isinstance(stage, SwinTransformerStage | SwinTransformerV2Stage), stage
         name = f"layers.{index}"
         blocks = tuple((f"{name}.blocks.{place}", block) for place, block in enumerate(stage.blocks))
         before, grid = _grid(stage.input_resolution), _grid(stage.output_resolution)
@@ -82,6 +92,13 @@ def _stages(model: nn.Module) -> list[_Stage]:
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [block for stage in _stages(model) for block in stage.blocks]
+
+
+def _head_site(name: str, attention: HeadAttention) -> HeadSite:
+    cosines = isinstance(attention.k_norm, UnitLength)
+    return site_of_attention(
+        name, attention, mixing="none" if cosines else "free", norm=None, reason=_COSINES if cosines else ""
+    )
 
 
 def sites(model: nn.Module) -> Sites:
@@ -96,7 +113,7 @@ def sites(model: nn.Module) -> Sites:
         else:
             attention = block.get_submodule("attn")
             assert isinstance(attention, HeadAttention), attention
-            attentions.append(site_of_attention(attn, attention, mixing="free", norm=None, reason=""))
+            attentions.append(_head_site(attn, attention))
         if reason := mlp_refusal(block.get_submodule("mlp")):
             refused.append(Refusal(name=mlp, reason=reason, sites={mlp: ChannelSite.kind}))
         else:
@@ -105,7 +122,7 @@ def sites(model: nn.Module) -> Sites:
 
 
 def _branches(name: str, block: nn.Module, grid: Grid, read: Tensor | None) -> Iterator[Step]:
-    if not isinstance(block, WindowBlock):
+    if not isinstance(block, WindowBlock) or block.behind:
         yield Passage(module=OnRows(block, grid), name=name)
         return
     yield Branch(name=f"{name}.attn", norm=block.norm1, layer=block.attn, scale_C=None, read=read)
@@ -113,7 +130,9 @@ def _branches(name: str, block: nn.Module, grid: Grid, read: Tensor | None) -> I
 
 
 def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-    """The branches of the blocks in the order they run, and what makes a stage's map of the one before."""
+    """The branches of the blocks in the order they run, blocks with norms behind their layers whole, and what makes a
+    stage's map of the one before.
+    """
     stages = _stages(model)
     for stage in stages:
         if not isinstance(stage.downsample, nn.Identity):
@@ -172,8 +191,10 @@ def depth(model: nn.Module) -> int:
 
 def input_spec(model: nn.Module) -> ImageSpec:
     """Image shape from the patch embedding, the rest of the preprocessing from timm's data config of the model."""
-    height, width = to_2tuple(_swin(model).patch_embed.img_size)
-    return timm_library.image_spec(model, (int(height), int(width)))
+    embedding = _swin(model).patch_embed
+    assert isinstance(embedding, PatchEmbed), embedding
+    assert embedding.img_size is not None, "maps are cut into windows by the size of the images"
+    return timm_library.image_spec(model, embedding.img_size)
 
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
@@ -197,7 +218,8 @@ def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     """
     tables = {f"{name}.attn.{TABLE}": block for name, block in window_blocks(model)}
     others = {name: tensor for name, tensor in state.items() if name not in tables}
-    adapted: dict[str, Tensor] = checkpoint_filter_fn(others, _swin(model))
+    of_timm = filter_of_v1 if isinstance(model, SwinTransformer) else filter_of_v2
+    adapted: dict[str, Tensor] = of_timm(others, _swin(model))
     resampled = {name: _resampled(state[name], block) for name, block in tables.items() if name in state}
     return adapted | resampled
 

@@ -80,6 +80,15 @@ class WindowPlan:
         down_nn = down[:, None] - down + rows - 1
         return down_nn * (2 * columns - 1) + right[:, None] - right + columns - 1
 
+    def log_places(self, trained: Grid) -> Tensor:
+        """Those places [T,2] on a logarithmic scale on which the ends of a window of the training are 1: -1 to 1 in
+        each direction for that window's size (Swin V2, arXiv 2111.09883, equation 4). `trained` (0, 0): this one.
+        """
+        sizes = zip(self.window, trained if trained[0] else self.window, strict=True)
+        sides = [8.0 * torch.arange(1 - size, size, device=_HERE) / max(end - 1, 1) for size, end in sizes]
+        places_T2 = torch.cartesian_prod(*sides)
+        return places_T2.sign() * (places_T2.abs() + 1.0).log2() / 3.0
+
 
 def _regions(size: int, window: int, shift: int) -> Tensor:
     """Of each row or column of a rolled map: 2 if from the other side, 1 if in a window with such, else 0."""
@@ -134,12 +143,17 @@ class Windows(nn.Module):
         x_BSC = x_BWnC.flatten(1, 2)
         return x_BSC.index_select(1, self.back_N) if self.moves else x_BSC
 
+    def masked(self, scores_BWHnn: Tensor) -> Tensor:
+        """Scores with what keeps the tokens of shifted windows apart."""
+        return scores_BWHnn if self.mask_Wnn is None else scores_BWHnn + self.mask_Wnn[None, :, None]
+
     def attended(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """Values [B,W,H,n,v] by attention at scores with a bias [1,W,H,n,n], one entry perhaps for all windows or
-        heads. torch's kernels take four axes, so windows are more heads to them.
+        """Values [B,W,H,n,v] by attention at scores with a bias [1,1,H,n,n] and the mask. torch's kernels take four
+        axes, so windows are more heads to them.
         """
         shape = q.shape[1:3]
-        every = None if bias is None else bias.expand(-1, *shape, -1, -1).flatten(1, 2)
+        added = self.masked(q.new_zeros(1, 1, 1, 1, 1) if bias is None else bias)
+        every = added.expand(-1, *shape, self.size, self.size).flatten(1, 2)
         q, k, v = (each.flatten(1, 2) for each in (q, k, v))
         z_BWHnv: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=every, scale=scale).unflatten(1, shape)
         return z_BWHnv
@@ -151,4 +165,4 @@ class Windows(nn.Module):
 
     def words(self) -> str:
         rows, columns = self.plan.window
-        return f"{self.count} windows of {rows}x{columns}"
+        return f"{self.count} window{'s' * (self.count > 1)} of {rows}x{columns}"

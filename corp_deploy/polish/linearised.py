@@ -108,6 +108,8 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
     scores = site.scale * (q @ k.mT)
     if (bias := placed_bias(site.position_bias, site.windows)) is not None:
         scores = scores + bias
+    if site.windows is not None:
+        scores = site.windows.masked(scores)
     if branch.mixes_tokens and pair.present_BN is not None:
         scores = scores + key_bias(pair.present_BN, scores.dtype)
     tangent = HeadTangent(
