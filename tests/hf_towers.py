@@ -25,6 +25,7 @@ TOWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "Dinov2ForImageClassification": ("Dinov2Config", _RATIO | {"num_labels": 7}, "logits"),
     "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", _RATIO, "pooler_output"),
     "Dinov2WithRegistersForImageClassification": ("Dinov2WithRegistersConfig", _RATIO, "logits"),
+    "DINOv3ViTModel": ("DINOv3ViTConfig", _MLP | {"num_register_tokens": 2}, "pooler_output"),
     "CLIPVisionModel": ("CLIPVisionConfig", _MLP | {"hidden_act": "gelu"}, "pooler_output"),
     "CLIPVisionModelWithProjection": ("CLIPVisionConfig", _MLP | {"projection_dim": 16}, "image_embeds"),
     "SiglipVisionModel": ("SiglipVisionConfig", _MLP, "pooler_output"),

@@ -58,6 +58,31 @@ def test_gated_mlps_are_timms_packed_ones(tmp_path: Path, name: str) -> None:
         _assert_same(_load(tmp_path).model(_images()), hf_towers.output_of(name, theirs, _images()))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"key_bias": True}, {"query_bias": False, "value_bias": False}, {"query_bias": False, "num_register_tokens": 0}],
+)
+def test_gated_mlps_and_biases_of_dinov3(tmp_path: Path, changes: dict[str, Any]) -> None:
+    gated = {"use_gated_mlp": True, "hidden_act": "silu"} | changes
+    theirs = hf_towers.write_tower(tmp_path, "DINOv3ViTModel", **gated)
+    with torch.inference_mode():
+        _assert_same(_load(tmp_path).model(_images()), theirs(_images()).pooler_output)
+
+
+def test_dinov3_turns_by_the_sides_of_its_images(tmp_path: Path) -> None:
+    theirs = hf_towers.write_tower(tmp_path, "DINOv3ViTModel")
+    loaded = _load(tmp_path, img_size=[48, 24])
+    with torch.inference_mode():
+        _assert_same(loaded.model(_images((48, 24))), theirs(_images((48, 24))).pooler_output)
+    assert all(site.in_planes for site in sites_of(loaded.model).heads)
+    assert image_spec(loaded.model).as_json()["interpolation"] == "bilinear"
+    with pytest.raises(BadInput, match="no whole patches"):
+        _load(tmp_path, img_size=[44, 24])
+    hf_towers.write_tower(tmp_path / "relu", "DINOv3ViTModel", hidden_act="relu")
+    with pytest.raises(BadInput, match="expected gelu of MLPs"):
+        _load(tmp_path / "relu")
+
+
 def _write_whole(directory: Path, kind: str) -> Any:
     """CLIP or SigLIP with its text tower; of the vision tower the file says only what isn't the class's default."""
     text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -89,6 +89,8 @@ def _theirs(directory: Path, name: str) -> Any:
         ("Dinov2ForImageClassification", ("--mlp", 0.5, "--attn", 0.5), {"mlp_ratio": 1, "head_dim": 8}),
         ("Dinov2WithRegistersModel", ("--attn", 0.5), {"mlp_ratio": 2, "head_dim": 8}),
         ("CLIPVisionModelWithProjection", ("--mlp", 0.5), {"intermediate_size": 40}),
+        ("DINOv3ViTModel", ("--mlp", 0.5), {"intermediate_size": 40, "query_bias": True}),
+        ("DINOv3ViTModel", ("--mlp", 0.5), {"intermediate_size": 40, "use_gated_mlp": True}),
         ("SiglipVisionModel", ("--mlp", 0), {"intermediate_size": 80}),
     ],
 )
@@ -98,9 +100,10 @@ def test_a_reduced_model_loads_in_transformers_itself(
     import torch
     import transformers
 
-    channels = {"num_channels": 3}
+    changes: dict[str, Any] = {"num_channels": 3}
+    changes |= {"use_gated_mlp": True, "hidden_act": "silu"} if "use_gated_mlp" in said else {}
     square = ("--heads", "square") if "--attn" in options else ()
-    reduce = _moments_and_model(tmp_path, name, **channels)
+    reduce = _moments_and_model(tmp_path, name, **changes)
     invoked(*reduce, *options, *square, "--save-as", "hf", "-o", tmp_path / "reduced")
     config = json.loads((tmp_path / "reduced" / "hf" / "config.json").read_text())
     assert said.items() <= config.items()

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ground.errors import BadInput
+
 from .hf_config import ACTIVATIONS, VisionModel
 
 
@@ -49,10 +51,40 @@ def timm_name(model: VisionModel) -> str:
     return "deit_base_distilled_patch16_224" if model.output == "distilled" else model.kind.timm
 
 
-def timm_arguments(model: VisionModel, sides: tuple[int, int]) -> dict[str, Any]:
-    """All that timm builds the same model from, for images of these sides."""
+def _eva_arguments(model: VisionModel) -> dict[str, Any]:
+    """What a model whose positions turn has where timm's VisionTransformer has an activation and its biases."""
+    config = model.config
+    return {
+        "qkv_bias": config.query_bias or config.key_bias or config.value_bias,
+        "swiglu_mlp": config.use_gated_mlp,
+        "swiglu_align_to": 0,
+        "init_values": 1.0,
+        "num_reg_tokens": config.num_register_tokens,
+        "rope_temperature": config.rope_theta,
+        "global_pool": "token",
+        "num_classes": 0,
+    }
+
+
+def _vit_arguments(model: VisionModel) -> dict[str, Any]:
     config = model.config
     swiglu = {"mlp_layer": "swiglu_packed", "act_layer": "silu"} if config.use_swiglu_ffn else {}
+    return {
+        "qkv_bias": config.qkv_bias,
+        "act_layer": ACTIVATIONS[config.hidden_act],
+        **swiglu,
+        **_kind_arguments(model),
+        **_head_arguments(model),
+    }
+
+
+def timm_arguments(model: VisionModel, sides: tuple[int, int]) -> dict[str, Any]:
+    """All that timm builds the same model from, for images of these sides. Raises BadInput for parts of a patch where
+    positions are of whole ones.
+    """
+    config = model.config
+    if config.turns and any(side % patch for side, patch in zip(sides, config.patch, strict=True)):
+        raise BadInput(f"images of {sides} are no whole patches of {config.patch}; give img_size")
     return {
         "img_size": list(sides),
         "patch_size": list(config.patch),
@@ -61,10 +93,6 @@ def timm_arguments(model: VisionModel, sides: tuple[int, int]) -> dict[str, Any]
         "depth": config.num_hidden_layers,
         "num_heads": config.num_attention_heads,
         "mlp_ratio": ratio_of(config.hidden, config.hidden_size),
-        "qkv_bias": config.qkv_bias,
         "norm_layer": {"name": "layernorm", "eps": config.layer_norm_eps},
-        "act_layer": ACTIVATIONS[config.hidden_act],
-        **swiglu,
-        **_kind_arguments(model),
-        **_head_arguments(model),
+        **(_eva_arguments(model) if config.turns else _vit_arguments(model)),
     }

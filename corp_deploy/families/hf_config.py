@@ -2,7 +2,7 @@
 
 Nothing is executed. A configuration is typed and bounded where it is read, with the defaults of its own class, since
 transformers writes of a tower inside a larger model only what differs from them; what changes the arithmetic and has no
-place in timm's VisionTransformer is refused.
+place in timm's VisionTransformer or Eva is refused.
 """
 
 from collections.abc import Mapping
@@ -52,6 +52,13 @@ _VIT = {"intermediate_size": 3072, "hidden_act": "gelu", "layer_norm_eps": 1e-12
 _DINOV2 = {"mlp_ratio": 4, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": 224, "patch_size": 14}
 _CLIP = _VIT | {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "patch_size": 32, "projection_dim": 512}
 _SIGLIP = _VIT | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_DINOV3 = _VIT | {
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+}
 _SIZE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
@@ -71,6 +78,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "Dinov2WithRegistersModel",
             reads_head_dim=True,
         ),
+        "dinov3_vit": _kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
         "clip_vision_model": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
         "clip": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
         "siglip_vision_model": _kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
@@ -90,6 +98,7 @@ _CLASSES: Mapping[str, tuple[str, Output, str]] = {
     "Dinov2ForImageClassification": ("dinov2", "class and patches", "logits"),
     "Dinov2WithRegistersModel": ("dinov2_with_registers", "class token", "pooler_output"),
     "Dinov2WithRegistersForImageClassification": ("dinov2_with_registers", "class and patches", "logits"),
+    "DINOv3ViTModel": ("dinov3_vit", "class token", "pooler_output"),
     "CLIPVisionModel": ("clip_vision_model", "class token", "pooler_output"),
     "CLIPVisionModelWithProjection": ("clip_vision_model", "projection", "image_embeds"),
     "CLIPModel": ("clip", "projection", "image_embeds"),
@@ -121,6 +130,13 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_channels: Annotated[int, Meta(ge=1, le=1024)] = 3
     qkv_bias: bool = True
     use_swiglu_ffn: bool = False
+    query_bias: bool = True
+    key_bias: bool = False
+    value_bias: bool = True
+    proj_bias: bool = True
+    mlp_bias: bool = True
+    use_gated_mlp: bool = False
+    rope_theta: Annotated[float, Meta(gt=0.0)] | None = None
     num_register_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
     vision_use_head: bool = True
     projection_dim: Width | None = None
@@ -133,6 +149,11 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     def sides(self) -> tuple[int, int]:
         """Height and width of the images that its positions are of."""
         return both(self.image_size)
+
+    @property
+    def turns(self) -> bool:
+        """Whether positions turn queries and keys, which timm's Eva has."""
+        return self.rope_theta is not None
 
     @property
     def patch(self) -> tuple[int, int]:
@@ -165,6 +186,11 @@ class VisionModel:
         return KINDS[self.config.model_type]
 
 
+def _of_turned(config: VisionConfig) -> str:
+    """The activation that timm's Eva has."""
+    return "silu" if config.use_gated_mlp else "gelu"
+
+
 def _refusal(config: VisionConfig, output: Output) -> str:
     """Why this model can't be built, or nothing."""
     width, heads = config.hidden_size, config.num_attention_heads
@@ -175,6 +201,11 @@ def _refusal(config: VisionConfig, output: Output) -> str:
         f"its activation is {config.hidden_act!r:.60}, expected {', '.join(ACTIVATIONS)}": (
             config.hidden_act not in ACTIVATIONS
         ),
+        f"its activation is {config.hidden_act!r:.60}, expected {_of_turned(config)} of MLPs of its kind": (
+            config.turns and config.hidden_act != _of_turned(config)
+        ),
+        "its projections or MLPs have no biases": config.turns and not (config.proj_bias and config.mlp_bias),
+        f"heads of {width // heads} have no planes for two axes": config.turns and width // heads % 4 != 0,
         f"a width of {width} is no multiple of {heads} heads": width % heads != 0,
         f"its heads are {config.head_dim} wide instead of {width // heads}; read the model they were reduced from": (
             config.head_dim not in (None, width // heads)
@@ -224,7 +255,7 @@ def _classes(config: Mapping[str, Any]) -> int:
 def vision_model(config: Mapping[str, Any], *, where: str, without_head: bool = False) -> VisionModel:
     """The model that a config.json describes; without its head, as the class of the tower alone has it.
 
-    Raises BadInput for another kind of model, and for what timm's VisionTransformer can't compute.
+    Raises BadInput for another kind of model, and for what timm's model of the kind can't compute.
     """
     if config.get("model_type") not in KINDS:
         raise BadInput(f"{where}: model_type is {config.get('model_type')!r:.60}, expected one of {', '.join(KINDS)}")

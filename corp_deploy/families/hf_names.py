@@ -37,6 +37,7 @@ _IN_BLOCK = {
     "mlp.down_proj": "mlp.fc2",
 }
 _SCALES = {"layer_scale1": "ls1.gamma", "layer_scale2": "ls2.gamma"}
+_SCALES_OF_EVA = {"layer_scale1": "gamma_1", "layer_scale2": "gamma_2"}
 # What is one layer of timm's: the paths of its rows, in order.
 _JOINED = {
     "attn.qkv": (
@@ -50,8 +51,10 @@ _ROWS = {path: target for target, spellings in _JOINED.items() for paths in spel
 _OUTSIDE = {
     "embeddings.patch_embeddings.projection": "patch_embed.proj",
     "embeddings.patch_embedding": "patch_embed.proj",
+    "embeddings.patch_embeddings": "patch_embed.proj",
     "pre_layrnorm": "norm_pre",
     "layernorm": "norm",
+    "norm": "norm",
     "post_layernorm": "norm",
     "classifier": "head",
     "cls_classifier": "head",
@@ -74,6 +77,7 @@ _TOKENS = {
 _BESIDE = (
     "embeddings.mask_token",
     "embeddings.position_ids",
+    "rope_embeddings.",
     "pooler.",
     "decoder.",
     "text_model.",
@@ -131,6 +135,15 @@ def _pool(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"attn_pool.q.{match[1]}": tensor[:width], f"attn_pool.kv.{match[1]}": tensor[width:]}
 
 
+def _with_zero_biases(rows: dict[str, dict[str, Tensor]], model: VisionModel) -> None:
+    """Of queries, keys and values that have none, beside some that have: zeros, where a class knows each alone."""
+    for target, parts in rows.items():
+        if model.config.turns and target.endswith("attn.qkv.bias"):
+            paths = next(paths for paths in _JOINED["attn.qkv"] if set(paths) & parts.keys())
+            nothing = torch.zeros_like(next(iter(parts.values())))
+            parts |= {path: nothing for path in paths if path not in parts}
+
+
 def _join(rows: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
     """Layers of timm's out of those that stand apart: by timm's name, with the parts by their paths."""
     joined: dict[str, Tensor] = {}
@@ -161,23 +174,29 @@ def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, 
     beside: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Tensor]] = {}
     headless = model.output == "class token"
+    scales, plain = (_SCALES_OF_EVA, not model.config.use_gated_mlp) if model.config.turns else (_SCALES, False)
     for name, tensor in _without_prefix(state, model.kind.prefix, where).items():
         match = _BLOCK.fullmatch(name)
         if name.startswith(_BESIDE) or (headless and name.startswith(_HEADS)):
             beside[name] = tensor
+        elif match and plain and match[2] == "mlp.up_proj":
+            mapped[f"blocks.{int(match[1])}.mlp.fc1.{match[3]}"] = tensor
         elif match and match[2] in _ROWS and match[3] != "lambda1":
             target = f"blocks.{int(match[1])}.{_ROWS[match[2]]}.{match[3]}"
             rows.setdefault(target, {})[match[2]] = tensor
         elif match and match[2] in _IN_BLOCK and match[3] != "lambda1":
             mapped[f"blocks.{int(match[1])}.{_IN_BLOCK[match[2]]}.{match[3]}"] = tensor
-        elif match and match[2] in _SCALES and match[3] == "lambda1":
-            mapped[f"blocks.{int(match[1])}.{_SCALES[match[2]]}"] = tensor
+        elif match and match[2] in scales and match[3] == "lambda1":
+            mapped[f"blocks.{int(match[1])}.{scales[match[2]]}"] = tensor
         elif pool := _pool(name, tensor):
             mapped |= pool
         elif target := _outside(name, model):
             mapped[target] = _token_rows(tensor) if name in _TOKENS else tensor
         else:
             raise _refuse(name, model, where)
+    if not model.config.num_register_tokens and model.config.turns:
+        mapped.pop("reg_token", None)  # of no tokens
+    _with_zero_biases(rows, model)
     mapped |= _join(rows, where)
     _class_position_added(mapped, model)
     return Mapped(state=mapped, beside=beside)

@@ -62,6 +62,7 @@ _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "Bit": _CROPPED | {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD},
     "CLIP": _CROPPED | {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD},
     "Siglip": {"size": 224, "resample": 3, "image_mean": _HALF, "image_std": _HALF},
+    "DINOv3ViT": {"size": 224, "resample": 2, "image_mean": _IMAGENET_MEAN, "image_std": _IMAGENET_STD},
 }
 _SHORTEST = ("CLIP", "Bit")  # processors whose plain `size` is the shorter edge
 _OF_KIND = {
@@ -69,6 +70,7 @@ _OF_KIND = {
     "deit": "DeiT",
     "dinov2": "Bit",
     "dinov2_with_registers": "Bit",
+    "dinov3_vit": "DINOv3ViT",
     "clip": "CLIP",
     "clip_vision_model": "CLIP",
     "siglip": "Siglip",

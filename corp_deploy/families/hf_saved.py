@@ -32,6 +32,13 @@ _VIT = {
 }
 _DINOV2 = _VIT | {"norm1": "norm1", "norm2": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 _GATED = {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
+_DINOV3 = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "attn.proj": "attention.o_proj",
+    "mlp.fc1": "mlp.up_proj",
+    "mlp.fc2": "mlp.down_proj",
+}
 _CLIP = {
     "norm1": "layer_norm1",
     "norm2": "layer_norm2",
@@ -40,6 +47,7 @@ _CLIP = {
     "mlp.fc2": "mlp.fc2",
 }
 _QKV = tuple(f"attention.attention.{name}" for name in ("query", "key", "value"))
+_QKV_OF_DINOV3 = tuple(f"attention.{name}_proj" for name in "qkv")
 _QKV_OF_CLIP = tuple(f"self_attn.{name}_proj" for name in "qkv")
 _OUTSIDE = {
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
@@ -48,6 +56,7 @@ _OUTSIDE = {
     "pos_embed": "embeddings.position_embeddings",
     "dist_token": "embeddings.distillation_token",
 }
+_OUTSIDE_OF_DINOV3 = _OUTSIDE | {"patch_embed.proj": "embeddings.patch_embeddings", "norm": "norm"}
 _OUTSIDE_OF_CLIP = {
     "patch_embed.proj": "embeddings.patch_embedding",
     "norm": "post_layernorm",
@@ -160,7 +169,7 @@ def _attention(
     tensors = {"weight": state[f"{name}.qkv.weight"]}
     if bias:
         tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
-    paths = _QKV_OF_CLIP if _of_clip(model) else _QKV
+    paths = _QKV_OF_CLIP if _of_clip(model) else _QKV_OF_DINOV3 if model.config.turns else _QKV
     return {
         f"{path}.{kind}": _with_scale(part, factor if place == 0 else 1.0)
         for kind, tensor in tensors.items()
@@ -171,7 +180,8 @@ def _attention(
 def _block(index: int, every: Sites, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
     """Everything of a block, by its names on disk."""
     at, clip = f"blocks.{index}.", _of_clip(model)
-    names = _CLIP if clip else _DINOV2 if model.config.mlp_ratio is not None else _VIT
+    plain = _DINOV3 if model.config.turns else _DINOV2 if model.config.mlp_ratio is not None else _VIT
+    names = _CLIP if clip else plain
     names = names | _GATED if model.config.use_swiglu_ffn else names
     block = _attention(f"{at}attn", every, model, state, bias)
     for path, theirs in names.items():
@@ -179,15 +189,20 @@ def _block(index: int, every: Sites, model: VisionModel, state: Mapping[str, Ten
         block[f"{theirs}.weight"] = state[f"{at}{path}.weight"]
         block[f"{theirs}.bias"] = state.get(f"{at}{path}.bias", torch.zeros(width))
     for scale in ("1", "2"):
-        if f"{at}ls{scale}.gamma" in state:
-            block[f"layer_scale{scale}.lambda1"] = state[f"{at}ls{scale}.gamma"]
-    layers = "encoder.layers" if clip else "encoder.layer"
+        for gamma in (f"{at}ls{scale}.gamma", f"{at}gamma_{scale}"):
+            if gamma in state:
+                block[f"layer_scale{scale}.lambda1"] = state[gamma]
+    if model.config.use_gated_mlp:
+        for kind in ("weight", "bias"):
+            parts = block[f"mlp.up_proj.{kind}"].chunk(2)
+            block[f"mlp.gate_proj.{kind}"], block[f"mlp.up_proj.{kind}"] = parts
+    layers = "encoder.layers" if clip else "layer" if model.config.turns else "encoder.layer"
     return {f"{layers}.{index}.{name}": tensor for name, tensor in block.items()}
 
 
 def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What stands around the blocks and belongs to the tower, by its names on disk."""
-    names = _OUTSIDE_OF_CLIP if _of_clip(model) else _OUTSIDE
+    names = _OUTSIDE_OF_CLIP if _of_clip(model) else _OUTSIDE_OF_DINOV3 if model.config.turns else _OUTSIDE
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         path, _, kind = name.rpartition(".")
@@ -198,6 +213,8 @@ def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tenso
     if "reg_token" in state:
         token = "distillation_token" if model.config.model_type == "deit" else "register_tokens"
         tensors[f"embeddings.{token}"] = state["reg_token"]
+    elif model.config.turns:
+        tensors["embeddings.register_tokens"] = state["cls_token"][:, :0]
     for kind in ("weight", "bias") if "attn_pool.q.weight" in state else ():
         parts = [state[f"attn_pool.{part}.{kind}"] for part in ("q", "kv")]
         tensors[f"head.attention.in_proj_{kind}"] = torch.cat(parts)
@@ -263,7 +280,9 @@ def _changes(every: Sites, model: VisionModel, sides: tuple[int, int], bias: boo
         changes["mlp_ratio"] = _ratio(hidden, config)
     else:
         changes["intermediate_size"] = hidden
-    if not _of_clip(model):
+    if config.turns:
+        changes |= dict.fromkeys(("query_bias", "key_bias", "value_bias"), bias)
+    elif not _of_clip(model):
         changes["qkv_bias"] = bias
     if head != config.hidden_size // config.num_attention_heads:
         changes["head_dim"] = head

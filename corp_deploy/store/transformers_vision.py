@@ -21,7 +21,7 @@ from ground.records import record_from_file
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
 from .transformers_files import ORIGIN, config_of_transformers, weights_of_transformers
-from .weight_fit import require_fit
+from .weight_fit import require_fit, under_own_names
 from .weights import State, Weights, first_names, read_weights
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -75,7 +75,7 @@ def _sides(model: VisionModel, changes: _Changes, preparation: _Preparation) -> 
     """Of the images: as asked for; as they are prepared where the model's class takes any size, as DINOv2's do; else
     those of its positions.
     """
-    takes_any = model.config.model_type.startswith("dinov2") and bool(preparation.content)
+    takes_any = model.config.model_type.startswith(("dinov2", "dinov3")) and bool(preparation.content)
     return changes.sides or (preparation.prepared.sides if takes_any else model.config.sides)
 
 
@@ -84,8 +84,9 @@ def _notes(
 ) -> tuple[str, ...]:
     """What whoever loads the model should hear."""
     own, made = model.config.sides, preparation.prepared.sides
-    notes = [f"{CONFIG}: read as timm's VisionTransformer; its output is {model.output_name} of {model.architecture}"]
-    if sides != own:
+    timms = "Eva" if model.config.turns else "VisionTransformer"
+    notes = [f"{CONFIG}: read as timm's {timms}; its output is {model.output_name} of {model.architecture}"]
+    if sides != own and not model.config.turns:
         notes.append(
             f"{file.name}: positions resampled from images of {own[0]}x{own[1]} to {sides[0]}x{sides[1]}, as "
             "transformers does"
@@ -124,6 +125,7 @@ def load_vision(
     mapped = state_from_transformers(read.state, model, where=str(file))
     state = with_positions_of(mapped.state, model, sides)
     built = dense_from_architecture(architecture)
+    state = under_own_names(built, Weights(path=file, state=state))
     require_fit(built, Weights(path=file, state=state))
     load_weights(built, state, where=file)
     notes = (*read.notes, *_notes(model, sides, preparation, mapped.beside, file))
