@@ -4,26 +4,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from corp_deploy import load
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, output_ports, outputs_of, with_outputs
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.planning.probe import Probe
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import named, tokens_to_fit
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
-from tests import tiny
+from tests import hf_towers, tiny
 from tests.small_models import pixels, small
 
 EVERY = "pooled,class,registers,patches,tokens,block0,block1_norm,block0_class,block1_registers_norm,block1_tokens"
@@ -103,6 +111,33 @@ def test_other_families_give_their_layers_too(name: str, names: str, layers: dic
         if reference.ndim == 4:
             reference = reference.flatten(2).mT
         torch.testing.assert_close(tensor, reference, rtol=1e-5, atol=1e-5)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "vit_small_patch16_dinov3": ({"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}, "patches,block1_norm"),
+    "beit_base_patch16_224": ({"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}, "patches,block1_norm"),
+    "swin_tiny_patch4_window7_224": (
+        {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
+        "patches,layer0,layer1_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_positions_and_windows_inside_attention_change_no_output(name: str) -> None:
+    kwargs, names = OTHERS[name]
+    dense: Any = dense_from_architecture(Architecture(name=name, kwargs={**kwargs, "num_classes": 0}))
+    tiny.enliven(dense, 0)
+    images = torch.from_numpy(tiny.images(2, size=64))
+    got = given_of(with_outputs(dense, outputs_from_text(names)), images)
+    with torch.inference_mode():
+        tokens = dense.forward_features(images)
+    if tokens.ndim == 4:
+        tokens = tokens.flatten(1, 2)
+    expected = tokens[:, -got["patches"].shape[1] :]
+    torch.testing.assert_close(got["patches"], expected, rtol=1e-5, atol=1e-5)
+    last = names.rpartition(",")[2]
+    torch.testing.assert_close(got[last], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
@@ -256,3 +291,46 @@ def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_token
     kept = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0))
     for name, tensor in given(model).items():
         torch.testing.assert_close(given(kept.model)[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("names", ["class,patches,block1", "block2"])
+def test_a_polish_lowers_the_errors_of_all_outputs(names: str, tmp_path: Path) -> None:
+    dense = backbone()
+    model = with_outputs(dense.model, outputs_from_text(names))
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
+    moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
+    reduced = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)).model
+    options = PolishOptions(how="model", steps=12, batch_size=8)
+    result = polished(model, reduced, inputs, options)
+    assert outputs_of(result.model) == outputs_of(model)
+    assert result.report.error < result.report.error_before
+
+
+def test_a_vision_tower_of_transformers_gives_its_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
+    theirs = hf_towers.write_tower(tmp_path / "hf", "Dinov2Model")
+    outputs = outputs_from_text("class,patches")
+    taken = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={}, outputs=outputs)
+    images = torch.from_numpy(tiny.images(3))
+    with torch.inference_mode():
+        tokens = theirs(images).last_hidden_state
+    got = given_of(taken.model, images)
+    torch.testing.assert_close(got["class"], tokens[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got["patches"], tokens[:, 1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) -> None:
+    dense = tiny.checkpoint(num_classes=0)
+    model = with_outputs(dense.model, outputs_from_text("class,patches,block0"))
+    merged = family_of(model).with_merging(model, Merging(schedule=(3, 0)))
+    path = tmp_path / "model.onnx"
+    export_checkpoint(replace(dense, model=merged), path, precision="fp32")
+    assert not {"ScatterElements", "ScatterND"} & {node.op_type for node in onnx.load(str(path)).graph.node}
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for count in (1, 4):
+        images = tiny.images(count, seed=count)
+        got = session.run(None, {"images": images})
+        expected = given_of(merged, torch.from_numpy(images))
+        for (name, ours), theirs in zip(expected.items(), got, strict=True):
+            assert theirs.shape == tuple(ours.shape)
+            assert np.linalg.norm(theirs - ours.numpy()) < 1e-4 * float(ours.norm()), name
