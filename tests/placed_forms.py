@@ -2,6 +2,7 @@
 VisionTransformerRelPos.
 """
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -42,11 +43,14 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "vit_relpos_small_patch16_rpn_224",
         SMALL | {"shared_rel_pos": True},
     ),
+    "talking heads": ("cait_xxs24_224", SMALL | {"init_values": 0.3}),
 }
-EVA = tuple(form for form, (name, _) in FORMS.items() if "beit" not in name and "relpos" not in name)
+EVA = tuple(form for form, (name, _) in FORMS.items() if not re.match(".*(beit|relpos|cait)", name))
 ROTARY = tuple(form for form in EVA if form not in ("no positions in attention", "norms behind"))
 WHOLE_BLOCKS = ("norms behind", "a network for all blocks, norms behind")
 """Forms whose blocks don't come apart: closed loops refuse them."""
+REFUSED = {"talking heads": 2}
+"""How many blocks beside those are refused."""
 SITES = {"norms inside": 2, "q/k norm, groups": 3}
 """How many sites a form has, 4 unless it stands here."""
 

@@ -31,6 +31,7 @@ from tests import tiny
 from tests.placed_forms import (
     EVA,
     FORMS,
+    REFUSED,
     ROTARY,
     SITES,
     WHOLE_BLOCKS,
@@ -59,7 +60,7 @@ def test_every_site_is_told_with_its_costs(form: str) -> None:
     assert sum(row["parameters"] for row in rows) == told["parameters"] == parameters(model)
     assert sum(row["macs"] for row in rows) == told["macs"] == macs(model)
     assert len(sites_of(model).every) == SITES.get(form, 4)
-    assert len(sites_of(model).every) + len(sites_of(model).refused) == 4
+    assert len(sites_of(model).every) + len(sites_of(model).refused) == 4 + REFUSED.get(form, 0)
     for row in told["sites"]:
         assert (row["width"] == "-") <= bool(row["reason"]), row
     if form not in EVA:
@@ -75,11 +76,12 @@ def test_a_model_as_timm_builds_it_is_refused_with_a_reason(form: str) -> None:
     raw, _ = dense(form)
     offered = sites_of(raw)
     assert offered.every == ()
-    assert all("is told its positions from outside" in refusal.reason for refusal in offered.refused)
+    words = ("its attention is timm's own", "the class token's alone")
+    assert all(any(each in refusal.reason for each in words) for refusal in offered.refused)
 
 
 @pytest.mark.parametrize(
-    "form", ["neighbours turned, packed gate", "norms inside", "learned angles", "q/k norm, groups"]
+    "form", ["neighbours turned, packed gate", "norms inside", "learned angles", "q/k norm, groups", "talking heads"]
 )
 def test_weights_of_timm_are_loaded(form: str, tmp_path: Path) -> None:
     raw, ours = dense(form)
@@ -203,7 +205,7 @@ def test_an_odd_alignment_leaves_whole_planes() -> None:
     assert {site.width for site in sites_of(done.model).heads} == {HeadWidths(qk=10, v=16)}
 
 
-@pytest.mark.parametrize("form", ["learned angles", "q/k norm, groups", "networks of biases"])
+@pytest.mark.parametrize("form", ["learned angles", "q/k norm, groups", "networks of biases", "talking heads"])
 def test_a_closed_loop_walks_through(form: str) -> None:
     model = checkpoint(form).model
     done = reduce_closed_loop(model, opened(model), method())
@@ -211,7 +213,7 @@ def test_a_closed_loop_walks_through(form: str) -> None:
     assert relative(done.model, model) < 2.0 * relative(reduced(form).model, model)
 
 
-@pytest.mark.parametrize("form", ["norms inside", "learned angles", "tables of biases"])
+@pytest.mark.parametrize("form", ["norms inside", "learned angles", "tables of biases", "talking heads"])
 def test_a_budget_is_met(form: str) -> None:
     model, asked = checkpoint(form).model, method()
     known = eliminations(model, moments(form), asked)
@@ -251,6 +253,7 @@ def test_no_step_is_solved_through_turns() -> None:
         ("halves turned, biases", "a merged token would stand at none"),
         ("no positions in attention", "these are Eva's"),
         ("tables of biases", "a merged token would stand nowhere"),
+        ("talking heads", "no longer counts as several"),
     ],
 )
 def test_merging_is_refused_with_the_reason(form: str, reason: str) -> None:

@@ -24,7 +24,9 @@ def refuse_computed_positions(path: Path) -> None:
     assert not kinds & {"Sin", "Cos", "If", "Range", "Tile", "Loop"}, kinds
 
 
-@pytest.mark.parametrize("form", ["halves turned, registers", "q/k norm, groups", "networks of biases"])
+@pytest.mark.parametrize(
+    "form", ["halves turned, registers", "q/k norm, groups", "networks of biases", "talking heads"]
+)
 def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
     model = shallow(form)
     for precision, limit in PRECISIONS if "norm" not in form else PRECISIONS[:1]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .modules import linear
 from .rotary import Rotary
+from .talking_heads import TalkingHeads
 from .windows import Windows
 
 Geometry = Literal["square", "padded", "ragged"]
@@ -62,12 +63,14 @@ class HeadAttention(nn.Module):
     projection's bias. `norm` stands between all heads and the projection.
 
     Where tokens are: `rotary` turns queries and keys, `position_bias` gives what is added to the scores [1,H,N,N]. With
-    `windows` a token sees those of its own window alone, by a bias [1,H,n,n], and none is merged or masked.
+    `windows` a token sees those of its own window alone, by a bias [1,H,n,n], and none is merged or masked. `talk`
+    mixes scores over the heads, before the softmax and behind it.
     """
 
     rotary: Rotary | None
     position_bias: nn.Module | None
     windows: Windows | None
+    talk: TalkingHeads | None
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class HeadAttention(nn.Module):
         rotary: Rotary | None = None,
         position_bias: nn.Module | None = None,
         windows: Windows | None = None,
+        talk: TalkingHeads | None = None,
         fused: bool = True,
     ) -> None:
         super().__init__()
@@ -103,7 +107,7 @@ class HeadAttention(nn.Module):
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
         self.norm = norm if norm is not None else nn.Identity()
-        self.rotary, self.position_bias, self.windows = rotary, position_bias, windows
+        self.rotary, self.position_bias, self.windows, self.talk = rotary, position_bias, windows, talk
         self.proj = linear(heads * v, dim, bias=proj_bias)
 
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,8 +144,12 @@ class HeadAttention(nn.Module):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("HeadAttention takes no attention mask")
-        if self.windows is not None and (weights_BN is not None or beside is not None):
-            raise ValueError("HeadAttention in windows takes no weights of tokens and gives nothing beside its result")
+        alone = self.windows is None and self.talk is None
+        if not alone and (weights_BN is not None or beside is not None):
+            raise ValueError(
+                "HeadAttention in windows or of talking heads takes no weights of tokens and gives nothing beside its "
+                "result"
+            )
         if not self.v:
             if beside is not None:
                 raise ValueError(f"HeadAttention of no width has no {beside} to tell")
@@ -167,7 +175,7 @@ class HeadAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_BHNN: Tensor | None) -> Tensor:
         if self.fused and self.windows is not None:
             return self.windows.attended(q, k, v, bias_BHNN, self.scale)
-        if self.fused:
+        if self.fused and self.talk is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)
         if bias_BHNN is not None:
@@ -176,4 +184,7 @@ class HeadAttention(nn.Module):
             scores = self.windows.masked(scores)
         # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are
         # nothing.
-        return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        if self.talk is None:
+            return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        shares = self.talk.scores(scores).softmax(-1, dtype=torch.float32).to(v.dtype)
+        return self.talk.shares(shares) @ v

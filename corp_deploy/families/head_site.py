@@ -16,6 +16,7 @@ from .head_attention import HeadAttention, rows_by_head
 from .modules import fill_, parameters, replaced
 from .position_bias import FixedBias, macs_of
 from .rotary import Rotary
+from .talking_heads import TalkingHeads
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
 from .windows import Windows
 
@@ -51,8 +52,8 @@ class HeadSite:
 
     `mixing` none: queries and keys must stay as they are, for the `reason`. `norm`: what stands between all heads and
     the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary`,
-    `position_bias` and `windows`: as HeadAttention's. `merge`: the module that merges the tokens that come here, None
-    where none are merged.
+    `position_bias`, `windows` and `talk`: as HeadAttention's. `merge`: the module that merges the tokens that come
+    here, None where none are merged.
     """
 
     kind: ClassVar[str] = "heads"
@@ -72,6 +73,7 @@ class HeadSite:
     rotary: Rotary | None = None
     position_bias: nn.Module | None = None
     windows: Windows | None = None
+    talk: TalkingHeads | None = None
     reason: str = ""
     merge: nn.Module | None = None
 
@@ -142,25 +144,31 @@ class HeadSite:
         widths = (
             f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
         )
-        positions = f"{', rotary' * (self.rotary is not None)}{', biased' * (self.position_bias is not None)}"
-        return f"attention of {self.first.in_features}, {widths}, {geometry}{positions}{self._windows()}"
+        beside = {"rotary": self.rotary, "biased": self.position_bias, "talking": self.talk}
+        more = "".join(f", {word}" for word, module in beside.items() if module is not None)
+        return f"attention of {self.first.in_features}, {widths}, {geometry}{more}{self._windows()}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
-        return macs_of(self.position_bias) + cost.attention_macs(
-            tokens=tokens,
-            dim=self.first.in_features,
-            heads=self.heads,
-            qk=width.qk,
-            v=width.v,
-            padded=geometry_of_heads(width, geometry) == "padded",
-            windows=None if self.windows is None else (self.windows.count, self.windows.size),
+        talking = 0 if self.talk is None or not width.v else 2 * (self.heads * tokens) ** 2
+        return (
+            talking
+            + macs_of(self.position_bias)
+            + cost.attention_macs(
+                tokens=tokens,
+                dim=self.first.in_features,
+                heads=self.heads,
+                qk=width.qk,
+                v=width.v,
+                padded=geometry_of_heads(width, geometry) == "padded",
+                windows=None if self.windows is None else (self.windows.count, self.windows.size),
+            )
         )
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         """Norms stay, and what is added to scores; learned frequencies go with their planes."""
         assert isinstance(width, HeadWidths), (self.name, width)
-        stay = (self.q_norm, self.k_norm, self.norm, self.position_bias if width.v else None)
+        stay = (self.q_norm, self.k_norm, self.norm, *((self.position_bias, self.talk) if width.v else ()))
         turning = 0 if self.rotary is None else parameters(self.rotary) * width.qk // self.qk
         return (
             turning
@@ -222,6 +230,7 @@ class HeadSite:
                 rotary=self._rotary(qk),
                 position_bias=copy.deepcopy(self.position_bias) if v else None,
                 windows=copy.deepcopy(self.windows),
+                talk=copy.deepcopy(self.talk) if v else None,
                 fused=fused,
             )
         return module.to(self.first.weight.dtype)
@@ -302,6 +311,7 @@ def site_of_attention(
         rotary=attention.rotary,
         position_bias=attention.position_bias,
         windows=attention.windows,
+        talk=attention.talk,
         reason=reason,
     )
 
@@ -313,6 +323,8 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
     assert isinstance(proj, nn.Linear), (name, proj)
     rotary = None if like.rotary is None else layer.get_submodule("rotary")
     assert rotary is None or isinstance(rotary, Rotary), (name, rotary)
+    talk = None if like.talk is None else layer.get_submodule("talk")
+    assert talk is None or isinstance(talk, TalkingHeads), (name, talk)
     return HeadSite(
         name=name,
         module=layer,
@@ -330,6 +342,7 @@ def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
         rotary=rotary,
         position_bias=None if like.position_bias is None else layer.get_submodule("position_bias"),
         windows=like.windows,
+        talk=talk,
         reason=like.reason,
         merge=like.merge,
     )

@@ -50,8 +50,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _refusal(name: str, block: nn.Module) -> Refusal:
     reason = (
-        f"block is {type(block).__name__}, whose attention is told its positions from outside; a model that "
-        "corp-deploy builds or loads has attentions that know them"
+        f"block is {type(block).__name__} and its attention is timm's own, which can't be heard or made narrower; a "
+        "model that corp-deploy builds or loads has other ones of the same function"
     )
     return Refusal(name=name, reason=reason, sites={f"{name}.attn": HeadSite.kind, f"{name}.mlp": ChannelSite.kind})
 

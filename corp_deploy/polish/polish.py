@@ -77,6 +77,7 @@ def _refuse_unsolved_heads(dense: nn.Module, reduced: nn.Module, options: Polish
     reasons = {
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
         "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
+        "have heads that talk to each other": [site.name for site in heads if site.talk is not None],
     }
     for reason, names in reasons.items():
         if names:
