@@ -189,9 +189,15 @@ def _new_sums(
     odd = [name for name in kept if name not in names]
     if odd:
         raise BadInput(f"kept dims: no such sites {', '.join(odd)}; there are {', '.join(names)}")
+    slots = {site.name: site.slots_WN for site in sites}
+
+    def of_heads(name: str) -> HeadSums:
+        system = attention_system or name in kept
+        return HeadSums(system=system, kept_HK=kept.get(name), slots_WN=slots[name])
+
     empty: dict[SiteKind, Callable[[str], SiteSums]] = {
         "mlp": lambda name: ChannelSums(eps=eps),
-        "attention": lambda name: HeadSums(system=attention_system or name in kept, kept_HK=kept.get(name)),
+        "attention": of_heads,
     }
     return {site.name: empty[site.kind](site.name) for site in sites}
 

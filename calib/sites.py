@@ -71,6 +71,7 @@ class ChannelTaps:
     """x [B,N,F] is the input of `output`, the MLP's last linear layer. `merge`: see HeadTaps."""
 
     kind: ClassVar[SiteKind] = "mlp"
+    slots_WN: ClassVar[Tensor | None] = None
     name: str
     output: nn.Linear
     merge: nn.Module | None = None
@@ -91,7 +92,8 @@ class HeadTaps:
     """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`.
 
     `merge`: a module that merged tokens before they came here; the second of its outputs [B,N] is how many stand in
-    each, by which they are weighted, or None.
+    each, by which they are weighted, or None. `slots_WN`: 1 for what of q and k in windows [B,W,H,N,D] is there, 0 for
+    what isn't; None for all.
     """
 
     kind: ClassVar[SiteKind] = "attention"
@@ -100,6 +102,7 @@ class HeadTaps:
     keys: Tap
     output: nn.Module
     merge: nn.Module | None = None
+    slots_WN: Tensor | None = None
 
     @property
     def summed_width(self) -> int:

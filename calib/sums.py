@@ -13,7 +13,7 @@ from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, mirror_, upper_triangle
 from .sites import Role
-from .weights import Weights, rooted, token_count, weighted
+from .weights import Weights, rooted, token_count, weighted, weights_of
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:
@@ -40,10 +40,19 @@ def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
     return ones_HD.scatter_(1, kept_HK, 0.0)
 
 
-def _by_window(x: Tensor, weights: Weights | None) -> Tensor:
-    """[B,H,N,D] as it is, [B,W,H,N,D] with a row for each window, in which all tokens count alike."""
-    assert x.ndim == 4 or weights is None, x.shape
-    return x if x.ndim == 4 else x.flatten(0, 1)
+def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tuple[Tensor, Weights | None]:
+    """[B,H,N,D] as it is, [B,W,H,N,D] with a row for each window, of which what is there counts; `slots`: of one
+    input's windows.
+    """
+    if x.ndim == 4:
+        return x, weights
+    assert weights is None, x.shape
+    if slots is None:
+        return x.flatten(0, 1), None
+    slots_WN = slots.weight_BN.to(x.device)
+    assert slots_WN.shape == (x.shape[1], x.shape[3]), (slots_WN.shape, x.shape)
+    slots_BWN = slots_WN.expand(len(x), *slots_WN.shape)
+    return x.flatten(0, 1), Weights(weight_BN=slots_BWN.flatten(0, 1), total=len(x) * slots.total)
 
 
 class ChannelSums:
@@ -96,8 +105,10 @@ class HeadSums:
     What q and k leave per image is held until both are in; the system takes a whole batch in one product at `flush`.
     """
 
-    def __init__(self, *, system: bool, kept_HK: Tensor | None = None) -> None:
+    def __init__(self, *, system: bool, kept_HK: Tensor | None = None, slots_WN: Tensor | None = None) -> None:
+        """`slots_WN`: see HeadTaps."""
         self.system, self.kept_HK = system, kept_HK
+        self._slots = None if slots_WN is None else weights_of(slots_WN, slots_WN.device)
         self.kernel: Kernel = "blas"
         self.images = 0
         self.tokens: float = 0
@@ -116,7 +127,7 @@ class HeadSums:
             self._add_outputs(activation, weights)
 
     def _add_queries(self, q: Tensor, weights: Weights | None) -> None:
-        q_BHND = _by_window(q, weights)
+        q_BHND, weights = _by_window(q, weights, self._slots)
         self._allocate_heads(q_BHND)
         self._qq_BHDD = grams_of_heads(rooted(q_BHND, weights))
         self.totals["q_sum_HD"].add_(weighted(q_BHND, weights).float().sum(2).double().sum(0))
@@ -124,7 +135,7 @@ class HeadSums:
         self._join()
 
     def _add_keys(self, k: Tensor, weights: Weights | None) -> None:
-        k_BHND = _by_window(k, weights)
+        k_BHND, weights = _by_window(k, weights, self._slots)
         self._allocate_heads(k_BHND)
         keys = centred_keys(k_BHND) if weights is None else weighted_keys(k_BHND, weights)
         self._kk_BHDD = keys.uncentred_BHDD()

@@ -121,8 +121,8 @@ class HeadSite:
         return lambda qkv: rows_by_head(qkv[..., start : start + self.heads * self.qk], self.heads, self.windows)
 
     def taps(self) -> HeadTaps:
-        """q and k as they enter the dot product, and the input of the output projection. Nobody asks what padding is
-        like, so that its queries are zeros; its keys are seen.
+        """q and k as they enter the dot product, and the input of the output projection. In windows those of each part
+        whose tokens see each other; nobody asks what padding is like, so that its queries are zeros; its keys are seen.
         """
         if self.rotary is not None:
             queries, keys = Tap(module=self.rotary, take=_queries), Tap(module=self.rotary, take=_keys)
@@ -130,9 +130,13 @@ class HeadSite:
             queries, keys = Tap(module=self.q_norm, take=_identity), Tap(module=self.k_norm, take=_identity)
         else:
             queries, keys = (Tap(module=self.first, take=self._rows(at)) for at in (0, self.heads * self.qk))
+        slots = None
         if self.windows is not None:
-            queries = Tap(module=queries.module, take=_then(queries.take, self.windows.of_tokens))
-        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last, merge=self.merge)
+            windows, slots = self.windows, self.windows.slots_Vn
+            of_tokens = _then(queries.take, windows.of_tokens)
+            queries = Tap(module=queries.module, take=_then(of_tokens, windows.in_parts))
+            keys = Tap(module=keys.module, take=_then(keys.take, windows.in_parts))
+        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last, merge=self.merge, slots_WN=slots)
 
     def words(self) -> str:
         return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}{self._windows()}"

@@ -2,8 +2,8 @@
 
 An input's windows are an axis behind the batch, never a part of it: whatever is counted by input stays so.
 
-Legend: B inputs, N tokens, row by row of a map, W windows of an input, n slots of one, S = W * n, C channels, H heads,
-D dimensions of one.
+Legend: B inputs, N tokens, row by row of a map, W windows of an input, n slots of one, S = W * n, V parts of windows, C
+channels, H heads, D dimensions of one.
 """
 
 from dataclasses import dataclass
@@ -61,16 +61,17 @@ class WindowPlan:
         beyond = (0, self.padded[1] - self.grid[1], 0, self.padded[0] - self.grid[0])
         return self.cut(F.pad(rolled, beyond, value=tokens)).flatten()
 
-    def apart(self) -> Tensor | None:
-        """What keeps tokens [W,n,n] apart that are neighbours by the roll alone, to add to scores; None without one."""
+    def regions(self) -> Tensor | None:
+        """Of each slot [W,n] the region in which its tokens see each other: those that are neighbours by the roll alone
+        don't; None where all of a window do.
+        """
         if not any(self.shift):
             return None
         rows, columns = (
             _regions(size, window, shift)
             for size, window, shift in zip(self.padded, self.window, self.shift, strict=True)
         )
-        region_Wn = self.cut(3 * rows[:, None] + columns)
-        return torch.zeros(1, device=_HERE).where(region_Wn[:, :, None] == region_Wn[:, None, :], APART)
+        return self.cut(3 * rows[:, None] + columns)
 
     def relative(self) -> Tensor:
         """Which of the (2 rows - 1)(2 columns - 1) places each slot has as seen from each other [n,n]."""
@@ -96,23 +97,41 @@ def _regions(size: int, window: int, shift: int) -> Tensor:
     return torch.zeros_like(places) if not shift else (places >= size - window).long() + (places >= size - shift)
 
 
+def _parts(region_Wn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What is added to scores [W,n,n]; and of each part of a window whose tokens see each other, the window [V] and
+    which of its slots are the part's [V,n].
+    """
+    mask_Wnn = torch.zeros(1, device=_HERE).where(region_Wn[:, :, None] == region_Wn[:, None, :], APART)
+    parts = [(window, region_n == label) for window, region_n in enumerate(region_Wn) for label in region_n.unique()]
+    parts_V = torch.tensor([window for window, _ in parts], device=_HERE)
+    return mask_Wnn, parts_V, torch.stack([slots_n for _, slots_n in parts]).float()
+
+
 class Windows(nn.Module):
-    """Tokens of a map to the slots of its windows and back; the tables are made from a plan, and no weights."""
+    """Tokens of a map to the slots of its windows and back; the tables are made from a plan, and no weights.
+
+    `mask_Wnn`, `parts_V` and `slots_Vn`: see _parts; None where all tokens of a window see each other.
+    """
 
     def __init__(self, plan: WindowPlan) -> None:
         super().__init__()
         self.plan = plan
-        places_S, mask_Wnn = plan.places(), plan.apart()
+        places_S, region_Wn = plan.places(), plan.regions()
         self.tokens = plan.grid[0] * plan.grid[1]
         self.pads = len(places_S) > self.tokens
         self.moves = not places_S.equal(torch.arange(self.tokens, device=_HERE))
         self.register_buffer("places_S", places_S, persistent=False)
         self.register_buffer("back_N", places_S.argsort(stable=True)[: self.tokens], persistent=False)
+        mask_Wnn, parts_V, slots_Vn = (None, None, None) if region_Wn is None else _parts(region_Wn)
         self.register_buffer("mask_Wnn", mask_Wnn, persistent=False)
+        self.register_buffer("parts_V", parts_V, persistent=False)
+        self.register_buffer("slots_Vn", slots_Vn, persistent=False)
 
     places_S: Tensor
     back_N: Tensor
     mask_Wnn: Tensor | None
+    parts_V: Tensor | None
+    slots_Vn: Tensor | None
 
     @property
     def count(self) -> int:
@@ -157,6 +176,10 @@ class Windows(nn.Module):
         q, k, v = (each.flatten(1, 2) for each in (q, k, v))
         z_BWHnv: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=every, scale=scale).unflatten(1, shape)
         return z_BWHnv
+
+    def in_parts(self, x_BWHnD: Tensor) -> Tensor:
+        """The same for each part of a window [B,V,H,n,D], of whose slots those in `slots_Vn` count."""
+        return x_BWHnD if self.parts_V is None else x_BWHnD.index_select(1, self.parts_V)
 
     def of_tokens(self, x_BWHnD: Tensor) -> Tensor:
         """The same with zeros for the rows of padding."""

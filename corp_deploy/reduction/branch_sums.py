@@ -141,7 +141,9 @@ def head_moments_in_halves(
     branch: Branch, site: HeadSite, streams: Streams, *, system: bool
 ) -> tuple[HeadMoments, tuple[HeadMoments, HeadMoments] | None]:
     """The same with those of either half, where the streams are in halves."""
-    by_half = Halves(fit=HeadSums(system=system), held_out=HeadSums(system=system))
+    slots_WN = site.taps().slots_WN
+    fit, held_out = (HeadSums(system=system, slots_WN=slots_WN) for _ in range(2))
+    by_half = Halves(fit=fit, held_out=held_out)
     sums = by_half.fit
     weights: Weights | None = None
 
