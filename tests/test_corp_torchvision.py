@@ -30,6 +30,22 @@ def swin() -> Any:
     )
 
 
+def swin_v2() -> Any:
+    return torchvision.models.SwinTransformer(
+        patch_size=[4, 4],
+        embed_dim=24,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=[4, 4],
+        num_classes=5,
+        block=torchvision.models.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=torchvision.models.swin_transformer.PatchMergingV2,
+    )
+
+
+MODELS: dict[str, Any] = {"swin_t": swin, "swin_v2_t": swin_v2}
+
+
 def lively(model: Any) -> Any:
     torch.manual_seed(0)
     tiny.enliven(model, 0)
@@ -37,10 +53,11 @@ def lively(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "size"), [("vit_b_16", VIT, 32), ("vit_b_16", VIT, 48), ("swin_t", SWIN, 64)]
+    ("name", "kwargs", "size"),
+    [("vit_b_16", VIT, 32), ("vit_b_16", VIT, 48), ("swin_t", SWIN, 64), ("swin_v2_t", SWIN, 64)],
 )
 def test_the_model_is_torchvisions(name: str, kwargs: dict[str, Any], size: int, tmp_path: Path) -> None:
-    theirs = lively(vit(size) if name.startswith("vit") else swin())
+    theirs = lively(vit(size) if name.startswith("vit") else MODELS[name]())
     torch.save(theirs.state_dict(), tmp_path / "w.pth")
     taken = load_dense(f"torchvision:{name}", weights=tmp_path / "w.pth", kwargs=kwargs)
     images = torch.from_numpy(tiny.images(3, size=size))
@@ -53,12 +70,14 @@ def test_the_model_is_torchvisions(name: str, kwargs: dict[str, Any], size: int,
     assert len(sites_of(taken.model).every) == (4 if name.startswith("vit") else 8)
 
 
-@pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32", "vit_l_16", "swin_t", "swin_s", "swin_b"])
+@pytest.mark.parametrize(
+    "name", ["vit_b_16", "vit_b_32", "vit_l_16", "swin_t", "swin_s", "swin_b", "swin_v2_t", "swin_v2_s", "swin_v2_b"]
+)
 def test_images_are_prepared_as_torchvision_does(name: str) -> None:
     from corp_deploy.families.torchvision_names import TWINS, preprocessing_of
 
     theirs = torchvision.models.get_model_weights(name).IMAGENET1K_V1.transforms()
-    ours = preprocessing_of(TWINS[name], 224)
+    ours = preprocessing_of(TWINS[name], 224 if name.startswith("vit") else None)
     assert ours.mean == tuple(theirs.mean)
     assert ours.std == tuple(theirs.std)
     assert ours.interpolation == theirs.interpolation.value

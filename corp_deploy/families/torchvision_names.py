@@ -21,17 +21,17 @@ _IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """timm's name of an architecture, and how torchvision's weights of it take images of 224 pixels."""
+    """timm's name of an architecture, and how torchvision's weights of it take images of its own size."""
 
     timm: str
-    kind: Literal["vit", "swin"]
+    kind: Literal["vit", "swin", "swin v2"]
     crop_pct: float
     interpolation: str
 
 
-def _crop_pct(resized: int) -> float:
-    """Of 224 pixels, rounded down: timm takes the whole part of the side that it resizes to."""
-    return floor(224 / resized * 1e6) / 1e6
+def _crop_pct(resized: int, side: int = 224) -> float:
+    """Of so many pixels, rounded down: timm takes the whole part of the side that it resizes to."""
+    return floor(side / resized * 1e6) / 1e6
 
 
 def _vit(name: str, resized: int = 256) -> Twin:
@@ -40,6 +40,10 @@ def _vit(name: str, resized: int = 256) -> Twin:
 
 def _swin(name: str, resized: int) -> Twin:
     return Twin(timm=name, kind="swin", crop_pct=_crop_pct(resized), interpolation="bicubic")
+
+
+def _swin_v2(name: str, resized: int) -> Twin:
+    return Twin(timm=name, kind="swin v2", crop_pct=_crop_pct(resized, 256), interpolation="bicubic")
 
 
 TWINS: Mapping[str, Twin] = {
@@ -51,6 +55,9 @@ TWINS: Mapping[str, Twin] = {
     "swin_t": _swin("swin_tiny_patch4_window7_224", 232),
     "swin_s": _swin("swin_small_patch4_window7_224", 246),
     "swin_b": _swin("swin_base_patch4_window7_224", 238),
+    "swin_v2_t": _swin_v2("swinv2_tiny_window8_256", 260),
+    "swin_v2_s": _swin_v2("swinv2_small_window8_256", 260),
+    "swin_v2_b": _swin_v2("swinv2_base_window8_256", 272),
 }
 _VIT = (
     (r"class_token", "cls_token"),
@@ -108,9 +115,25 @@ def state_from_torchvision(state: Mapping[str, "Tensor"], twin: Twin, *, where: 
             f"{where}: {', '.join(foreign[:3])}: no names of torchvision's weights of this model; expected the "
             "state dict of torchvision.models"
         )
-    # Which pairs of places of a window share a bias is computed, by timm too.
-    kept = ((new, state[name]) for name, new in names.items() if not name.endswith("relative_position_index"))
-    return {str(new): tensor for new, tensor in kept}
+    # Which pairs of places of a window share a bias, and where they are, is computed, by timm too.
+    tables = ("relative_position_index", "relative_coords_table")
+    kept = {str(new): state[name] for name, new in names.items() if not name.endswith(tables)}
+    return _without_key_biases(kept) if twin.kind == "swin v2" else kept
+
+
+def _without_key_biases(state: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """Biases of queries and of values apart, as timm has them: those of keys are no part of cosine attention, and
+    torchvision sets them to zero as it runs.
+    """
+    apart: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("attn.qkv.bias"):
+            queries, _, values = tensor.chunk(3)
+            at = name.removesuffix("qkv.bias")
+            apart |= {f"{at}q_bias": queries, f"{at}v_bias": values}
+        else:
+            apart[name] = tensor
+    return apart
 
 
 def sides(state: Mapping[str, "Tensor"]) -> int | None:
@@ -121,7 +144,9 @@ def sides(state: Mapping[str, "Tensor"]) -> int | None:
 
 
 def preprocessing_of(twin: Twin, side: int | None) -> Preprocessing:
-    """As torchvision prepares images of 224 pixels; larger ones are its weights of SWAG, resized to the crop's size."""
+    """As torchvision prepares images of the architecture's size; larger ones are its weights of SWAG, resized to the
+    crop's size.
+    """
     swag = twin.kind == "vit" and side is not None and side > 224
     crop_pct, interpolation = (1.0, "bicubic") if swag else (twin.crop_pct, twin.interpolation)
     return Preprocessing(**_IMAGENET, crop_pct=crop_pct, interpolation=interpolation, crop_mode="center")
