@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from corp_deploy.families.trusted_code import FAMILY as CODE
 from corp_deploy.machine import versions
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_file
@@ -36,11 +35,10 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
-    """What a manifest says of a model that merges tokens, gives outputs by name or is made by code."""
+    """What a manifest says of a model that merges tokens or gives outputs by name, nothing of another one."""
     tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.words()}
     outputs = {} if reduced.outputs is None else {"outputs": list(reduced.outputs)}
-    code = {"code": f"{reduced.built.name}, run when the model is loaded"} if reduced.family == CODE else {}
-    return {**tokens, **outputs, **code}
+    return {**tokens, **outputs}
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
