@@ -85,6 +85,7 @@ def test_a_layer_alone_takes_the_tokens_that_reach_it() -> None:
         layer = kind_of(site).layer(site, site.module, method, kind_of(site).widths(site, method)[0])
         x_BNC = torch.zeros(3, tokens[site.name], site.first.in_features)
         assert layer(x_BNC).shape == x_BNC.shape
+        assert not [name for name, _ in layer.named_parameters() if name.startswith("position_bias")], "a constant"
         assert site.outline("padded").endswith("windows of 4x7")
 
 

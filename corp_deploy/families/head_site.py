@@ -276,10 +276,7 @@ class HeadSite:
         chosen = self.geometry if geometry is None or self.qk == self.v else geometry
         module = self.empty(qk=self.qk, v=self.v, geometry=chosen, fused=False)
         module.load_state_dict(self.module.state_dict())
-        if module.rotary is not None:
-            module.rotary = module.rotary.plain()
-        if module.position_bias is not None:
-            module.position_bias = FixedBias(module.position_bias())
+        settle_positions_(module)
         if not self.v:
             module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
@@ -292,6 +289,14 @@ class HeadSite:
 
     def of_layer(self, layer: nn.Module) -> "HeadSite":
         return head_site(self.name, layer, self)
+
+
+def settle_positions_(module: HeadAttention) -> None:
+    """Make constants, as graphs have them, of what positions give."""
+    if module.rotary is not None:
+        module.rotary = module.rotary.plain()
+    if module.position_bias is not None:
+        module.position_bias = FixedBias(module.position_bias())
 
 
 def site_of_attention(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from calib.moments import HeadMoments, SiteMoments
 from corp_deploy.algebra import planes, queries_keys, values
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.head_site import HeadSite, settle_positions_
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import (
@@ -114,7 +114,9 @@ class HeadKind:
 
     def layer(self, site: HeadSite, layer: nn.Module, method: Method, width: HeadWidths) -> nn.Module:
         geometry = geometry_of_heads(width, method.geometry)
-        return site.empty(qk=width.qk, v=width.v, geometry=geometry, fused=False).eval()
+        module = site.empty(qk=width.qk, v=width.v, geometry=geometry, fused=False)
+        settle_positions_(module)
+        return module.eval()
 
     def rebuilt(self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths) -> Reduced:
         system = method.needs_attention_system
