@@ -14,6 +14,8 @@ from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.outputs import Outputs
+from corp_deploy.families.position_bias import TableBias
+from corp_deploy.families.rotary import LearnedRotary
 from corp_deploy.families.steps import Branch, Walk
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.planning.budget import allocate, dense_cost
@@ -23,6 +25,7 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
@@ -224,6 +227,17 @@ def test_a_budget_is_met(form: str) -> None:
     widths = allocate(list(cost_curves(probe, "macs")), whole, share).widths
     narrower = reduce(model, moments(form), asked, widths=widths, eliminations=known).model
     assert macs(narrower) / whole <= share < 1.0
+
+
+@pytest.mark.parametrize("form", ["learned angles", "tables of biases", "talking heads"])
+def test_layers_are_timed_with_positions_as_constants(form: str) -> None:
+    """At any width, as they are in graphs, whose engines fuse attention with constants alone."""
+    model = checkpoint(form).model
+    tokens = 16 if form == "talking heads" else 17
+    for site in sites_of(model).heads:
+        layer = kind_of(site).layer(site, site.module, method(), HeadWidths(qk=8, v=16))
+        assert not any(isinstance(module, LearnedRotary | TableBias) for module in layer.modules())
+        assert layer(torch.zeros(2, tokens, 48)).shape == (2, tokens, 48)
 
 
 def test_tokens_and_layers_are_outputs_by_name() -> None:
