@@ -58,21 +58,28 @@ def multiply_adds(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_budget_counts_windows_and_their_padding(form: str, tmp_path: Path) -> None:
+def test_costs_count_windows_and_their_padding(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form)
     model = dense.model
     images = tiny.opened(tmp_path / "images.npy", pixels(model, 24).numpy(), model)
     moments = calibrate(dense, images, batch_size=8)
     before, costs = multiply_adds(model), site_costs(model, "macs")
-    for site in sites_of(model).every:
+    for site in sites_of(model).every[::3]:
         width = kind_of(site).widths(site, method_from_preset("best", **FINE))[0]
         narrower = reduce(model, moments, method_from_preset("best", **FINE), widths={site.name: width}).model
         assert costs.now[site.name] - costs.of(site, width, "padded") == before - multiply_adds(narrower) > 0
+
+
+def test_a_budget_is_met(tmp_path: Path) -> None:
+    dense = checkpoint("padding")
+    model = dense.model
+    images = tiny.opened(tmp_path / "images.npy", pixels(model, 24).numpy(), model)
+    moments = calibrate(dense, images, batch_size=8)
     asked = ReductionRequest(
         preset="best", method=method_from_preset("best", **FINE), budget=Budget(currency="macs", share=0.7)
     )
     reduction, _ = reduce_as_asked(dense, moments, asked, images=images)
-    assert 0.6 < multiply_adds(reduction.model) / before <= 0.7
+    assert 0.6 < multiply_adds(reduction.model) / multiply_adds(model) <= 0.7
 
 
 def test_a_layer_alone_takes_the_tokens_that_reach_it() -> None:
