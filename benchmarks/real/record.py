@@ -12,6 +12,10 @@ Row = dict[str, Any]
 REMEDY = "choose another --output, or delete it to measure all anew"
 
 
+def _has_key(row: Row, key: Mapping[str, Any]) -> bool:
+    return all(row[name] == value for name, value in key.items())
+
+
 class Record:
     """A setting that all rows share, and lists of rows by key."""
 
@@ -33,7 +37,15 @@ class Record:
 
     def has(self, part: str, key: Mapping[str, Any]) -> bool:
         """Whether there is a row of this key."""
-        return any(all(row[name] == value for name, value in key.items()) for row in self.content.get(part, ()))
+        return any(_has_key(row, key) for row in self.content.get(part, ()))
+
+    def row(self, part: str, key: Mapping[str, Any]) -> Row:
+        """The first row of this key; LookupError where there is none."""
+        rows: list[Row] = self.content.get(part, [])
+        try:
+            return next(row for row in rows if _has_key(row, key))
+        except StopIteration:
+            raise LookupError(f"no row of {part} has {dict(key)}") from None
 
     def put(self, part: str, row: Row, key: Sequence[str]) -> None:
         """In the place of the row that has the same key, else at the end."""
