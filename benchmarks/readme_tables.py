@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 from benchmarks import polish_page
+from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
 from benchmarks.real import page as real_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARKS = {part: (f"<!-- {part}: begin -->", f"<!-- {part}: end -->") for part in ("real encoder", "measured")}
+MARKS = {part: (f"<!-- {part}: begin -->", f"<!-- {part}: end -->") for part in ("support", "real encoder", "measured")}
 METHODS = ("best, closed loop", "best", "corp", "corp-v1", "none")
 MLP_METHODS = (
     "best",
@@ -240,6 +241,9 @@ REAL: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+SUPPORT: dict[str, Callable[[dict[str, Any]], str]] = {"coverage.json": coverage}
+
+
 def on_gpus(results: Path) -> list[str]:
     """Goals and tables of the records that were measured on a GPU; nothing where there are none."""
     read = {part: results / f"gpu_{part}.json" for part in gpu_page.PARTS}
@@ -272,9 +276,14 @@ def real_encoder(results: Path = RESULTS) -> str:
     return "\n\n".join(_tables(REAL, results))
 
 
+def support(results: Path = RESULTS) -> str:
+    """What goes through the whole chain."""
+    return "\n\n".join(_tables(SUPPORT, results))
+
+
 def readme_with_tables(text: str) -> str:
     """The README with what stands between the markers made anew."""
-    for part, content in (("real encoder", real_encoder()), ("measured", measured())):
+    for part, content in (("support", support()), ("real encoder", real_encoder()), ("measured", measured())):
         begin, end = MARKS[part]
         before, rest = text.split(begin)
         _, after = rest.split(end)

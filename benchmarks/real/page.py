@@ -52,6 +52,11 @@ def _photographs(rows: Sequence[Row]) -> str:
     return table(["photographs", *map(str, counts)], lines)
 
 
+def _threads(record: Mapping[str, Any]) -> str:
+    count = record["threads"]
+    return f"{count} thread{'s'[: count > 1]}"
+
+
 def real_vit(record: Mapping[str, Any]) -> str:
     """What all methods do to real weights."""
     calibration, held_out = record["calibration"], record["held_out"]
@@ -65,11 +70,10 @@ def real_vit(record: Mapping[str, Any]) -> str:
     )
     parts = [text, _by_share(rows)]
     if any(row["share"] == SHOWN_SHARE for row in rows):
-        threads = "thread" if record["threads"] == 1 else "threads"
         more = (
             "All figures: errors of class and patch tokens, cosine of patch tokens (mean, and what 1 % fall below), "
             "error and overlap of the untouched saliency head's maps, images whose nearest neighbour stays, CPU "
-            f"seconds of `reduce` with {record['threads']} {threads}, and the same in bare forward passes over the "
+            f"seconds of `reduce` with {_threads(record)}, and the same in bare forward passes over the "
             "calibration crops:"
         )
         parts += [more, _figures(rows)]
@@ -102,7 +106,7 @@ def real_vit_engines(record: Mapping[str, Any]) -> str:
             rates = [_interval(line["images_per_s"][side], 1) for side in ("dense", "reduced")]
             lines.append([*head, str(line["batch"]), *p50, *rates, _interval(line["speedup"], 2)])
     text = (
-        f"What engines make of it: ONNX Runtime, FP32, {record['threads']} threads of an {record['cpu']}, each model "
+        f"What engines make of it: ONNX Runtime, FP32, {_threads(record)} of an {record['cpu']}, each model "
         "interleaved with the dense one in one process (95 % intervals in brackets):"
     )
     names = [

@@ -1,0 +1,1 @@
+"""Small instances of the architectures that people deploy, each taken through the whole chain."""

@@ -1,0 +1,150 @@
+"""One instance through the chain: sites, calibration, reduction, graphs, ONNX Runtime, engines."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from torch import Tensor, nn
+
+from calib.input_set import InputSet
+from calib.inputs import named, pieces
+from calib.moments import Moments
+from corp_deploy.families.family import family_of, input_ports, sites_of
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from ground.errors import BadInput, Missing
+
+from .instances import Instance
+from .models import dense, inputs, outputs
+
+BATCH, CALIBRATION, JUDGED = 8, 64, 32
+PRESETS = ("none", "corp", "best")
+PRECISIONS = ("fp32", "fp16")
+OTHER_SIZE = 1.5
+"""The second image size that nothing removed is tried at, beside the instance's own."""
+TARGET = "86"
+
+
+def method(preset: str, sparsity: float) -> Method:
+    return method_from_preset(preset, mlp_sparsity=sparsity, attention_sparsity=sparsity, align_hidden=8, align_head=8)
+
+
+def away(got: Tensor, expected: Tensor) -> float:
+    """Relative error."""
+    return float((got - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A dense instance, its moments, and inputs that it is judged on."""
+
+    checkpoint: Checkpoint
+    moments: Moments
+    judged: InputSet
+
+    @property
+    def model(self) -> nn.Module:
+        return self.checkpoint.model
+
+    def reduced(self, preset: str, sparsity: float) -> nn.Module:
+        return reduce(self.model, self.moments, method(preset, sparsity)).model
+
+    def error(self, candidate: nn.Module) -> float:
+        """Of the outputs on the judged inputs."""
+        exact = outputs(self.model, self.judged.batches(BATCH))
+        return away(outputs(candidate, self.judged.batches(BATCH)), exact)
+
+
+def subject_of(instance: Instance, directory: Path, **changes: Any) -> Subject:
+    """Calibrated. Raises BadInput where no family takes the model."""
+    directory.mkdir(parents=True)
+    checkpoint = dense(instance, directory, **changes)
+    fitted = inputs(instance, checkpoint.model, CALIBRATION, 1, directory)
+    statistics = Statistics(attention_system=bool(sites_of(checkpoint.model).heads))
+    taken = calibrate(checkpoint, fitted, batch_size=BATCH, statistics=statistics)
+    return Subject(
+        checkpoint=checkpoint, moments=taken, judged=inputs(instance, checkpoint.model, JUDGED, 2, directory)
+    )
+
+
+def graph_errors(subject: Subject, candidate: nn.Module, directory: Path) -> dict[str, float]:
+    """What ONNX Runtime gives beside torch, the worst of two batch sizes, by precision."""
+    whole = Checkpoint(model=candidate, architecture=subject.checkpoint.architecture, lineage={})
+    errors = {}
+    for precision in PRECISIONS:
+        path = directory / f"{precision}.onnx"
+        export_checkpoint(whole, path, precision=precision)
+        session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        types = {port.name: np.float16 if port.type == "tensor(float16)" else None for port in session.get_inputs()}
+        names = [port.name for port in input_ports(candidate)]
+        (batch,) = islice(subject.judged.batches(BATCH), 1)
+        worst = 0.0
+        for count in (1, BATCH):
+            part = next(pieces(batch, count))
+            arrays = dict(zip(names, (tensor.numpy() for tensor in named(part).values()), strict=True))
+            feed = {name: array.astype(types[name] or array.dtype) for name, array in arrays.items() if name in types}
+            got = torch.from_numpy(session.run(None, feed)[0].astype(np.float64))
+            worst = max(worst, away(got, outputs(candidate, iter([part]))))
+        errors[precision] = worst
+    return errors
+
+
+def fused(subject: Subject, candidate: nn.Module, directory: Path) -> Mapping[str, int] | None:
+    """Attention sites of the half-precision graph and how many of them stayed one kernel in TensorRT-RTX; None where
+    that is not installed.
+    """
+    whole = Checkpoint(model=candidate, architecture=subject.checkpoint.architecture, lineage={})
+    path = directory / "engine.onnx"
+    export_checkpoint(whole, path, precision="fp16")
+    profile = BatchProfile(smallest=1, tuned=4, largest=8)
+    try:
+        built = build_engine(path, BuildOptions(backend="tensorrt-rtx", profiles=(profile,), sms=(TARGET,))).record
+    except Missing:
+        return None
+    return {"sites": len(built.attention_sites), "fused": built.fused_attention or 0, "kernels": built.kernels or 0}
+
+
+def identities(instance: Instance, subject: Subject, directory: Path) -> dict[str, float]:
+    """What the outputs change by where nothing is removed, at one image size or two."""
+    sizes = {"own": subject.error(subject.reduced("best", 0.0))}
+    if "img_size" in instance.kwargs:
+        size = int(OTHER_SIZE * instance.kwargs["img_size"])
+        other = subject_of(instance, directory / "other", img_size=size)
+        sizes[str(size)] = other.error(other.reduced("best", 0.0))
+    return sizes
+
+
+def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
+    """Everything that is told of an instance; of one that no family takes the reason."""
+    row: dict[str, Any] = {"source": instance.source, "family": instance.family, "name": instance.name}
+    try:
+        subject = subject_of(instance, directory / "own")
+    except BadInput as refusal:
+        return row | {"refused": str(refusal)}
+    sites = sites_of(subject.model)
+    half = subject.reduced("best", 0.5)
+    return row | {
+        "class": type(subject.model).__name__,
+        "room": family_of(subject.model).NAME,
+        "mlps": len(sites.channels),
+        "attentions": len(sites.heads),
+        "kept": {"qk": sum(site.keeps_qk for site in sites.heads), "v": sum(site.keeps_v for site in sites.heads)},
+        "reasons": sorted({refusal.reason for refusal in sites.refused}),
+        "identity": identities(instance, subject, directory),
+        "errors": {preset: subject.error(subject.reduced(preset, 0.5)) for preset in PRESETS},
+        "graphs": graph_errors(subject, half, directory),
+        "engines": {
+            "dense": fused(subject, subject.model, directory),
+            "reduced": fused(subject, half, directory),
+        },
+    }

@@ -1,0 +1,300 @@
+"""What is taken through the chain: timm's names, classes of transformers and torchvision's, each made small.
+
+An instance keeps what makes its architecture its own (stem, pooling, norms, gates, position embedding, layer scale);
+there are fewer blocks, and heads of 16 dimensions each: as many as the name has, where nothing else is said.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Source = Literal["timm", "transformers", "torchvision"]
+HEAD_DIM = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A model by its library's name for it; `family` is that of the support table. `head_dim`: how wide each of the
+    name's own heads is made, None where the arguments say it.
+    """
+
+    source: Source
+    family: str
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Names of one family and the arguments that make them small."""
+
+    family: str
+    names: tuple[str, ...]
+    kwargs: Mapping[str, Any]
+    head_dim: int | None = HEAD_DIM
+
+
+def _vit(patch: int, **more: Any) -> dict[str, Any]:
+    """Sixteen patches, of the size in the name, and two blocks."""
+    return {"depth": 2, "num_classes": 10, "img_size": 4 * patch, **more}
+
+
+TIMM: tuple[Group, ...] = (
+    Group(
+        family="ViT",
+        names=(
+            "vit_tiny_patch16_224",
+            "vit_small_patch16_224",
+            "vit_base_patch16_224",
+            "vit_large_patch16_224",
+            "vit_base_patch16_gap_224",
+            "vit_base_patch16_224_miil",
+            "vit_medium_patch16_reg4_gap_256",
+            "vit_wee_patch16_reg1_gap_256",
+        ),
+        kwargs=_vit(16),
+    ),
+    Group(family="ViT", names=("vit_base_patch32_224",), kwargs=_vit(32)),
+    Group(
+        family="ViT, residual post-norm or parallel blocks",
+        names=("vit_base_patch16_rpn_224", "vit_small_patch16_18x2_224", "vit_base_patch16_18x2_224"),
+        kwargs=_vit(16, init_values=0.5),
+    ),
+    Group(family="FlexiViT", names=("flexivit_small", "flexivit_base"), kwargs=_vit(16)),
+    Group(
+        family="DeiT",
+        names=("deit_tiny_patch16_224", "deit_base_patch16_224", "deit_small_distilled_patch16_224"),
+        kwargs=_vit(16),
+    ),
+    Group(
+        family="DeiT III",
+        names=("deit3_small_patch16_224", "deit3_base_patch16_224"),
+        kwargs=_vit(16, init_values=0.5),
+    ),
+    Group(
+        family="DINOv2",
+        names=("vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_small_patch14_reg4_dinov2"),
+        kwargs=_vit(14, init_values=0.5),
+    ),
+    Group(
+        family="DINOv2, gated MLP",
+        names=("vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"),
+        kwargs=_vit(14, init_values=0.5, mlp_ratio=4.0),
+    ),
+    Group(
+        family="CLIP",
+        names=("vit_base_patch16_clip_224", "vit_base_patch16_clip_quickgelu_224"),
+        kwargs=_vit(16),
+    ),
+    Group(
+        family="SigLIP",
+        names=("vit_base_patch16_siglip_224", "vit_base_patch16_siglip_gap_224"),
+        kwargs=_vit(16),
+    ),
+    Group(family="SigLIP", names=("vit_so400m_patch14_siglip_224",), kwargs=_vit(14)),
+    Group(family="AIMv2", names=("aimv2_large_patch14_224",), kwargs=_vit(14)),
+    Group(family="BEiT-3", names=("beit3_base_patch16_224",), kwargs=_vit(16)),
+    Group(
+        family="Hybrid of ResNet and ViT",
+        names=("vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224"),
+        kwargs=_vit(16),
+    ),
+    Group(
+        family="ViTamin",
+        names=("vitamin_small_224",),
+        kwargs={"depth": 2, "num_classes": 10, "img_size": 64},
+        head_dim=None,
+    ),
+    Group(
+        family="EVA-02",
+        names=(
+            "eva02_tiny_patch14_224",
+            "eva02_small_patch14_224",
+            "eva02_base_patch14_448",
+            "eva02_large_patch14_clip_224",
+        ),
+        kwargs=_vit(14),
+    ),
+    Group(family="EVA-02", names=("eva02_base_patch16_clip_224",), kwargs=_vit(16)),
+    Group(family="EVA", names=("eva_giant_patch14_224",), kwargs=_vit(14)),
+    Group(
+        family="DINOv3",
+        names=(
+            "vit_small_patch16_dinov3",
+            "vit_base_patch16_dinov3",
+            "vit_small_plus_patch16_dinov3",
+            "vit_small_patch16_dinov3_qkvb",
+        ),
+        kwargs=_vit(16, init_values=0.5),
+    ),
+    Group(
+        family="Rotary ViT",
+        names=(
+            "vit_small_patch16_rope_224",
+            "vit_small_patch16_rope_ape_224",
+            "vit_small_patch16_rope_mixed_224",
+            "vit_base_patch16_rope_reg1_gap_256",
+            "vit_medium_patch16_rope_reg1_gap_256",
+        ),
+        kwargs=_vit(16),
+    ),
+    Group(
+        family="Perception Encoder",
+        names=("vit_pe_core_base_patch16_224", "vit_pe_spatial_base_patch16_512"),
+        kwargs=_vit(16),
+    ),
+    Group(family="LingBot", names=("vit_small_patch16_lingbot",), kwargs=_vit(16)),
+    Group(
+        family="BEiT",
+        names=("beit_base_patch16_224", "beit_large_patch16_224", "beitv2_base_patch16_224"),
+        kwargs=_vit(16, init_values=0.5),
+    ),
+    Group(
+        family="ViT of relative positions",
+        names=(
+            "vit_relpos_small_patch16_224",
+            "vit_relpos_base_patch16_cls_224",
+            "vit_relpos_base_patch16_clsgap_224",
+            "vit_relpos_small_patch16_rpn_224",
+            "vit_srelpos_small_patch16_224",
+        ),
+        kwargs=_vit(16, init_values=0.5),
+    ),
+    Group(
+        family="Swin",
+        names=(
+            "swin_tiny_patch4_window7_224",
+            "swin_small_patch4_window7_224",
+            "swin_base_patch4_window7_224",
+            "swin_s3_tiny_224",
+        ),
+        kwargs={
+            "depths": (2, 2),
+            "window_size": 4,
+            "num_classes": 10,
+            "img_size": 64,
+        },
+    ),
+    Group(
+        family="CaiT",
+        names=("cait_xxs24_224", "cait_s24_224"),
+        kwargs=_vit(16, init_values=0.5),
+    ),
+    Group(
+        family="Swin V2",
+        names=("swinv2_tiny_window8_256", "swinv2_base_window8_256"),
+        kwargs={
+            "depths": (2, 2),
+            "window_size": 4,
+            "num_classes": 10,
+            "img_size": 64,
+        },
+    ),
+    *(
+        Group(
+            family="ConvNeXt",
+            names=(name,),
+            kwargs={
+                "depths": (1, 1, 2, 1),
+                "dims": dims,
+                "num_classes": 10,
+                "img_size": 64,
+                "ls_init_value": 0.5,
+            },
+            head_dim=None,
+        )
+        for name, dims in (
+            ("convnext_atto", (40, 80, 160, 320)),
+            ("convnext_femto", (48, 96, 192, 384)),
+            ("convnext_tiny", (24, 48, 96, 192)),
+            ("convnext_base", (32, 64, 128, 256)),
+            ("convnext_tiny_hnf", (24, 48, 96, 192)),
+        )
+    ),
+    Group(family="MLP-Mixer", names=("mixer_s32_224",), kwargs={"num_classes": 10}, head_dim=None),
+    Group(family="gMixer", names=("gmixer_12_224",), kwargs={"num_classes": 10}, head_dim=None),
+    Group(family="ResMLP", names=("resmlp_12_224",), kwargs={"num_classes": 10}, head_dim=None),
+)
+
+_TOWER: Mapping[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 64,
+    "patch_size": 16,
+}
+_ENCODER: Mapping[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 384,
+    "vocab_size": 200,
+    "max_position_embeddings": 64,
+}
+_MLP: Mapping[str, Any] = {"intermediate_size": 384}
+TRANSFORMERS: tuple[Group, ...] = (
+    Group(
+        family="ViT",
+        names=("ViTModel", "ViTForImageClassification"),
+        kwargs={**_TOWER, **_MLP},
+    ),
+    Group(
+        family="DeiT",
+        names=("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+        kwargs={**_TOWER, **_MLP},
+    ),
+    Group(
+        family="DINOv2",
+        names=(
+            "Dinov2Model",
+            "Dinov2ForImageClassification",
+            "Dinov2WithRegistersModel",
+            "Dinov2WithRegistersForImageClassification",
+        ),
+        kwargs=_TOWER,
+    ),
+    Group(family="CLIP", names=("CLIPVisionModel", "CLIPVisionModelWithProjection"), kwargs={**_TOWER, **_MLP}),
+    Group(family="SigLIP", names=("SiglipVisionModel",), kwargs={**_TOWER, **_MLP}),
+    Group(family="DINOv3", names=("DINOv3ViTModel",), kwargs={**_TOWER, **_MLP}),
+    Group(family="BERT", names=("BertModel", "RobertaModel"), kwargs=_ENCODER),
+)
+
+
+TORCHVISION: tuple[Group, ...] = (
+    Group(
+        family="ViT",
+        names=("vit_b_16",),
+        kwargs={"image_size": 64, "patch_size": 16, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 384},
+    ),
+    Group(
+        family="Swin",
+        names=("swin_t",),
+        kwargs={
+            "patch_size": [4, 4],
+            "embed_dim": 64,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": [4, 4],
+        },
+    ),
+)
+TIMM_OF_TORCHVISION: Mapping[str, Mapping[str, Any]] = {
+    "vit_b_16": {"embed_dim": 96, "depth": 2, "num_heads": 3, "mlp_ratio": 4.0, "patch_size": 16},
+    "swin_t": {"embed_dim": 64, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4, "img_size": 64},
+}
+"""What `--model-kwargs` says of these small ones: a name's own sizes are those of torchvision's weights."""
+
+
+def _of(source: Source, groups: tuple[Group, ...]) -> Iterator[Instance]:
+    for group in groups:
+        for name in group.names:
+            head_dim = group.head_dim if source == "timm" else None
+            yield Instance(source=source, family=group.family, name=name, kwargs=group.kwargs, head_dim=head_dim)
+
+
+INSTANCES: tuple[Instance, ...] = (
+    *_of("timm", TIMM),
+    *_of("transformers", TRANSFORMERS),
+    *_of("torchvision", TORCHVISION),
+)

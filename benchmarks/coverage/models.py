@@ -1,0 +1,141 @@
+"""Dense instances with random weights, and inputs for them."""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from calib.input_set import InputSet
+from calib.inputs import Inputs, run_model
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import image_spec
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.dense_model import load_dense
+from corp_deploy.store.inputs import images_for_model, texts_for_model
+
+from .instances import TIMM_OF_TORCHVISION, Instance
+
+WORDS, MARKS = 120, 4
+TEXT: dict[str, Any] = {"pooling": "mean", "normalize": False, "length": 24}
+
+
+def takes_text(instance: Instance) -> bool:
+    """Whether the model is an encoder of texts."""
+    return "vocab_size" in instance.kwargs
+
+
+def spread_(model: nn.Module, seed: int) -> None:
+    """Random weights of a size that keeps every layer's outputs near one, none of them near where it begins: a layer
+    that is scaled by 1e-6 says nothing of what its narrower form loses. A quarter of each matrix's directions has most
+    of its energy, as in trained models.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2 or any(part in name for part in ("embed", "token", "bias")):
+                parameter.add_(0.3 * drawn(*parameter.shape))
+                continue
+            rows, columns = len(parameter), parameter[0].numel()
+            rank = max(1, min(rows, columns) // 4)
+            strong = drawn(rows, rank) @ drawn(rank, columns) / rank**0.5
+            weights = (0.95 * strong + 0.3 * drawn(rows, columns)) / columns**0.5
+            parameter.copy_(weights.view_as(parameter))
+
+
+def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of the first block of each stage that has attention, as the name has them."""
+    own = {key: value for key, value in kwargs.items() if key in ("depth", "depths", "window_size")}
+    with torch.device("meta"):
+        model = timm.create_model(name, **own)
+    stages = (model.get_submodule("blocks"),) if hasattr(model, "blocks") else model.get_submodule("layers").children()
+    return tuple(
+        next(int(str(each.num_heads)) for each in stage.modules() if hasattr(each, "num_heads")) for stage in stages
+    )
+
+
+def _timm(instance: Instance, **changes: Any) -> Checkpoint:
+    widths: dict[str, Any] = {}
+    if instance.head_dim is not None:
+        heads = _own_heads(instance.name, instance.kwargs)
+        widths = {"embed_dim": heads[0] * instance.head_dim}
+    architecture = Architecture(name=instance.name, kwargs={**instance.kwargs, **widths, **changes})
+    torch.manual_seed(0)
+    model = dense_from_architecture(architecture)
+    spread_(model, 0)
+    return Checkpoint(model=model.requires_grad_(False), architecture=architecture, lineage={})
+
+
+def _transformers(instance: Instance, directory: Path, **changes: Any) -> Checkpoint:
+    """Written as a directory, read as anybody's."""
+    import transformers as library
+
+    logging: Any = library.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    settings = {**instance.kwargs, **changes}
+    kind = getattr(library, instance.name)
+    model = kind(kind.config_class(**settings)).eval()
+    spread_(model, 0)
+    model.save_pretrained(directory)
+    if not takes_text(instance):
+        return load_dense(f"hf:{directory}", weights=None, kwargs={})
+    words = Tokenizer(WordLevel({f"w{word}": word for word in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(directory / "tokenizer.json"))
+    return load_dense(f"hf:{directory}", weights=None, kwargs=TEXT)
+
+
+def _torchvision(instance: Instance, directory: Path) -> Checkpoint:
+    """Its weights as torchvision saves them, read as anybody's."""
+    models: Any = import_module("torchvision.models")
+    torch.manual_seed(0)
+    kind = models.VisionTransformer if instance.name.startswith("vit") else models.SwinTransformer
+    model = kind(**instance.kwargs, num_classes=10).eval()
+    spread_(model, 0)
+    torch.save(model.state_dict(), directory / "weights.pth")
+    kwargs = TIMM_OF_TORCHVISION[instance.name]
+    return load_dense(f"torchvision:{instance.name}", weights=directory / "weights.pth", kwargs=kwargs)
+
+
+def dense(instance: Instance, directory: Path, **changes: Any) -> Checkpoint:
+    """The instance with random weights, some arguments changed. Raises BadInput where no family takes the model."""
+    if instance.source == "transformers":
+        return _transformers(instance, directory, **changes)
+    if instance.source == "torchvision":
+        return _torchvision(instance, directory)
+    return _timm(instance, **changes)
+
+
+def inputs(instance: Instance, model: nn.Module, count: int, seed: int, directory: Path) -> InputSet:
+    """Smooth random images with some noise, or texts of random words and lengths."""
+    at, generator = directory / f"inputs-{seed}", torch.Generator().manual_seed(seed)
+    if takes_text(instance):
+        lengths = torch.randint(4, int(TEXT["length"]), (count,), generator=generator).tolist()
+        drawn = [torch.randint(MARKS, WORDS, (length,), generator=generator).tolist() for length in lengths]
+        at.with_suffix(".txt").write_text("\n".join(" ".join(f"w{word}" for word in words) for words in drawn))
+        return texts_for_model(model, at.with_suffix(".txt"))
+    channels, height, width = image_spec(model).shape
+    coarse = torch.randn(count, channels, 8, 8, generator=generator)
+    fine = torch.randn(count, channels, height, width, generator=generator)
+    images = F.interpolate(coarse, size=(height, width), mode="bilinear") + 0.1 * fine
+    np.save(at.with_suffix(".npy"), images.numpy())
+    return images_for_model(model, at.with_suffix(".npy"))
+
+
+def outputs(model: nn.Module, batches: Iterator[Inputs]) -> Tensor:
+    """Of all inputs, in float64 [B,...]."""
+    with torch.inference_mode():
+        return torch.cat([run_model(model, batch) for batch in batches]).double()
