@@ -29,7 +29,7 @@ def test_sites_of_a_plain_vit() -> None:
     [
         ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "mixes all hidden channels"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True, "qk_norm": True}, "mixes all heads"),
-        ("vit_relpos_small_patch16_224", {}, "expected timm's VisionTransformer"),
+        ("vit_relpos_small_patch16_224", {}, "block is RelPosBlock and its attention is timm's own"),
         ("resnet18", {}, "expected timm's VisionTransformer"),
         ("vit_small_patch14_reg4_dinov2", {"mlp_layer": "gated"}, "MLP is GatedMlp"),
         ("vit_little_patch16_reg1_gap_256", {}, "block is"),

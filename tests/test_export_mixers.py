@@ -77,10 +77,9 @@ def test_a_convnext_keeps_the_layers_that_it_has_in_timm() -> None:
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
 )
-@pytest.mark.parametrize("name", ["convnext_atto", "small_mixer"])
-def test_an_engine_is_built_and_an_audit_finds_no_attention(tmp_path: Path, name: str) -> None:
+def test_an_engine_is_built_and_an_audit_finds_no_attention(tmp_path: Path) -> None:
     for kind, is_reduced in (("dense", False), ("reduced", True)):
-        save(graph(name, "fp16", is_reduced=is_reduced), tmp_path / f"{kind}.onnx")
+        save(graph("small_mixer", "fp16", is_reduced=is_reduced), tmp_path / f"{kind}.onnx")
     batch = BatchProfile(smallest=1, tuned=4, largest=8)
     choices = BuildOptions(backend="tensorrt-rtx", profiles=(batch,), sms=("86",))
     record = build_engine(tmp_path / "reduced.onnx", choices).record

@@ -430,3 +430,9 @@ def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
     found = one("neighbour_agreement < 0.9", parity=of_two_outputs(2, "embedding"))
     assert found.verdict == "INCONCLUSIVE"
     assert "nearest neighbours need 3 inputs, got 2" in found.message
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, 1e-308, 1e12, math.nan])
+def test_times_that_no_clock_gives_are_refused(ms: float) -> None:
+    with pytest.raises(BadInput, match="a block needs calls and positive times"):
+        Block(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(ms,))

@@ -34,6 +34,7 @@ from ground.records import record_from_file
 
 KIND, VERSION = "bench", 1
 MOST_MS = 1e12  # longer than anybody waits
+LEAST_MS = 1e-9  # a thousandth of a nanosecond: below it is no measurement, and rates overflow
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -76,7 +77,7 @@ class Block:
 
     def __post_init__(self) -> None:
         times = (self.wall_ms, *self.compute_ms, *(self.end_to_end_ms or ()))
-        if self.calls < 1 or not all(0 < ms < MOST_MS for ms in times):
+        if self.calls < 1 or not all(LEAST_MS < ms < MOST_MS for ms in times):
             raise BadInput(f"a block needs calls and positive times; {self.subject}, round {self.round} has {times}")
         lengths = {len(each) for each in (self.compute_ms, self.end_to_end_ms, self.lost_ms) if each is not None}
         if len(lengths) > 1:
