@@ -4,11 +4,15 @@ import gc
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.tracing import look_up_once
 
 torch.set_num_threads(1)
 look_up_once()
+# The same examples in every run: what fails, fails again.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 # A file is run by one process: those of few but long tests go first, or the others would wait for them at the end.
 LONGEST = (

@@ -136,7 +136,8 @@ def quoted(draw: st.DrawFn, text: str) -> str:
     for character in text:
         bytes_of = character.encode()
         ways = ["".join(f"\\{byte:03o}" for byte in bytes_of), "".join(f"\\x{byte:02x}" for byte in bytes_of)]
-        ways += [f"\\U{ord(character):08x}"] + ([f"\\u{ord(character):04X}"] if ord(character) < 0x10000 else [])
+        if character != "\\":  # protobuf's reader in Python unescapes such a backslash once more
+            ways += [f"\\U{ord(character):08x}"] + ([f"\\u{ord(character):04X}"] if ord(character) < 0x10000 else [])
         ways += [f"\\{short}" for short, long in zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True) if long == character]
         ways += [f"\\{character}"] if character in "\"'\\" else []
         ways += [character] * 6 if character not in f"{quote}\\\n" else []
