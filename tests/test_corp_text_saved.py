@@ -13,7 +13,6 @@ from calib.inputs import run_model
 from corp_deploy import load
 from corp_deploy.cli import main
 from corp_deploy.families.family import text_spec
-from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_saved import transformers_form
 from ground.errors import BadInput
@@ -75,8 +74,10 @@ def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
     dense, reduced = (as_theirs(tmp_path / place, kind) for place in ("hf", "reduced/hf"))
     torch.testing.assert_close(reduced.cls.state_dict(), dense.cls.state_dict(), rtol=0.0, atol=0.0)
     assert reduced.bert.encoder.layer[0].intermediate.dense.out_features == 32
-    with pytest.raises(BadInput, match=r"the class has cls\..*alone; give --model hf:DIR"):
-        transformers_form(load_checkpoint(tmp_path / "reduced"))
+    again = ("--model", tmp_path / "reduced", "--moments", tmp_path / "none.safetensors", "--mlp", 0.5)
+    result = invoked("reduce", *again, "--save-as", "hf", "-o", tmp_path / "out", code=2)
+    assert "the class has cls." in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,15 @@ def test_what_no_configuration_says_is_refused_before_any_work(
     result = invoked(*calibrated(tmp_path), *options, *text, "--save-as", "hf", "-o", tmp_path / "out", code=2)
     assert words in " ".join((result.output + result.stderr).split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("files", []), ("beside", {}), ("prefix", None), ("files", {"a": 1})])
+def test_a_damaged_lineage_is_one_message(tmp_path: Path, key: str, value: object) -> None:
+    encoders.write_encoder(tmp_path / "hf")
+    dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
+    dense.lineage["source"]["transformers"][key] = value
+    with pytest.raises(BadInput, match="lineage"):
+        transformers_form(dense)
 
 
 @pytest.mark.parametrize("path", ["../away.json", "/etc/config.json", "a/b/config.json", "../config.json"])

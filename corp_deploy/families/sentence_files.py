@@ -18,6 +18,8 @@ from .text_encoder import Pooling
 _MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "cls": "first", "cls_token": "first"}
 _MODE = "pooling_mode_"
 MODULES, _SENTENCE, _TOKENIZER = "modules.json", "sentence_bert_config.json", "tokenizer_config.json"
+FILES = (MODULES, _SENTENCE, _TOKENIZER)
+"""Those that stand beside an encoder whatever they say; the pooling's folder is named by the first."""
 
 Record = TypeVar("Record")
 
@@ -103,7 +105,7 @@ def sentence_files(directory: Path) -> dict[str, Any]:
     written again beside a narrower encoder.
     """
     modules = _read(directory / MODULES, list[_Module]) or []
-    paths = (MODULES, _SENTENCE, _TOKENIZER, *(f"{module.path}/config.json" for module in modules[1:2]))
+    paths = (*FILES, *(f"{module.path}/config.json" for module in modules[1:2]))
     return {path: record_from_file(directory / path, Any) for path in paths if (directory / path).is_file()}
 
 
@@ -112,6 +114,6 @@ def require_sentence_files(files: Mapping[str, Any]) -> Mapping[str, Any]:
     for path in files:
         folder, _, name = path.rpartition("/")
         own = Path(folder).name == folder and folder not in (".", "..")
-        if path not in (MODULES, _SENTENCE, _TOKENIZER) and not (folder and own and name == "config.json"):
+        if path not in FILES and not (folder and own and name == "config.json"):
             raise BadInput(f"lineage: a file of transformers at {path!r:.150}; expected one beside the encoder")
     return files

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from safetensors.torch import save_file
 
 from corp_deploy.families import bert_saved, hf_saved
@@ -13,7 +14,7 @@ from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import family_of, image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
-from corp_deploy.families.sentence_files import MODULES, require_sentence_files
+from corp_deploy.families.sentence_files import FILES, require_sentence_files
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
@@ -24,7 +25,7 @@ from .transformers_files import ORIGIN
 from .transformers_vision import PREPROCESSOR
 from .weights import first_names
 
-BESIDE = (PREPROCESSOR, MODULES)
+BESIDE = (PREPROCESSOR, *FILES)
 """What would be read of an older model's files where a new one has none."""
 FOLDER = "hf"
 """Beside model.safetensors and config.json of a model directory."""
@@ -69,31 +70,41 @@ class Tower:
         return hf_saved.saved(checkpoint.model, self.model, self.config, (height, width), checkpoint.unread)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
+class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     """Of a text encoder: its configuration, its name in its class, what its file had `beside` it, by name, and the
     files of its tokenizer and pooling.
     """
 
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     prefix: str
     beside: tuple[str, ...]
-    files: Mapping[str, Any]
+    files: dict[str, Any]
 
     def refuse_unsayable(self, widths: Widths) -> None:
         bert_saved.refuse_unsayable(self.config, widths)
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
-        if lost := [name for name in self.beside if name not in checkpoint.unread]:
-            raise BadInput(
-                f"--save-as hf: the class has {first_names(lost)} too, which are in the directory of transformers that "
-                "the encoder was read from alone; give --model hf:DIR of that"
-            )
         return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
 
 
+def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> Encoder:
+    try:
+        encoder = msgspec.convert(dict(origin), Encoder)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{where}: {str(error)[:200]}; write the model again") from None
+    require_sentence_files(encoder.files)
+    if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
+        raise BadInput(
+            f"--save-as hf: the class has {first_names(lost)} too, which are in the directory of transformers that "
+            "the encoder was read from alone; give --model hf:DIR of that"
+        )
+    return encoder
+
+
 def origin_of(checkpoint: Checkpoint) -> Origin:
-    """Raises BadInput for a model that was read from anything else than a directory of transformers."""
+    """Raises BadInput for a model that was read from anything else than a directory of transformers, and for one whose
+    class has tensors that are not at hand.
+    """
     origin = dict(checkpoint.lineage.get("source", {})).get(ORIGIN)
     if not isinstance(origin, Mapping) or not isinstance(origin.get("config"), Mapping):
         raise BadInput(
@@ -102,13 +113,7 @@ def origin_of(checkpoint: Checkpoint) -> Origin:
         )
     config, where = origin["config"], f"{CONFIG}: lineage: source"
     if config.get("model_type") in MODEL_TYPES:
-        kept = {name: origin.get(name) for name in ("prefix", "beside", "files")}
-        return Encoder(
-            config=config,
-            prefix=str(kept["prefix"] or ""),
-            beside=tuple(kept["beside"] or ()),
-            files=require_sentence_files(kept["files"] or {}),
-        )
+        return _encoder(origin, checkpoint, where)
     return Tower(model=vision_model(config, where=where), config=config, preprocessor=origin.get("preprocessor") or {})
 
 
