@@ -31,7 +31,7 @@ LOOP = "--closed-loop asymmetric"
 GROUPED = "--groups {groups}"
 MERGING = "--preset best --merge-tokens"
 OVERFITTING_SHARE = 0.8
-STEPS = 64  # of the polish: a quarter of the preset's own, which would take an hour a row on two cores
+STEPS = 64  # of the polish: a quarter of the preset's own, which take an hour a row
 MOST_MERGED = 256
 PHOTOGRAPHS = (5, 10, 20, 37)
 
@@ -93,6 +93,13 @@ METHODS = (
     Method(
         name="thorough",
         reduce=f"--preset thorough --macs {{share}} --polish-steps {STEPS}",
+        calibrate=GROUPED,
+        images=True,
+        shares=OF_WIDTHS,
+    ),
+    Method(
+        name="thorough, all its steps",
+        reduce="--preset thorough --macs {share}",
         calibrate=GROUPED,
         images=True,
         shares=OF_WIDTHS,
