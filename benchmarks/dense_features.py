@@ -9,7 +9,6 @@ head is trained on the dense model's tokens of self-made mosaics and reads the r
 where another stopped.
 """
 
-import fnmatch
 import json
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.real.bench import Bench, with_bench
 from benchmarks.real.commands import run
 from benchmarks.real.measures import BATCH, overlap, relative_error
 from benchmarks.real.mosaics import class_maps, linear_head, mosaics
-from benchmarks.real.place import ROOT, assembled
-from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS, Method, words
-from benchmarks.real.setting import setting
 from benchmarks.real.subject import Calibration, Subject
 from corp_deploy.families.family import output_ports, with_outputs
 from corp_deploy.families.model_cost import macs, parameters
@@ -33,7 +30,6 @@ from corp_deploy.families.outputs import Outputs
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.store.checkpoint import load_checkpoint
 from export.graph.to_onnx import onnx_from_model, save
-from ground.errors import Missing
 from ground.feeds import feeds_from_array
 from ground.ports import OutputPort, Port
 from perf.runners.onnx import OnnxRunner
@@ -151,40 +147,16 @@ def row_of(method: Method, calibration: Calibration, dense: Dense) -> dict[str, 
 
 
 @click.command(help=__doc__)
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--rows", "pattern", default="*", show_default=True, help="Methods whose name fits this pattern.")
-@click.option("--again", is_flag=True, help="Make rows that are there anew.")
-@click.option("--crops", type=click.IntRange(1, 512), default=512, show_default=True, help="To calibrate on.")
-@click.option("--held-out", type=click.IntRange(1, 128), default=128, show_default=True, help="Crops to judge by.")
 @click.option(
     "--mosaics", "count", type=click.IntRange(2), default=64, show_default=True, help="To train on, and test."
 )
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
-@click.option("--ready", type=click.Path(path_type=Path, file_okay=False), default=assembled())
-@click.option("--work", type=click.Path(path_type=Path, file_okay=False), default=ROOT / "work")
-def main(
-    output: Path,
-    pattern: str,
-    again: bool,
-    crops: int,
-    held_out: int,
-    count: int,
-    threads: int,
-    ready: Path,
-    work: Path,
-) -> None:
-    try:
-        subject = Subject(ready, work, held_out, threads)
-    except Missing as reason:
-        click.echo(f"skipped: {reason}")
-        return
-    calibration = Calibration(ready, work, crops)
-    record = Record(output, KIND, setting(subject, calibration) | {"mosaics": count})
-    dense = Dense(subject, count)
-    for method in (each for each in METHODS if each.name in NAMES and fnmatch.fnmatchcase(each.name, pattern)):
-        if record.has("rows", {"method": method.name}) and not again:
+@with_bench
+def main(bench: Bench, *, count: int) -> None:
+    record, dense = bench.record(KIND, mosaics=count), Dense(bench.subject, count)
+    for method in (each for each in METHODS if each.name in NAMES and bench.wanted(each.name)):
+        if record.has("rows", {"method": method.name}) and not bench.again:
             continue
-        row = row_of(method, calibration, dense)
+        row = row_of(method, bench.calibration, dense)
         record.put("rows", row, ("method",))
         torch_maps = row["saliency"][0]
         click.echo(f"{method.name}: map error {torch_maps['map_error']:.3f}, IoU {torch_maps['iou']:.3f}")

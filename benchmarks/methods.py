@@ -9,15 +9,12 @@ its choices or the code that makes it have changed.
 """
 
 import argparse
-import hashlib
-import inspect
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,35 +23,18 @@ from torch import Tensor, nn
 
 from benchmarks import procedural_vit
 from benchmarks.methods_page import page
+from benchmarks.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.procedural_images import made
 from calib.collect import collect
 from calib.images import Images
 from calib.moments import ChannelMoments, Moments
-from corp_deploy.algebra import channels as algebra_channels
-from corp_deploy.algebra import fold, obs, quadratic, queries_keys, regression, regression_sums, scores, swap, values
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.families.widths import HeadWidths, Widths
-from corp_deploy.reduction import (
-    branch_sums,
-    channel_kind,
-    channel_modules,
-    closed_loop,
-    correct,
-    folded,
-    folded_channels,
-    head_kind,
-    head_modules,
-    heads,
-    read_tokens,
-    streams,
-    symmetric_loop,
-)
-from corp_deploy.reduction import channels as reduction_channels
 from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
@@ -62,78 +42,11 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, lineage_for_moments
 from examples.digits.images import load
 
-Kind = Literal["mlp", "attention", "joint"]
-KINDS: tuple[Kind, ...] = ("mlp", "attention", "joint")
 SPARSITIES = (0.3, 0.5, 0.7, 0.75, 0.875)
 SEEDS = (0, 1, 2)
 CALIBRATION_IMAGES = 512
 ALIGN_HIDDEN, ALIGN_HEAD = 8, 4
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One row of the table: a preset, what differs from it, and which kinds of reduction it can do."""
-
-    name: str
-    preset: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    loop: Loop | Literal["symmetric"] | None = None
-    kinds: tuple[Kind, ...] = KINDS
-    component: bool = False
-
-    def choices(self) -> Method:
-        return method_from_preset(self.preset, **self.changes)
-
-    def code(self) -> Iterator[ModuleType]:
-        """The modules whose algebra the row follows from."""
-        choices = self.choices()
-        yield from (quadratic, scores, algebra_channels, queries_keys)
-        yield from (reduction_channels, heads, channel_modules, head_modules)
-        if choices.mlp_selection == "obs":
-            yield from (obs, swap)
-        if choices.geometry == "square":
-            yield values
-        if choices.merges:
-            yield from (fold, folded_channels, folded)
-        if choices.merges or self.loop is not None:
-            yield from (regression, regression_sums)
-        if self.loop is not None:
-            yield from (channel_kind, head_kind, branch_sums, streams)
-            yield from (symmetric_loop,) if self.loop == "symmetric" else (closed_loop, correct, read_tokens)
-
-    def digest(self) -> str:
-        """Of what is chosen and of the code that carries it out."""
-        chosen = json.dumps([asdict(self.choices()), repr(self.loop)], sort_keys=True)
-        whole = "\0".join([chosen, *(inspect.getsource(module) for module in self.code())])
-        return hashlib.sha256(whole.encode()).hexdigest()
-
-
-VARIANTS = (
-    Variant(name="best, closed loop", preset="best", loop=Loop()),
-    Variant(name="best", preset="best"),
-    Variant(name="corp", preset="corp"),
-    Variant(name="corp-v1", preset="corp-v1"),
-    Variant(name="grail", preset="grail", kinds=("mlp",)),
-    Variant(name="grail, symmetric closed loop", preset="grail", loop="symmetric", kinds=("mlp",)),
-    Variant(name="grail, producer-l2", preset="grail", changes={"mlp_selection": "producer-l2"}, kinds=("mlp",)),
-    Variant(name="grail-fold", preset="grail-fold", kinds=("mlp",)),
-    Variant(name="fold", preset="fold", kinds=("mlp",)),
-    Variant(name="vbp", preset="vbp", kinds=("mlp",)),
-    Variant(name="none", preset="none"),
-    *(
-        Variant(name=name, preset="best", changes=changes, loop=loop, kinds=("joint",), component=True)
-        for name, changes, loop in (
-            ("best, combined instead of obs", {"mlp_selection": "combined"}, None),
-            ("best, nothing instead of affine", {"mlp_recovery": "none"}, None),
-            ("best, logit instead of lowrank", {"qk_recovery": "logit"}, None),
-            ("best, select instead of lowrank", {"qk_recovery": "select"}, None),
-            ("best, square heads", {"geometry": "square"}, None),
-            ("best, square heads, closed loop", {"geometry": "square"}, Loop()),
-            ("best, closed loop, first layers not aligned", {}, Loop(align_inputs=False)),
-        )
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

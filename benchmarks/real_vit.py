@@ -9,27 +9,23 @@ crops. The record is written after every row and a run goes on where another sto
 rows anew, all others stay as they are.
 """
 
-import fnmatch
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.real.place import ROOT, assembled
+from benchmarks.real.bench import Bench, with_bench
 from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS, OVERFITTING, PHOTOGRAPHS, SHARES, Method
-from benchmarks.real.setting import setting
 from benchmarks.real.subject import Calibration, Subject
-from ground.errors import Missing
 
 KIND = "benchmarks/real-vit"
 KEY, PHOTOGRAPHS_KEY = ("method", "share"), ("method", "share", "photographs")
 
 
-def chosen(methods: Sequence[Method], pattern: str, shares: Sequence[float]) -> list[tuple[Method, float]]:
-    """The rows whose method fits the pattern, at those of its shares that are asked for, or at all."""
-    fitting = [method for method in methods if fnmatch.fnmatchcase(method.name, pattern)]
+def chosen(bench: Bench, shares: Sequence[float]) -> list[tuple[Method, float]]:
+    """The rows whose method is wanted, at those of its shares that are asked for, or at all."""
+    fitting = [method for method in METHODS if bench.wanted(method.name)]
     return [(method, share) for method in fitting for share in method.shares if not shares or share in shares]
 
 
@@ -53,16 +49,16 @@ def make_rows(record: Record, subject: Subject, calibration: Calibration, rows: 
         click.echo(f"{method.name} at {share:g}: class {row['class_error']:.3f}, {row['cpu_s']:.0f} CPU s")
 
 
-def make_photographs(record: Record, subject: Subject, crops: int, counts: Sequence[int], again: bool) -> None:
+def make_photographs(record: Record, bench: Bench, counts: Sequence[int]) -> None:
     """The same methods fitted to all crops of fewer photographs, judged on those and on the held-out ones."""
     for count in counts:
-        calibration = Calibration(subject.ready, subject.work, crops, count)
+        calibration = bench.calibration.of(count)
         for method in OVERFITTING:
             (share,) = method.shares
             key = {"method": method.name, "share": share, "photographs": calibration.photographs}
-            if not again and record.has("photographs", key):
+            if not bench.again and record.has("photographs", key):
                 continue
-            row = subject.row(method, share, calibration, fitted=True)
+            row = bench.subject.row(method, share, calibration, fitted=True)
             record.put("photographs", row, PHOTOGRAPHS_KEY)
             errors = f"fitted {row['fitted_class_error']:.3f}, held out {row['class_error']:.3f}"
             click.echo(f"{method.name}, {calibration.photographs} photographs: class {errors}")
@@ -73,39 +69,14 @@ def _numbers(kind: type) -> Any:
 
 
 @click.command(help=__doc__)
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--rows", "pattern", default="*", show_default=True, help="Methods whose name fits this pattern.")
 @click.option("--shares", callback=_numbers(float), default="", help=f"Default: {','.join(map(str, SHARES))}.")
 @click.option("--photographs", callback=_numbers(int), default="", help=f"Such as {','.join(map(str, PHOTOGRAPHS))}.")
-@click.option("--again", is_flag=True, help="Make rows that are there anew.")
-@click.option("--crops", type=click.IntRange(1, 512), default=512, show_default=True, help="To calibrate on.")
-@click.option("--held-out", type=click.IntRange(1, 128), default=128, show_default=True, help="Crops to judge by.")
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
-@click.option("--ready", type=click.Path(path_type=Path, file_okay=False), default=assembled())
-@click.option("--work", type=click.Path(path_type=Path, file_okay=False), default=ROOT / "work")
-def main(
-    output: Path,
-    pattern: str,
-    shares: tuple[float, ...],
-    photographs: tuple[int, ...],
-    again: bool,
-    crops: int,
-    held_out: int,
-    threads: int,
-    ready: Path,
-    work: Path,
-) -> None:
-    try:
-        subject = Subject(ready, work, held_out, threads)
-    except Missing as reason:
-        click.echo(f"skipped: {reason}")
-        return
-    calibration = Calibration(ready, work, crops)
-    record = Record(output, KIND, setting(subject, calibration))
-    rows = chosen(METHODS, pattern, shares)
-    wanted = [(method, share) for method, share in rows if again or not record.has("rows", _key(method, share))]
-    make_rows(record, subject, calibration, wanted)
-    make_photographs(record, subject, crops, photographs, again)
+@with_bench
+def main(bench: Bench, *, shares: tuple[float, ...], photographs: tuple[int, ...]) -> None:
+    record, rows = bench.record(KIND), chosen(bench, shares)
+    wanted = [(method, share) for method, share in rows if bench.again or not record.has("rows", _key(method, share))]
+    make_rows(record, bench.subject, bench.calibration, wanted)
+    make_photographs(record, bench, photographs)
 
 
 def _key(method: Method, share: float) -> dict[str, Any]:

@@ -9,18 +9,15 @@ them. FP16 graphs of both become plans, whose kernels and fused attention are co
 stopped.
 """
 
-import fnmatch
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.real.bench import Bench, with_bench
 from benchmarks.real.commands import run
-from benchmarks.real.place import ROOT, assembled
-from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS
-from benchmarks.real.setting import setting
 from benchmarks.real.subject import Calibration, Subject
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof.speed import measure
@@ -93,43 +90,19 @@ def made(subject: Subject, calibration: Calibration, variant: Variant, dense: Pa
 
 
 @click.command(help=__doc__)
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--rows", "pattern", default="*", show_default=True, help="Models whose name fits this pattern.")
-@click.option("--again", is_flag=True, help="Make rows that are there anew.")
-@click.option("--crops", type=click.IntRange(1, 512), default=512, show_default=True, help="To calibrate on.")
-@click.option("--held-out", type=click.IntRange(1, 128), default=128, show_default=True, help="Crops to judge by.")
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--time-limit", type=float, default=30.0, show_default=True, help="Seconds per batch size.")
 @click.option("--rounds", type=int, default=8, show_default=True, help="Least rounds per batch size.")
-@click.option("--ready", type=click.Path(path_type=Path, file_okay=False), default=assembled())
-@click.option("--work", type=click.Path(path_type=Path, file_okay=False), default=ROOT / "work")
-def main(
-    output: Path,
-    pattern: str,
-    again: bool,
-    crops: int,
-    held_out: int,
-    threads: int,
-    time_limit: float,
-    rounds: int,
-    ready: Path,
-    work: Path,
-) -> None:
-    try:
-        subject = Subject(ready, work, held_out, threads)
-    except Missing as reason:
-        click.echo(f"skipped: {reason}")
-        return
-    calibration = Calibration(ready, work, crops)
-    record = Record(output, KIND, setting(subject, calibration))
+@with_bench
+def main(bench: Bench, *, time_limit: float, rounds: int) -> None:
+    subject, record = bench.subject, bench.record(KIND)
     plan = Plan(time_limit_s=time_limit, min_rounds=rounds, noise_rounds=rounds)
-    dense = exported(subject.model_words, work / "dense", threads)
-    if "dense_engine" not in record or again:
+    dense = exported(subject.model_words, subject.work / "dense", subject.threads)
+    if "dense_engine" not in record or bench.again:
         record.set("dense_engine", engine(dense))
     for variant in VARIANTS:
-        if not fnmatch.fnmatchcase(variant.name, pattern) or (record.has("rows", {"name": variant.name}) and not again):
+        if not bench.wanted(variant.name) or (record.has("rows", {"name": variant.name}) and not bench.again):
             continue
-        record.put("rows", made(subject, calibration, variant, dense, plan), ("name",))
+        record.put("rows", made(subject, bench.calibration, variant, dense, plan), ("name",))
         click.echo(f"{variant.name}: done")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import methods
 from benchmarks.methods_page import page
+from benchmarks.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.procedural_images import CLASSES, made
 
 
@@ -16,8 +17,8 @@ def test_a_quick_run_writes_a_record_and_its_page(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "methods.json").read_text())
     assert (record["version"], record["kind"]) == (1, "methods-benchmark")
     rows = {(row["method"], row["kind"]): row for row in record["rows"]}
-    assert len(rows) == len(record["rows"]) == sum(len(method.kinds) for method in methods.VARIANTS)
-    for kind in methods.KINDS:
+    assert len(rows) == len(record["rows"]) == sum(len(method.kinds) for method in VARIANTS)
+    for kind in KINDS:
         here = [row for (_, row_kind), row in rows.items() if row_kind == kind and not row["component"]]
         assert len({(row["hidden"], row["qk"], row["v"]) for row in here}) == 1, kind
     assert rows["best", "joint"]["relative_error"] < rows["none", "joint"]["relative_error"]
@@ -51,7 +52,7 @@ def test_a_row_is_made_again_when_its_method_has_changed(tmp_path: Path, monkeyp
     (tmp_path / "rows-digits-0-24.json").write_text(json.dumps(done))
     asked: list[str] = []
 
-    def make(_: object, method: methods.Variant, kind: methods.Kind, sparsity: float) -> methods.Row:
+    def make(_: object, method: Variant, kind: Kind, sparsity: float) -> methods.Row:
         asked.append(method.name)
         figures = dict.fromkeys(("accuracy", "agreement", "relative_error"), 0.0)
         return methods.Row(
@@ -69,7 +70,7 @@ def test_a_row_is_made_again_when_its_method_has_changed(tmp_path: Path, monkeyp
 
 
 def test_the_digest_is_of_the_choices_and_the_code() -> None:
-    digests = {method.name: method.digest() for method in methods.VARIANTS}
+    digests = {method.name: method.digest() for method in VARIANTS}
     assert len(set(digests.values())) == len(digests)
 
 

@@ -37,6 +37,7 @@ class Calibration:
     """Crops that a method is fitted to: the first so many, or all of the first so many photographs."""
 
     def __init__(self, ready: Path, work: Path, crops: int, photographs: int | None = None) -> None:
+        self.ready, self.work, self.crops = ready, work, crops
         names = json.loads((ready / "calib_groups.json").read_text(encoding="utf-8"))[:crops]
         order = list(dict.fromkeys(names))
         kept = set(order[:photographs])
@@ -49,6 +50,10 @@ class Calibration:
             partial = self.path.with_suffix(".partial.npy")
             np.save(partial, np.load(ready / "calib.npy", mmap_mode="r")[self.positions])
             partial.rename(self.path)
+
+    def of(self, photographs: int) -> "Calibration":
+        """The crops of so many photographs alone."""
+        return Calibration(self.ready, self.work, self.crops, photographs)
 
     @cached_property
     def images(self) -> Tensor:
