@@ -47,8 +47,6 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 EVA = tuple(form for form, (name, _) in FORMS.items() if not re.match(".*(beit|relpos|cait)", name))
 ROTARY = tuple(form for form in EVA if form not in ("no positions in attention", "norms behind"))
-WHOLE_BLOCKS = ("norms behind", "a network for all blocks, norms behind")
-"""Forms whose blocks don't come apart: closed loops refuse them."""
 REFUSED = {"talking heads": 2}
 """How many blocks beside those are refused."""
 SITES = {"norms inside": 2, "q/k norm, groups": 3}

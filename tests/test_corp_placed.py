@@ -37,7 +37,6 @@ from tests.placed_forms import (
     REFUSED,
     ROTARY,
     SITES,
-    WHOLE_BLOCKS,
     checkpoint,
     dense,
     moments,
@@ -132,7 +131,7 @@ def test_weights_under_metas_names_are_loaded() -> None:
         assert all(torch.equal(own[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in WHOLE_BLOCKS])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_walk_through_the_branches_is_the_model(form: str) -> None:
     model = checkpoint(form).model
     family, x = family_of(model), torch.from_numpy(tiny.images(3))

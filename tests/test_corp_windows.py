@@ -36,7 +36,7 @@ from ground.errors import BadInput
 from tests import tiny
 from tests.small_models import error, outputs
 from tests.test_corp_timm_planted import plant_channels_, plant_heads_
-from tests.windowed_models import BRANCHES, FORMS, V1, checkpoint, pixels
+from tests.windowed_models import FORMS, V1, checkpoint, pixels
 
 HALF = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
 
@@ -72,7 +72,7 @@ def test_a_model_is_timms_and_its_steps_are_the_model(form: str, changes: dict[s
     torch.testing.assert_close(finished, outputs(ours, images), rtol=1e-5, atol=1e-6)
     assert walk.tokens.x.shape[1] == len(family.token_kinds(ours))
     branches = {step.name for step in family.steps(ours) if isinstance(step, Branch)}
-    assert branches == ({site.name for site in sites_of(ours).every} if form in BRANCHES else set())
+    assert branches == {site.name for site in sites_of(ours).every}
     assert not sites_of(ours).refused
     assert tokens_to_fit(ours, "pooled") is None
     assert named(ours, None).startswith("all ")
@@ -225,9 +225,7 @@ def test_planted_redundancy_goes_at_no_loss_at_every_site(form: str, tmp_path: P
     images = opened(dense.model, 32, tmp_path)
     taken, others = calibrate(dense, images, batch_size=8), pixels(dense.model, 8, seed=5)
     method = method_from_preset("best", geometry="square", **HALF)
-    ways = [reduce(dense.model, taken, method).model]
-    if form in BRANCHES:
-        ways.append(reduce_closed_loop(dense.model, images, method).model)
+    ways = [reduce(dense.model, taken, method).model, reduce_closed_loop(dense.model, images, method).model]
     for narrower in ways:
         assert all(site.width == HeadWidths(qk=16 if site.keeps_qk else 8, v=8) for site in sites_of(narrower).heads)
         assert error(narrower, dense.model, others) < 1e-3
@@ -245,10 +243,9 @@ def test_best_is_below_corp_and_none_and_is_saved_and_loaded(form: str, tmp_path
     reduced = {preset: reduce(model, taken, method).model for preset, method in methods.items()}
     errors = {preset: error(each, model, others) for preset, each in reduced.items()}
     assert errors["best"] < errors["corp"] < errors["none"], errors
-    chosen = reduced["best"]
-    if form in BRANCHES:
-        chosen = reduce_closed_loop(model, images, methods["best"]).model
-        assert error(chosen, model, others) < errors["best"]
+    chosen = reduce_closed_loop(model, images, methods["best"]).model
+    # Norms behind the layers start near zero, and so add little that could be wrong.
+    assert error(chosen, model, others) < errors["best"] * (1.1 if form == "cosines" else 1.0)
     save(replace(dense, model=chosen), tmp_path / "reduced")
     again = load_checkpoint(tmp_path / "reduced").model
     assert torch.equal(outputs(again, others), outputs(chosen, others))
@@ -264,13 +261,6 @@ def test_windows_are_told_and_no_tokens_are_merged() -> None:
         family_of(model).with_merging(model, Merging(schedule=(2, 2, 2, 2)))
     told = {row["site"]: row["reason"] for row in inspection_of_model(checkpoint("cosines").model)["sites"]}
     assert all(("cosine attention" in reason) == site.endswith("attn") for site, reason in told.items())
-
-
-def test_blocks_with_norms_behind_their_layers_are_not_walked_through(tmp_path: Path) -> None:
-    model = checkpoint("cosines").model
-    method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
-    with pytest.raises(BadInput, match="stand in blocks that can't be taken apart"):
-        reduce_closed_loop(model, opened(model, 16, tmp_path), method)
 
 
 def test_what_stays_timms_keeps_its_attention_and_says_why(tmp_path: Path) -> None:

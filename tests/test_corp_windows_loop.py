@@ -26,7 +26,7 @@ from corp_deploy.reduction.streams import Pair
 from ground.errors import BadInput
 from tests import tiny
 from tests.small_models import outputs
-from tests.windowed_models import BRANCHES, FORMS, checkpoint, pixels
+from tests.windowed_models import FORMS, NORMS_IN_FRONT, checkpoint, pixels
 
 FINE = {"align_hidden": 8, "align_head": 8}
 
@@ -154,7 +154,7 @@ def test_tokens_of_windows_have_no_weights_of_their_own() -> None:
         collect(model, heads, [pixels(model, 8)], device="cpu", token_weights=lambda inputs: torch.ones(8, 49))
 
 
-@pytest.mark.parametrize("form", BRANCHES)
+@pytest.mark.parametrize("form", NORMS_IN_FRONT)
 def test_a_step_of_the_first_layer_is_the_derivative_in_windows(form: str) -> None:
     """What a polish by least squares takes an attention for, against torch's own derivative."""
     model = checkpoint(form).model.double()

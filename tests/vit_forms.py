@@ -52,8 +52,6 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "one layer for all": ("vit_base_patch16_xp_224", SMALL),
     "one layer for all, a difference": ("vit_dpwee_patch16_reg1_gap_256", SMALL),
 }
-WHOLE_BLOCKS = ("residual post-norm", "side by side")
-"""Forms whose blocks don't come apart: closed loops refuse them."""
 NOTHING = ("one layer for all", "one layer for all, a difference")
 """Forms of which nothing can be reduced."""
 KINDS = {"side by side": 8, "difference of softmaxes": 2, "norms inside": 2} | dict.fromkeys(NOTHING, 0)

@@ -19,8 +19,8 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "padding": (V1, SMALL | {"img_size": (40, 64), "window_size": (4, 7)}),  # maps of 10 x 16, then of 5 x 8
     "cosines": (V2, SMALL | {"img_size": (40, 64), "window_size": 8}),  # likewise
 }
-BRANCHES = ("windows", "padding")
-"""Forms whose blocks come apart: norms stand in front of their layers."""
+NORMS_IN_FRONT = ("windows", "padding")
+"""Forms whose norms stand in front of their layers."""
 
 
 def checkpoint(form: str, **changes: Any) -> Checkpoint:

@@ -2,11 +2,13 @@
 
 The residual stream is [B,N,C] everywhere: inputs in front, their tokens, the channels of a token. Behind a passage the
 numbers of tokens and of channels may be others than before it. What a layer wants otherwise (maps, tokens for channels)
-is made of that within its step and put back.
+is made of that within its step and put back. Between a fork and its join the stream is [B,N,2C]: the channels that
+branches side by side add to, then those that all of them read.
 """
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from .head_attention import Beside
@@ -15,11 +17,13 @@ from .token_merging import TokenMerge, Tokens, sources_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One residual branch of a block: x + scale * layer(norm(x)).
+    """One residual branch of a block: x + scale * layer(norm(x)), or where a norm is `behind`, its own being none,
+    x + scale * behind(layer(x)).
 
     `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results count, None for all; in the last
     block those that the outputs read, elsewhere all. `mixes_tokens`: the layer is told which tokens are there.
     `turned`: the layer has tokens for its channels, so that its rows are the stream's channels: all tokens count alike.
+    `forked`: it stands between a fork and its join.
     """
 
     name: str
@@ -30,42 +34,75 @@ class Branch:
     mixes_tokens: bool = False
     beside: Beside | None = None
     turned: bool = False
+    behind: nn.LayerNorm | None = None
+    forked: bool = False
 
     def __post_init__(self) -> None:
-        plain = self.scale_C is None and self.read is None and self.beside is None and not self.mixes_tokens
+        plain = self.beside is None and not self.mixes_tokens
+        assert plain or (self.behind is None and not self.forked), self.name
+        plain = plain and self.scale_C is None and self.read is None and self.behind is None and not self.forked
         assert plain or not self.turned, self.name
+
+    @property
+    def gain_C(self) -> Tensor | None:
+        """By what each channel that the layer gives enters the stream, None for 1; that of a norm behind it is divided
+        by a token's own deviation.
+        """
+        if self.behind is None or self.behind.weight is None:
+            return self.scale_C
+        weight_C = self.behind.weight.detach()
+        return weight_C if self.scale_C is None else self.scale_C * weight_C
+
+    def added_to(self, x_BNC: Tensor) -> Tensor:
+        """The channels of a stream that the branch adds to."""
+        return x_BNC.chunk(2, dim=-1)[0] if self.forked else x_BNC
 
     def rows(self, x_BNC: Tensor) -> Tensor:
         """A stream as what the layer gives is added to it: [B,N,C], turned [B,C,N]."""
         assert x_BNC.ndim == 3, (self.name, x_BNC.shape)
+        return self._turned(self.added_to(x_BNC))
+
+    def _turned(self, x_BNC: Tensor) -> Tensor:
         return x_BNC.mT if self.turned else x_BNC
 
     def entering(self, x_BNC: Tensor) -> Tensor:
         """What of the stream enters the layer, in the layer's rows; the norm may mix tokens."""
-        return self.rows(self.norm(x_BNC))
+        return self._turned(self.norm(x_BNC.chunk(2, dim=-1)[1] if self.forked else x_BNC))
 
     def run(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """What this layer in the branch's place makes of the residual stream; a token of weight 0 is not there."""
         entering_BNC = self.entering(x_BNC)
         masked = self.mixes_tokens and weights_BN is not None
         out_BNC: Tensor = layer(entering_BNC, weights_BN) if masked else layer(entering_BNC)
-        return self.rows(out_BNC)
+        return self._turned(out_BNC)
+
+    def added(self, given_BNC: Tensor) -> Tensor:
+        """What is added to the residual stream where the layer gives so much."""
+        out_BNC: Tensor = given_BNC if self.behind is None else self.behind(given_BNC)
+        return out_BNC if self.scale_C is None else out_BNC * self.scale_C
+
+    def plus(self, x_BNC: Tensor, given_BNC: Tensor) -> Tensor:
+        """The residual stream behind the branch where the layer gives so much."""
+        added_BNC = self.added(given_BNC)
+        if not self.forked:
+            return x_BNC + added_BNC
+        to_BNC, read_BNC = x_BNC.chunk(2, dim=-1)
+        return torch.cat((to_BNC + added_BNC, read_BNC), dim=-1)
 
     def added_by(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """What the branch adds to the residual stream with this layer in place of its own."""
-        out_BNC = self.run(layer, x_BNC, weights_BN)
-        return out_BNC if self.scale_C is None else out_BNC * self.scale_C
+        return self.added(self.run(layer, x_BNC, weights_BN))
 
     def through(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """The residual stream behind the branch with this layer in place of its own."""
-        return x_BNC + self.added_by(layer, x_BNC, weights_BN)
+        return self.plus(x_BNC, self.run(layer, x_BNC, weights_BN))
 
     def passed(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """`through`, and what tokens are then compared by where that is of the layer."""
         if self.beside is None:
             return self.through(layer, x_BNC, weights_BN), None
-        out_BNC, compared_BNX = layer(self.norm(x_BNC), weights_BN, beside=self.beside)
-        return x_BNC + (out_BNC if self.scale_C is None else out_BNC * self.scale_C), compared_BNX
+        given_BNC, compared_BNX = layer(self.norm(x_BNC), weights_BN, beside=self.beside)
+        return self.plus(x_BNC, given_BNC), compared_BNX
 
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         return self.through(self.layer, x_BNC, weights_BN)
@@ -83,6 +120,26 @@ class Passage:
         masked = self.mixes_tokens and weights_BN is not None
         out_BNC: Tensor = self.module(x_BNC, weights_BN) if masked else self.module(x_BNC)
         return out_BNC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Where several branches read one stream; `name` is their block's. [B,N,C] -> [B,N,2C]."""
+
+    name: str
+
+    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
+        return torch.cat((x_BNC, x_BNC), dim=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """The end of such branches: what all of them have added to. [B,N,2C] -> [B,N,C]."""
+
+    name: str
+
+    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
+        return x_BNC.chunk(2, dim=-1)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +163,7 @@ class Outlet:
         return x_BNC
 
 
-Step = Branch | Merge | Passage | Outlet
+Step = Branch | Fork | Join | Merge | Passage | Outlet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
 from .timm_mlps import channel_site, mlp_refusal
+from .timm_norms import have_layer_norms, layer_norm
 from .timm_placed import PlacedBlock, Told
 from .widths import HeadGeometry
 
@@ -79,20 +80,21 @@ def sites(model: nn.Module) -> Sites:
 
 
 def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-    """The blocks in the order they run: the two branches of a pre-norm block, any other block whole."""
+    """The blocks in the order they run: the two branches of one whose norms can be taken apart, any other whole."""
     blocks = _blocks(model)
     for name, block in blocks:
-        if not isinstance(block, PlacedBlock) or block.behind:
+        if not isinstance(block, PlacedBlock) or (block.behind and not have_layer_norms(block)):
             yield Passage(module=block, name=name)
             continue
         counted = read if block is blocks[-1][1] else None
         for part, norm, scale in (("attn", block.norm1, block.gamma_1), ("mlp", block.norm2, block.gamma_2)):
             yield Branch(
                 name=f"{name}.{part}",
-                norm=norm,
+                norm=nn.Identity() if block.behind else norm,
                 layer=block.get_submodule(part),
                 scale_C=None if scale is None else scale.detach(),
                 read=counted,
+                behind=layer_norm(norm) if block.behind else None,
             )
 
 

@@ -1,6 +1,7 @@
 """Where timm's VisionTransformer can be reduced, and the branches and merges that its blocks are taken apart into."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from timm.layers import Attention as TimmAttention
 from timm.layers import DiffAttention, LayerScale
@@ -20,9 +21,10 @@ from .head_limits import keeps_all, keeps_qk, keeps_v
 from .head_site import HeadSite, Mixing
 from .site import Site
 from .sites import Refusal, Sites
-from .steps import Branch, Merge, Passage, Step
+from .steps import Branch, Fork, Join, Merge, Passage, Step
 from .timm_blocks import MergingBlock
 from .timm_mlps import channel_site, mlp_refusal
+from .timm_norms import have_layer_norms, layer_norm
 from .token_merging import TokenMerge
 
 # Blocks of one attention and one MLP, each a module of its own.
@@ -122,12 +124,14 @@ def sites(model: nn.Module) -> Sites:
 
 
 def comes_apart(block: nn.Module) -> bool:
-    """Whether a block is two branches one behind the other, each scaled as a whole or channel by channel: not where a
-    norm stands behind the layer, nor where several run side by side.
+    """Whether a block is two branches one behind the other, each scaled as a whole or channel by channel, with norms in
+    front of their layers.
     """
-    if type(block) not in (TimmBlock, MergingBlock):
-        return False
-    return all(isinstance(block.get_submodule(name), LayerScale | nn.Identity) for name in ("ls1", "ls2"))
+    return type(block) in (TimmBlock, MergingBlock) and _are_scales(block, ("ls1", "ls2"))
+
+
+def _are_scales(block: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(isinstance(block.get_submodule(name), LayerScale | nn.Identity) for name in names)
 
 
 def _branch(name: str, block: nn.Module, parts: tuple[str, str, str], read: Tensor | None) -> Branch:
@@ -149,19 +153,48 @@ def _read_before(merge: TokenMerge, read: Tensor | None) -> Tensor | None:
     return read if read is None or bool((read < merge.protected).all()) else None
 
 
+def _of_two(name: str, block: nn.Module, read: Tensor | None) -> Iterator[Step]:
+    """An attention and an MLP, and what is merged between them."""
+    merge = block.merge if isinstance(block, MergingBlock) else None
+    yield _branch(name, block, ("norm1", "attn", "ls1"), read if merge is None else _read_before(merge, read))
+    if merge is not None:
+        yield Merge(name=f"{name}.merge", merge=merge)
+    yield _branch(name, block, ("norm2", "mlp", "ls2"), read)
+
+
+def _with_norms_behind(name: str, block: ResPostBlock, read: Tensor | None) -> Iterator[Step]:
+    for part, norm in (("attn", block.norm1), ("mlp", block.norm2)):
+        layer, behind = block.get_submodule(part), layer_norm(norm)
+        yield Branch(name=f"{name}.{part}", norm=nn.Identity(), layer=layer, scale_C=None, read=read, behind=behind)
+
+
+def _side_by_side(name: str, block: ParallelThingsBlock, read: Tensor | None) -> Iterator[Step]:
+    """Attentions that read one stream, then MLPs that read one."""
+    for group, part in (("attns", "attn"), ("ffns", "mlp")):
+        yield Fork(name=name)
+        for index, branch in enumerate(block.get_submodule(group).children()):
+            whole = _branch(f"{name}.{group}.{index}", branch, ("norm", part, "ls"), read)
+            yield replace(whole, forked=True)
+        yield Join(name=name)
+
+
+def _steps_of(name: str, block: nn.Module, read: Tensor | None) -> Iterator[Step]:
+    if comes_apart(block):
+        yield from _of_two(name, block, read)
+    elif isinstance(block, ResPostBlock) and have_layer_norms(block):
+        yield from _with_norms_behind(name, block, read)
+    elif isinstance(block, ParallelThingsBlock) and all(
+        _are_scales(branch, ("ls",)) for branch in (*block.attns, *block.ffns)
+    ):
+        yield from _side_by_side(name, block, read)
+    else:
+        yield Passage(module=block, name=name)
+
+
 def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-    """The blocks in the order they run, for evaluation (where drop-path is the identity): the two branches of a plain
-    pre-norm block and what is merged between them, any other block whole.
+    """The blocks in the order they run, for evaluation (where drop-path is the identity): their branches, one behind
+    the other or side by side, what is merged between them, and any other block whole.
     """
     blocks = require_vit(model).blocks
     for index, block in enumerate(blocks):
-        name, counted = f"blocks.{index}", read if index == len(blocks) - 1 else None
-        if not comes_apart(block):
-            yield Passage(module=block, name=name)
-            continue
-        merge = block.merge if isinstance(block, MergingBlock) else None
-        before = counted if merge is None else _read_before(merge, counted)
-        yield _branch(name, block, ("norm1", "attn", "ls1"), before)
-        if merge is not None:
-            yield Merge(name=f"{name}.merge", merge=merge)
-        yield _branch(name, block, ("norm2", "mlp", "ls2"), counted)
+        yield from _steps_of(f"blocks.{index}", block, read if index == len(blocks) - 1 else None)

@@ -39,6 +39,7 @@ from .timm_library import output_ports as output_ports
 from .timm_library import take_beside_ as take_beside_
 from .timm_library import unused as unused
 from .timm_mlps import channel_site, mlp_refusal
+from .timm_norms import have_layer_norms, layer_norm
 from .timm_windows import TABLE, WindowBlock, block_refusal, window_blocks
 from .timm_windows import own_state as own_state
 from .unmergeable import copy_without_merging
@@ -122,17 +123,22 @@ def sites(model: nn.Module) -> Sites:
 
 
 def _branches(name: str, block: nn.Module, grid: Grid, read: Tensor | None) -> Iterator[Step]:
-    if not isinstance(block, WindowBlock) or block.behind:
+    if not isinstance(block, WindowBlock) or (block.behind and not have_layer_norms(block)):
         yield Passage(module=OnRows(block, grid), name=name)
         return
-    yield Branch(name=f"{name}.attn", norm=block.norm1, layer=block.attn, scale_C=None, read=read)
-    yield Branch(name=f"{name}.mlp", norm=block.norm2, layer=block.mlp, scale_C=None, read=read)
+    for part, norm in (("attn", block.norm1), ("mlp", block.norm2)):
+        yield Branch(
+            name=f"{name}.{part}",
+            norm=nn.Identity() if block.behind else norm,
+            layer=block.get_submodule(part),
+            scale_C=None,
+            read=read,
+            behind=layer_norm(norm) if block.behind else None,
+        )
 
 
 def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-    """The branches of the blocks in the order they run, blocks with norms behind their layers whole, and what makes a
-    stage's map of the one before.
-    """
+    """The branches of the blocks in the order they run, and what makes a stage's map of the one before."""
     stages = _stages(model)
     for stage in stages:
         if not isinstance(stage.downsample, nn.Identity):

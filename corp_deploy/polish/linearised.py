@@ -99,7 +99,7 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
     """All tokens are seen, those read alone count. Windows are inputs of their own to the tangent, and all that is
     told of tokens stands in their order, padding among them, which counts nothing.
     """
-    entering_BNC = _in_windows(site, branch.norm(pair.reduced))
+    entering_BNC = _in_windows(site, branch.entering(pair.reduced))
     widths = (site.heads * site.qk, site.heads * site.qk, site.heads * site.v)
     q, k, v = (rows_by_head(rows, site.heads, site.windows) for rows in site.first(entering_BNC).split(widths, dim=-1))
     q, k = site.q_norm(q), site.k_norm(k)
@@ -125,7 +125,7 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
     behind_BNC = branch.through(branch.layer, pair.reduced, pair.present_BN)
     counts_BN1 = counts(branch, pair).unsqueeze(-1)
     # What lies beyond the tokens that count may be anything, and 0 times it isn't always 0.
-    lacking_BNC = torch.where(counts_BN1 > 0.0, pair.target - behind_BNC, 0.0)
+    lacking_BNC = torch.where(counts_BN1 > 0.0, branch.added_to(pair.target - behind_BNC), 0.0)
     return Lacking(
         tangent=tangent,
         lacking_XO=_in_windows(site, lacking_BNC).flatten(0, 1),

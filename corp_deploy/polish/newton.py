@@ -58,7 +58,7 @@ class _Judge:
         self.branch, self.pairs = branch, pairs
         energy = StreamEnergy()
         for pair in pairs:
-            energy.add(pair.rows(pair.target, branch.read), pair.row_weights(branch.read))
+            energy.add(pair.rows(branch.added_to(pair.target), branch.read), pair.row_weights(branch.read))
         self.energy = energy.variance()
 
     def error(self) -> float:
@@ -66,7 +66,7 @@ class _Judge:
         for pair in self.pairs:
             behind_BNC = self.branch.through(self.branch.layer, pair.reduced, pair.present_BN)
             counts_BN = counts(self.branch, pair)
-            square_BN = (pair.target - behind_BNC).square().sum(dim=-1)
+            square_BN = self.branch.added_to(pair.target - behind_BNC).square().sum(dim=-1)
             sums.append(torch.where(counts_BN > 0.0, square_BN * counts_BN, 0.0).double().sum())
             weights.append(counts_BN.double().sum())
         return float(torch.stack(sums).sum() / torch.stack(weights).sum())

@@ -70,11 +70,14 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
         )
 
 
-def _refuse_unsolved_heads(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
+def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
     """Raise BadInput where a layer's step would have to be solved through a norm, or through turns of each token."""
     narrower = reduced_sites(dense, reduced)
+    branches = [step for step in family_of(reduced).steps(reduced) if isinstance(step, Branch)]
+    behind = [step.name for step in branches if step.behind is not None and step.name in narrower]
     heads = [site for site in sites_of(reduced).heads if site.name in narrower and options.how == "layer"]
     reasons = {
+        "have a norm behind them": behind if options.how == "layer" else [],
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
         "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
         "have heads that talk to each other": [site.name for site in heads if site.talk is not None],
@@ -109,7 +112,7 @@ def polished(
     are. Raises BadInput for too few images and for the state of another polish.
     """
     _refuse_whole_blocks(dense, reduced, options)
-    _refuse_unsolved_heads(dense, reduced, options)
+    _refuse_unsolved(dense, reduced, options)
     inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
     # What a merged token should be is told by the tokens that it stands for.
     dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from corp_deploy.families.family import answers, family_of
-from corp_deploy.families.steps import Branch, Step, Walk
+from corp_deploy.families.steps import Branch, Fork, Step, Walk
 from corp_deploy.families.token_merging import Tokens
 
 
@@ -30,8 +30,12 @@ class Block:
 
 
 def _owner(step: Step) -> str | None:
-    """The block that a branch is of: `blocks.3` for `blocks.3.mlp`; None for what is no branch."""
-    return step.name.rpartition(".")[0] if isinstance(step, Branch) else None
+    """The block that a branch is of: `blocks.3` for `blocks.3.mlp`, and for `blocks.3.ffns.0.mlp` behind a fork; None
+    for what is no branch.
+    """
+    if isinstance(step, Fork):
+        return step.name
+    return step.name.rsplit(".", 3 if step.forked else 1)[0] if isinstance(step, Branch) else None
 
 
 def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:

@@ -1,7 +1,8 @@
 """What a closed loop sums over both streams at one branch, in as few runs of its layers as the algebra allows.
 
 An MLP's hidden channels are summed once, before any is chosen: the regression on those kept is a part of the sums. The
-dense stream is advanced on the way, so that what the reduced one lacks of it is known.
+dense stream is advanced on the way, so that what the reduced one lacks of it is known. Where a norm follows the layer
+that is brought in front of it (algebra/norm_behind.py), and tokens count by how much the norm passes of a change there.
 
 Legend: B images of a piece, N tokens, C channels of the stream, F hidden channels, K inputs of a last linear layer.
 """
@@ -21,6 +22,7 @@ from calib.products import add_active_
 from calib.sites import Role
 from calib.sums import HeadSums
 from calib.weights import Weights, weights_of
+from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_site import HeadSite
@@ -86,10 +88,37 @@ def _refuse_nonfinite(site: str, sums: Tensor) -> None:
         )
 
 
+def _norm_behind(branch: Branch) -> NormBehind | None:
+    """Of which the stream has `branch.gain_C` times what it gives by itself."""
+    if branch.behind is None:
+        return None
+    bias_C = branch.behind.bias
+    offset_C = None if bias_C is None else bias_C.detach() * (1.0 if branch.scale_C is None else branch.scale_C)
+    return NormBehind(gain_C=branch.gain_C, offset_C=offset_C, eps=branch.behind.eps)
+
+
+def _weights(branch: Branch, pair: Pair, tokens: Tensor | None = None) -> Tensor | None:
+    """By how much rows of the reduced stream count, among these tokens (None: all), None for all alike."""
+    weights_BN, norm = pair.row_weights(tokens), _norm_behind(branch)
+    if norm is None or pair.given_BNC is None:
+        return weights_BN
+    passed_BN = norm.passed(pair.rows(pair.given_BNC, tokens))
+    return passed_BN if weights_BN is None else weights_BN * passed_BN
+
+
+def _lacking(branch: Branch, pair: Pair) -> Tensor:
+    """What the reduced stream lacks of the dense one, on the tokens read, in front of a norm behind the layer."""
+    rows = (pair.rows(branch.rows(x_BNC), branch.read) for x_BNC in (pair.target, pair.reduced))
+    target_BNC, reduced_BNC = rows
+    norm = _norm_behind(branch)
+    if norm is None or pair.given_BNC is None:
+        return target_BNC - reduced_BNC
+    return norm.before(target_BNC - reduced_BNC, pair.rows(pair.given_BNC, branch.read))
+
+
 def _add_lacking(branch: Branch, lacking: Halves[RegressionSums], pair: Pair, entering_BNK: Tensor) -> None:
-    read = branch.read
-    lacking_BNC = pair.rows(branch.rows(pair.target), read) - pair.rows(branch.rows(pair.reduced), read)
-    lacking.of(pair).add(pair.rows(entering_BNK, read), lacking_BNC, pair.row_weights(read))
+    rows_BNK = pair.rows(entering_BNK, branch.read)
+    lacking.of(pair).add(rows_BNK, _lacking(branch, pair), _weights(branch, pair, branch.read))
 
 
 def alignment_sums(branch: Branch, width: int, streams: Streams, read: Tensor | None) -> Halves[DifferenceSums]:
@@ -124,12 +153,18 @@ class StreamEnergy:
 
 
 def dense_advanced(branch: Branch, streams: Streams) -> float:
-    """Takes the dense stream through the branch; its energy behind it, over the tokens read."""
-    energy = StreamEnergy()
+    """Takes the dense stream through the branch; its energy behind it, over the tokens read, in the unit of what is
+    summed there: by the mean weight of a token.
+    """
+    energy, weights = StreamEnergy(), list[Tensor]()
     for pair in streams:
-        pair.dense = branch(pair.dense, pair.weights_BN)
+        pair.advance_dense(branch)
         energy.add(pair.rows(branch.rows(pair.target), branch.read), pair.row_weights(branch.read))
-    return energy.variance()
+        if branch.behind is not None:
+            weights_BN = _weights(branch, pair, branch.read)
+            assert weights_BN is not None, branch.name
+            weights.append(weights_BN.flatten())
+    return energy.variance() / (float(torch.cat(weights).double().mean()) if weights else 1.0)
 
 
 def head_moments(branch: Branch, site: HeadSite, streams: Streams, *, system: bool) -> HeadMoments:
@@ -183,8 +218,8 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
             _add_lacking(branch, lacking, pair, h_BNF)
             if branch.read is not None:
                 others = _others(branch.read, h_BNF.shape[1])
-                unread.add(pair.rows(h_BNF, others), pair.row_weights(others))
-            add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS, pair.row_weights())
+                unread.add(pair.rows(h_BNF, others), _weights(branch, pair, others))
+            add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS, _weights(branch, pair))
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
     _refuse_nonfinite(site.name, x.sum_K)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)

@@ -116,7 +116,7 @@ class ChannelKind:
         layers = layers_of(site)
         toward_stream = method.mlp_selection == "obs" and method.mlp_recovery == "affine" and branch.read is None
         if refit is not None and toward_stream:
-            layers = refitted(layers, on_all, branch.scale_C, refit, both_ways=streams.in_halves)
+            layers = refitted(layers, on_all, branch.gain_C, refit, both_ways=streams.in_halves)
         halves = halves_of(moments, on_all) if streams.in_halves else None
         at_site = channels_at_site(moments, layers, method, width, halves=halves)
         new, kept_K = built(site, at_site, moments, method, layers=layers), at_site.kept_K

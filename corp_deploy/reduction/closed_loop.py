@@ -82,13 +82,13 @@ def through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tens
 def _fitted(branch: Branch, reduced: OnStreams, loop: Loop, *, both_ways: bool) -> LoopFit:
     """The new layer's last linear layer is made to give what the reduced stream lacks still."""
     last = reduced.new.last
-    weight_CK, bias_C = through_scale(last, branch.scale_C)
+    weight_CK, bias_C = through_scale(last, branch.gain_C)
     left = reduced.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
     return correct_(
         last,
         left.fit,
         left.held_out,
-        scale_C=branch.scale_C,
+        scale_C=branch.gain_C,
         energy=reduced.energy,
         strengths=loop.strengths,
         both_ways=both_ways,

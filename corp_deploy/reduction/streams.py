@@ -28,7 +28,8 @@ class Pair:
     """Both streams [B,N,C] of a few inputs; those `held_out` choose how far to trust a fit to the others.
 
     `weights_BN` tell which tokens are there, None for all. Where tokens are merged the reduced stream has fewer:
-    `sizes_BN` dense tokens stand in each, the dense token m in number `sources_BM` of them.
+    `sizes_BN` dense tokens stand in each, the dense token m in number `sources_BM` of them. `given_BNC`: what the
+    dense layer gave of the branch that the dense stream is behind, where a norm follows it.
     """
 
     dense: Tensor
@@ -38,6 +39,7 @@ class Pair:
     sizes_BN: Tensor | None = None
     sources_BM: Tensor | None = None
     beside_BNX: Tensor | None = None
+    given_BNC: Tensor | None = None
 
     @property
     def present_BN(self) -> Tensor | None:
@@ -61,8 +63,15 @@ class Pair:
         self.dense = reduced if same else self._behind(step, self.dense, self.weights_BN)[0]
         self.reduced, self.beside_BNX = reduced, beside
 
+    def advance_dense(self, branch: Branch) -> None:
+        """The dense stream alone through a branch."""
+        given_BNC = branch.run(branch.layer, self.dense, self.weights_BN)
+        self.dense = branch.plus(self.dense, given_BNC)
+        self.given_BNC = None if branch.behind is None else given_BNC
+
     def advance_reduced(self, branch: Branch, layer: nn.Module) -> None:
         """The reduced stream alone through a branch with this layer in place of its own."""
+        self.given_BNC = None
         self.reduced, self.beside_BNX = branch.passed(layer, self.reduced, self.present_BN)
 
     @staticmethod
