@@ -7,7 +7,7 @@ output is given bare.
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["logits", "token logits", "embedding", "feature map"]
+Role = Literal["logits", "token logits", "embedding", "feature map", "score map"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class Port:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPort:
     """One named output and what it is for: logits [B,classes], token logits [B,N,classes], an embedding [B,C] that is
-    compared by angle, or a feature map [B,...].
+    compared by angle, a feature map [B,...], or a score map: scores of each place [B,H,W], or of each class there
+    [B,K,H,W].
     """
 
     name: str

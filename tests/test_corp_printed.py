@@ -209,6 +209,7 @@ def small_images(directory: Path) -> None:
 
 CORP: dict[str, object] = {"reduce.preset": "corp"}
 MERGED: dict[str, object] = {"reduce.merge_tokens": "3"}
+HEAD: dict[str, object] = {"parity.head": ["head.onnx"]}
 # Another value for every key of a recipe, with what must hold before and after for it to mean something.
 CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "calibration.samples": (9, {}),
@@ -255,6 +256,10 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "parity.max_error": (0.8, {}),
     "parity.half_factor": (7.0, {}),
     "parity.max_apart": (0.3, {}),
+    "parity.map_threshold": (0.0, HEAD),
+    "parity.max_map_error": (0.4, HEAD),
+    "parity.min_iou": (0.6, HEAD),
+    "parity.min_pixels": (0.7, HEAD),
     "bench.batches": ([3], {}),
     "bench.time_limit_s": (0.3, {}),
     "bench.half_width": (0.8, {}),
@@ -267,7 +272,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples")
 # Files outside; what stands in them counts, and not what they are called.
-FILES = ("images", "labels", "group_labels")
+FILES = ("images", "labels", "group_labels", "head")
 # What makes no difference to the result.
 IDLE = ("calibration.workers",)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.table import VERIFY
+from corp_deploy.invocation.table import VERIFY, VERIFY_HEADS
 from corp_deploy.views.console import Output
-from ground.quantities import ERROR, FACTOR, SHARE
+from ground.quantities import ERROR, FACTOR, LEVEL, SHARE
 from ground.quantity import BATCH
 
 from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
@@ -19,6 +19,7 @@ from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, 
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate
+    from corp_deploy.proof.heads import HeadRequest
     from corp_deploy.proof.inputs import ProofInputs
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.store.checkpoint import Checkpoint
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofInputChoice:
-    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw."""
+    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw.
+    `moments`: of the images that these are compared with.
+    """
 
     real: InputChoice
     random: int | None
+    moments: Path | None
 
     def __post_init__(self) -> None:
         if (self.real.path is None) == (self.random is None):
@@ -48,8 +52,8 @@ class ProofInputChoice:
         return inputs_from_set(source, self.real.class_indices(source, dense))
 
 
-def _proof_input_choice(random: int | None, **options: Any) -> ProofInputChoice:
-    choice = ProofInputChoice(real=input_choice(**options), random=random)
+def _proof_input_choice(random: int | None, moments: Path | None, **options: Any) -> ProofInputChoice:
+    choice = ProofInputChoice(real=input_choice(**options), random=random, moments=moments)
     VERIFY.refuse([("", choice.way)], explicit_options())
     return choice
 
@@ -66,6 +70,7 @@ proof_input_options = value_options(
         default=None,
         help="Class indices of the images in their order (.npy, or key labels of .npz).",
     ),
+    click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration."),
     *drawing_options,
 )
 
@@ -99,6 +104,37 @@ limit_options = value_options(
         show_default=True,
         help="Largest share of inputs of which rounding alone may merge other tokens; those are judged apart.",
     ),
+    click.option("--max-map-error", type=Number(ERROR), default=None, help="Largest relative error of a head's maps."),
+    click.option("--min-iou", type=Number(SHARE), default=None, help="Least intersection over union of a head's maps."),
+    click.option(
+        "--min-pixels", type=Number(SHARE), default=None, help="Least share of a head's pixels with the same answer."
+    ),
+)
+
+
+def _heads(head: tuple[Path, ...], map_threshold: float) -> "HeadRequest":
+    from corp_deploy.proof.heads import HeadRequest
+
+    VERIFY_HEADS.refuse([("", "some" if head else "none")], explicit_options())
+    return HeadRequest(paths=head, threshold=map_threshold)
+
+
+head_options = value_options(
+    "heads",
+    _heads,
+    click.option(
+        "--head",
+        multiple=True,
+        type=FILE,
+        help="ONNX graph of a dense head: it reads named outputs and gives score maps [B,K,H,W] or [B,H,W]; repeat.",
+    ),
+    click.option(
+        "--map-threshold",
+        type=Number(LEVEL),
+        default=0.5,
+        show_default=True,
+        help="What a map of one class alone shows is above this; 0 for logits.",
+    ),
 )
 
 
@@ -117,13 +153,13 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 @click.argument("candidates", nargs=-1, required=True, type=ANY_PATH)
 @dense_options
 @proof_input_options
-@click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration.")
 @click.option(
     "--output", "-o", type=FILE, required=True, help="parity.json to write; per-image figures go to .npz beside it."
 )
 @click.option(
     "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
 )
+@head_options
 @limit_options
 @output_options
 @click.pass_context
@@ -132,15 +168,18 @@ def verify(
     model: ModelChoice,
     candidates: tuple[Path, ...],
     inputs: ProofInputChoice,
-    moments: Path | None,
     output: Path,
     batch: tuple[int, ...],
+    heads: "HeadRequest",
     limits: "ParityLimits",
     out: Output,
 ) -> None:
     """Prove on real inputs, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
 
     A link without a limit is measured, not passed: set --min-agreement or --max-error. Exit 3 when no link had one.
+
+    A dense head apart (--head) reads the named outputs of every step; its maps are links of their own: relative error,
+    intersection over union, pixels that agree.
 
     Give the candidates in the order they were made: reduced directory, FP32 graph, FP16 graph.
 
@@ -165,7 +204,8 @@ def verify(
             inputs.open(dense),
             batches=batch,
             limits=limits,
-            moments=None if moments is None else load_moments(moments),
+            moments=None if inputs.moments is None else load_moments(inputs.moments),
+            heads=heads,
             done=done,
         )
     save_proof(proof, output)

@@ -177,6 +177,15 @@ VERIFY = Axis(
     },
 )
 
+_OF_MAPS: dict[str, Values] = {"map_threshold": ANY, "max_map_error": ANY, "min_iou": ANY, "min_pixels": ANY}
+VERIFY_HEADS = Axis(
+    command="verify",
+    ways={
+        "none": Way(words="no head", ask="no --head", honours={}),
+        "some": Way(words="a head", ask="--head HEAD.onnx", honours=_OF_MAPS),
+    },
+)
+
 CALIBRATE = Axis(
     command="calibrate",
     ways={
@@ -310,4 +319,4 @@ MERGING = Axis(
 )
 
 REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH, MERGING)
-AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, CALIBRATE, INPUTS, *REDUCE)
+AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, VERIFY_HEADS, CALIBRATE, INPUTS, *REDUCE)

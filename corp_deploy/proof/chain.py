@@ -24,6 +24,7 @@ from perf.parity.ties import Choices
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, outputs_at
+from .heads import HeadRequest, Heads, opened_heads
 from .inputs import ProofInputs
 from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
 from .locate import located, worst_inputs
@@ -101,13 +102,17 @@ def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[in
 
 
 def _own_merges(
-    candidate: Candidate, before: Reference, proof_inputs: ProofInputs, by_batch: Mapping[int, Outputs]
+    candidate: Candidate,
+    before: Reference,
+    proof_inputs: ProofInputs,
+    by_batch: Mapping[int, Outputs],
+    heads: Heads,
 ) -> Merges | None:
     """Of a torch model its own, of a graph or engine those of the torch model that it computes."""
     if candidate.checkpoint is None:
         return before.merges
     largest = max(by_batch)
-    return merges_of(candidate.checkpoint, proof_inputs.feeds, by_batch[largest], largest, halves=False)
+    return merges_of(candidate.checkpoint, proof_inputs.feeds, by_batch[largest], largest, halves=False, heads=heads)
 
 
 def _step(
@@ -116,14 +121,15 @@ def _step(
     proof_inputs: ProofInputs,
     batches: Sequence[int],
     rules: Sequence[LinkRules],
+    heads: Heads,
 ) -> Step:
     bounds = [rule.rounding(candidate.fp16).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
-    with candidate.opened([rule.port for rule in rules]) as run:
+    with candidate.opened([rule.port for rule in rules if rule.port not in heads.ports]) as backbone:
+        run = heads.behind(backbone, max(batches))
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
-        findings = _structure(
-            candidate, run, proof_inputs.feeds, by_batch, bound, _own_merges(candidate, before, proof_inputs, by_batch)
-        )
+        merges = _own_merges(candidate, before, proof_inputs, by_batch, heads)
+        findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
     kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.fp16 else "exact"
     links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
@@ -165,6 +171,7 @@ def _walk(
     proof_inputs: ProofInputs,
     batches: Sequence[int],
     rules: Sequence[LinkRules],
+    heads: Heads,
     answers: Outputs,
     done: Callable[[int], None] | None,
 ) -> _Walked:
@@ -174,20 +181,20 @@ def _walk(
     blocks: list[FaultLocation] = []
     single: Step | None = None
     halves, largest, feeds = any(each.fp16 for each in candidates), max(batches), proof_inputs.feeds
-    merges = merges_of(dense, feeds, answers, largest, halves=halves)
+    merges = merges_of(dense, feeds, answers, largest, halves=halves, heads=heads)
     for candidate in candidates:
         if candidate.form == "torch" or single is None:
             before = Reference(label=DENSE, answers=answers, merges=None if candidate.form == "torch" else merges)
         else:
             before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
         previous = None if single is None else single.candidate
-        step = _step(candidate, before, proof_inputs, batches, rules)
+        step = _step(candidate, before, proof_inputs, batches, rules, heads)
         findings += step.findings
         if candidate.fp16:
             findings += _headroom(previous, candidate, proof_inputs.feeds)
         blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
         if candidate.checkpoint is not None:
-            merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves)
+            merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves, heads=heads)
         single = single if candidate.fp16 else step
         steps.append(step)
         if done is not None:
@@ -203,25 +210,28 @@ def prove(
     batches: Sequence[int],
     limits: ParityLimits,
     moments: Moments | None = None,
+    heads: HeadRequest | None = None,
     done: Callable[[int], None] | None = None,
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
     A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
     came from and a float32 bound; an FP16 graph or engine against the FP32 step before it and a multiple of the dense
-    model's own FP16 error. A failing graph's block is located. `moments` adds the shift check. `done` is told how many
-    candidates are finished. Raises BadInput for inputs,
-    labels or limits that don't fit.
+    model's own FP16 error. A failing graph's block is located. `moments` adds the shift check, `heads` links of the
+    maps that they make of every step's outputs. `done` is told how many candidates are finished. Raises BadInput for
+    inputs, labels, heads or limits that don't fit.
     """
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
     if limits.min_agreement is not None:
         for port in ports:
             require_agreement(port, proof_inputs.count)
     proof_inputs = replace(proof_inputs, feeds=checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}"))
-    with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
-        answers = outputs_at(runner, proof_inputs.feeds, max(batches))
-    rules = link_rules(dense, proof_inputs, answers, max(batches), limits)
-    walked = _walk(dense, candidates, proof_inputs, batches, rules, answers, done)
+    with opened_heads(heads or HeadRequest(), ports) as own_heads:
+        with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
+            answers = outputs_at(own_heads.behind(runner, max(batches)), proof_inputs.feeds, max(batches))
+        rules = link_rules(dense, proof_inputs, answers, max(batches), limits, own_heads)
+        walked = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, done)
+        records = own_heads.records
     by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in walked.steps}
     return Proof(
         parity=Parity(
@@ -230,9 +240,10 @@ def prove(
             structure=(*walked.findings, *(input_range(moments, proof_inputs.feeds) if moments is not None else ())),
             located=walked.blocks,
             shift=None if moments is None else shift_of_inputs(dense, moments, proof_inputs.feeds),
+            heads=records,
             **_labelled(by_label, proof_inputs.labels, ports),
         ),
-        figures=_figures(by_label, ports),
+        figures=_figures(by_label, rules),
     )
 
 
@@ -244,13 +255,14 @@ def _whole(steps: Sequence[Step], answers: Outputs, rules: Sequence[LinkRules]) 
     return [rule.link(last.candidate, "whole", "whole", before, last.by_batch) for rule in rules]
 
 
-def _figures(by_label: Mapping[str, Outputs], ports: Sequence[OutputPort]) -> dict[str, NDArray[np.generic]]:
+def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dict[str, NDArray[np.generic]]:
     """Of each output; named by it where there are several."""
     arrays: dict[str, NDArray[np.generic]] = {}
-    for port in ports:
-        candidates = {label: answers[port.name] for label, answers in by_label.items() if label != DENSE}
-        own = figures(by_label[DENSE][port.name], candidates, role=port.role)
-        arrays |= {f"{port.name}.{key}" if len(ports) > 1 else key: array for key, array in own.items()}
+    for rule in rules:
+        name = rule.port.name
+        candidates = {label: answers[name] for label, answers in by_label.items() if label != DENSE}
+        own = figures(by_label[DENSE][name], candidates, role=rule.port.role, threshold=rule.threshold)
+        arrays |= {f"{name}.{key}" if rule.several else key: array for key, array in own.items()}
     return arrays
 
 

@@ -1,6 +1,7 @@
 """What the links of a parity chain are judged by, at each output of the dense model."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from export.graph.precision import typed_copy
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.ports import OutputPort
 from perf.parity import tolerance
+from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
 from perf.parity.parity import Link, LinkKind, link
 from perf.parity.ties import MOST_APART, Choices
@@ -22,6 +24,7 @@ from perf.parity.tolerance import Tolerance
 from perf.runners.module import tensors_of_ports
 
 from .candidates import Candidate, outputs_at
+from .heads import Heads
 from .inputs import ProofInputs
 
 DENSE = "dense torch fp32"
@@ -31,13 +34,17 @@ DENSE = "dense torch fp32"
 class ParityLimits:
     """What the user allows the reduced model to differ from the dense one by; None sets no limit.
 
-    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone.
+    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The last
+    three are of maps that heads apart make, which the first two are not of.
     """
 
     min_agreement: float | None = None
     max_error: float | None = None
     half_factor: float = 4.0
     max_apart: float = MOST_APART
+    max_map_error: float | None = None
+    min_iou: float | None = None
+    min_pixels: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +76,25 @@ class LinkRules:
     noise: Measures
     products: int
     largest_logit: float
+    magnified: float = 1.0
+    threshold: float = THRESHOLD
 
     def rounding(self, fp16: bool) -> Tolerance:
         """How far two computations of one model may lie apart in this precision."""
         if fp16:
             return tolerance.fp16(self.noise, factor=self.limits.half_factor)
-        return tolerance.exact(products=self.products, largest_logit=self.largest_logit)
+        return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
 
     def of_user(self) -> Tolerance:
         """What the reduced model may differ from the dense one by."""
         limits = self.limits
+        if self.port.role == "score map":
+            return tolerance.limits(
+                min_agreement=limits.min_pixels,
+                max_error=limits.max_map_error,
+                min_iou=limits.min_iou,
+                noise=self.noise,
+            )
         return tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error, noise=self.noise)
 
     def link(
@@ -103,6 +119,7 @@ class LinkRules:
             choices=choices,
             port=self.port,
             several=self.several,
+            threshold=self.threshold,
         )
         if merges is None or kind != "half":
             return judged
@@ -120,7 +137,9 @@ class LinkRules:
         )
 
 
-def merges_of(checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: bool) -> Merges | None:
+def merges_of(
+    checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: bool, heads: Heads
+) -> Merges | None:
     """How near each input is to other merged tokens, and, where FP16 steps follow, the model's own FP16 error; None for
     a model that merges none.
     """
@@ -133,12 +152,14 @@ def merges_of(checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int
         least_B = merge_margins(checkpoint.model, inputs)
         assert least_B is not None, start
         margins.append(least_B.double().numpy())
-    noise = _fp16_noise(checkpoint, feeds, answers, batch) if halves else {}
+    noise = _fp16_noise(checkpoint, feeds, answers, batch, heads) if halves else {}
     return Merges(margins_N=np.concatenate(margins), noise=noise)
 
 
-def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int) -> dict[str, Measures]:
-    """A torch model's own FP16-against-FP32 error on these inputs, with the same safe LayerNorm and softmax."""
+def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int, heads: Heads) -> dict[str, Measures]:
+    """A torch model's own FP16-against-FP32 error on these inputs, with the same safe LayerNorm and softmax; of maps
+    what heads in FP32 make of it.
+    """
     fp16, ports = typed_copy(family_of(dense.model).exportable(dense.model), "fp16"), output_ports(dense.model)
 
     def run(part: Feeds) -> Outputs:
@@ -147,21 +168,23 @@ def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int)
         tensors = tensors_of_ports(answer, ports, where=DENSE)
         return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
 
-    answers = outputs_at(run, feeds, batch)
-    return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in ports}
+    answers = outputs_at(heads.behind(run, batch), feeds, batch)
+    every = *ports, *heads.ports
+    return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
 
 
 def link_rules(
-    dense: Checkpoint, proof_inputs: ProofInputs, answers: Outputs, batch: int, limits: ParityLimits
+    dense: Checkpoint, proof_inputs: ProofInputs, answers: Outputs, batch: int, limits: ParityLimits, heads: Heads
 ) -> list[LinkRules]:
-    """Those of each output of the dense model."""
+    """Those of each output of the dense model, and of each map of its heads."""
     ports = output_ports(dense.model)
-    noise = _fp16_noise(dense, proof_inputs.feeds, answers, batch)
+    noise = _fp16_noise(dense, proof_inputs.feeds, answers, batch, heads)
     products = counted(dense.model).chain
-    return [
+    several = len(ports) + len(heads.ports) > 1
+    own = [
         LinkRules(
             port=port,
-            several=len(ports) > 1,
+            several=several,
             limits=limits,
             noise=noise[port.name],
             products=products,
@@ -169,3 +192,26 @@ def link_rules(
         )
         for port in ports
     ]
+    of_maps = [
+        LinkRules(
+            port=port,
+            several=several,
+            limits=limits,
+            noise=noise[port.name],
+            products=products + heads.head_of(port.name).products,
+            largest_logit=0.0,
+            magnified=_magnified(noise[port.name], [noise[name] for name in heads.head_of(port.name).reads]),
+            threshold=heads.threshold,
+        )
+        for port in heads.ports
+    ]
+    return [*own, *of_maps]
+
+
+def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
+    """How many times larger a head makes the relative error of what it reads, by the dense model's own in FP16; never
+    under 1, and 1 where there is none to tell by.
+    """
+    least = min(noise.relative_error for noise in noises)
+    ratio = map_noise.relative_error / least if least > 0 else 1.0
+    return max(1.0, ratio) if math.isfinite(ratio) else 1.0

@@ -154,6 +154,8 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "max_error": parity.max_error,
             "half_factor": parity.half_factor,
             "max_apart": parity.max_apart,
+            "head": [path_from(root, path) for path in parity.head],
+            **parity.of_maps,
             "output": PARITY,
         },
     )

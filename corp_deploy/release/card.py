@@ -13,6 +13,7 @@ from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.records import record_from_file
 from ground.text import markdown_line
 from perf.gate.verdicts import load_gate
+from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
@@ -120,10 +121,26 @@ def _agreement(parity: Parity) -> Iterator[str]:
         agreement = link.measures.agreement
         figures = f"{link.measures.relative_error:.2e} | {'' if agreement is None else f'{agreement:.2%}'}"
         yield f"| {markdown_line(link.name)} | {markdown_line(link.reference)} | {figures} | {link.status} |"
+    yield from _maps(parity)
     if parity.accuracy:
         yield ""
         accuracies = ", ".join(f"{row.model} {row.accuracy:.2%}" for row in parity.accuracy)
         yield f"Accuracy: {markdown_line(accuracies)}."
+
+
+def _maps(parity: Parity) -> Iterator[str]:
+    """What heads apart make of the outputs, and what they are."""
+    maps = [(link, link.measures) for link in parity.links if isinstance(link.measures, MapMeasures)]
+    if not maps:
+        return
+    yield ""
+    yield f"Heads apart: {', '.join(f'{markdown_line(head.file)} `{head.sha256[:16]}`' for head in parity.heads)}."
+    yield ""
+    yield "| link | map error, worst image | IoU, worst image |"
+    yield "|---|---|---|"
+    for link, errors in maps:
+        worst = f"{errors.relative_error_worst:.2e} | {errors.iou:.4f}, {errors.iou_worst:.4f}"
+        yield f"| {markdown_line(link.name)} | {errors.relative_error:.2e}, {worst} |"
 
 
 def _speed(path: Path) -> Iterator[str]:
@@ -154,6 +171,9 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
     yield f"* Limits set: agreement at least {limits.min_agreement}, logit error at most {limits.max_error}."
+    if limits.head:
+        least = f"IoU at least {limits.min_iou}, pixels that agree at least {limits.min_pixels}"
+        yield f"* Limits of the heads' maps: error at most {limits.max_map_error}, {least}."
 
 
 def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:

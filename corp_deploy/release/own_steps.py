@@ -17,6 +17,7 @@ from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
+from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
@@ -101,6 +102,9 @@ def _limits(recipe: Recipe) -> ParityLimits:
         max_error=parity.max_error,
         half_factor=parity.half_factor,
         max_apart=parity.max_apart,
+        max_map_error=parity.max_map_error,
+        min_iou=parity.min_iou,
+        min_pixels=parity.min_pixels,
     )
 
 
@@ -151,6 +155,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
         inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES)),
         batches=fitting or [profile.tuned],
         limits=_limits(recipe),
+        heads=HeadRequest(paths=recipe.parity.head, threshold=recipe.parity.map_threshold),
     )
     save_proof(proof, dirs.into / parity_name(target))
 

@@ -44,7 +44,7 @@ from .names import (
     plan_name,
 )
 from .recipe import Recipe, Target
-from .recipe_tables import Table
+from .recipe_table import Table
 from .recipe_toml import text_of_recipe
 from .targets import missing_to_build, missing_to_run
 
@@ -195,16 +195,20 @@ def _samples_stage(recipe: Recipe) -> Stage:
     )
 
 
+def _heads(recipe: Recipe) -> dict[str, Path]:
+    return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)}
+
+
 def _parity_stage(recipe: Recipe, root: Path) -> Stage:
     verify, held_out = calls.verify(recipe, root), recipe.held_out
-    outside = {"held_out.images": held_out.images}
+    outside = {"held_out.images": held_out.images} | _heads(recipe)
     return Stage(
         name="parity",
         outputs=(PARITY, outputs_name(PARITY)),
         run=_of_command(verify),
         reads=(*MODELS["dense"], *MODELS["reduced"], MOMENTS, *graphs_of(recipe, "reduced")),
         outside=outside if held_out.labels is None else outside | {"held_out.labels": held_out.labels},
-        settings=_settings("parity", recipe.parity)
+        settings=_settings("parity", recipe.parity, without=("head",))
         | _drawn_held_out(recipe)
         | {"versions": _tool(*TORCH, "onnxruntime")},
         command=str(verify),
@@ -232,7 +236,8 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...])
         outputs=(parity_name(target), outputs_name(parity_name(target))),
         run=_own("target-parity", recipe, target),
         reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads))),
-        settings=_settings("parity", recipe.parity) | {"versions": _tool()},
+        outside=_heads(recipe),
+        settings=_settings("parity", recipe.parity, without=("head",)) | {"versions": _tool()},
         missing=lambda: missing_to_run(target),
         command=str(calls.only(name)),
     )

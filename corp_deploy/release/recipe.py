@@ -14,6 +14,8 @@ from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
 from perf.gate.rule import Rule, rule_from_text
 
+from .recipe_parity import ParityTable
+from .recipe_table import Table, refuse_ignored
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
@@ -22,13 +24,10 @@ from .recipe_tables import (
     HeldOutTable,
     ModelTable,
     PackageTable,
-    ParityTable,
     ReduceTable,
     ReleaseTable,
     SamplesTable,
-    Table,
     TargetTable,
-    refuse_ignored,
 )
 from .recipe_values import Precision
 

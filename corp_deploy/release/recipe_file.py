@@ -13,7 +13,8 @@ from ground.errors import BadInput
 from ground.files import regular
 
 from .recipe import Recipe, TargetName
-from .recipe_tables import Table, TargetTable
+from .recipe_table import Table
+from .recipe_tables import TargetTable
 
 MOST_BYTES = 2**20
 DEEPEST = 40

@@ -4,7 +4,6 @@ Imports no torch.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,7 @@ from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 
 from . import recipe_values
-
-
-def refuse_ignored(where: str, axis: Axis, way: str, options: Mapping[str, Any]) -> None:
-    """Raise BadInput for an option that is set, which the way at work would ignore."""
-    try:
-        axis.refuse([("", way)], {name: value for name, value in options.items() if value is not None})
-    except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
-
-
-class Table(msgspec.Struct, frozen=True):
-    """Some keys and their values."""
+from .recipe_table import Table, refuse_ignored
 
 
 class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,14 +263,6 @@ class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput("export.keep_fp32 is for precision mixed, which export.precisions does not have")
         if "mixed" in self.precisions and not self.keep_fp32:
             raise BadInput("precision mixed needs export.keep_fp32, such as ['blocks.7.attn']; else choose fp16")
-
-
-class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    batches: recipe_values.Batches = (1, 7, 32)
-    min_agreement: recipe_values.Share | None = None
-    max_error: recipe_values.RelativeError | None = None
-    half_factor: recipe_values.Factor = 4.0
-    max_apart: recipe_values.Share = 0.05
 
 
 class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

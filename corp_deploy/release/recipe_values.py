@@ -49,6 +49,7 @@ OutputNames: TypeAlias = Annotated[
 ]
 Location: TypeAlias = Annotated[Path, Meta(description=_NOT_EMPTY)]
 """A file or folder: written relative to the recipe, read as an absolute path."""
+Locations: TypeAlias = Annotated[tuple[Path, ...], _list_of("a list of different files, such as ['head.onnx']")]
 Flag: TypeAlias = Annotated[bool, Meta(description="true or false")]
 Arguments: TypeAlias = Annotated[dict[str, Any], Meta(description="a table of arguments")]
 ServedName: TypeAlias = Annotated[
@@ -116,6 +117,7 @@ ShareKept: TypeAlias = (
 )
 Ridge: TypeAlias = Annotated[int, _in(quantities.RIDGE, int)] | Annotated[float, _in(quantities.RIDGE, float)]
 RelativeError: TypeAlias = Annotated[int, _in(quantities.ERROR, int)] | Annotated[float, _in(quantities.ERROR, float)]
+Level: TypeAlias = Annotated[int, _in(quantities.LEVEL, int)] | Annotated[float, _in(quantities.LEVEL, float)]
 Factor: TypeAlias = Annotated[int, _in(quantities.FACTOR, int)] | Annotated[float, _in(quantities.FACTOR, float)]
 Seconds: TypeAlias = Annotated[int, _in(quantities.SECONDS, int)] | Annotated[float, _in(quantities.SECONDS, float)]
 Milliseconds: TypeAlias = (

@@ -16,6 +16,7 @@ from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
+from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
@@ -30,6 +31,7 @@ from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from export.triton.repository import write_repository
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
+from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html
@@ -102,13 +104,18 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     dense = load_checkpoint(dirs.root / reference)
     source = _images(dense, dirs, run, *DRAWN)
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
+    heads = run.options.get("head") or []
+    of_maps = {name: run[name] for name in ("max_map_error", "min_iou", "min_pixels") if heads}
     proof = prove(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs_from_set(source, labels),
         batches=run["batch"],
-        limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor", "max_apart")),
+        limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor", "max_apart"), **of_maps),
         moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
+        heads=HeadRequest(
+            paths=tuple(dirs.root / path for path in heads), threshold=run.options.get("map_threshold", THRESHOLD)
+        ),
     )
     save_proof(proof, dirs.into / run["output"])
     return proof.parity

@@ -10,7 +10,13 @@ from ground.ports import OutputPort, Port, Role
 
 from .ports import dtype_name, graph_inputs, noted_inputs, noted_outputs
 
-_RANKS: Mapping[Role, int | None] = {"logits": 2, "token logits": 3, "embedding": 2, "feature map": None}
+_RANKS: Mapping[Role, int | None] = {
+    "logits": 2,
+    "token logits": 3,
+    "embedding": 2,
+    "feature map": None,
+    "score map": None,
+}
 _POOLED = ("logits", "embedding")
 
 

@@ -21,6 +21,7 @@ from .logits import (
     token_logit_measures,
     tokens_agreeing,
 )
+from .maps import SCORE_MAP, THRESHOLD, MapMeasures, map_measures, per_map
 from .rows import Answers, AnyMeasures, Floats
 from .similarity import same_neighbour
 from .vectors import (
@@ -34,7 +35,7 @@ from .vectors import (
 )
 
 if TYPE_CHECKING:
-    Measures: TypeAlias = LogitMeasures | TokenLogitMeasures | EmbeddingMeasures | FeatureMapMeasures
+    Measures: TypeAlias = LogitMeasures | TokenLogitMeasures | EmbeddingMeasures | FeatureMapMeasures | MapMeasures
 else:
     Measures = AnyMeasures
 
@@ -43,12 +44,14 @@ MEASURES: Mapping[Role, type[Measures]] = {
     "token logits": TokenLogitMeasures,
     "embedding": EmbeddingMeasures,
     "feature map": FeatureMapMeasures,
+    "score map": MapMeasures,
 }
 ANSWERS: Mapping[Role, Answers] = {
     "logits": LOGITS,
     "token logits": TOKEN_LOGITS,
     "embedding": EMBEDDING,
     "feature map": FEATURE_MAP,
+    "score map": SCORE_MAP,
 }
 CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
 Array = NDArray[np.floating]
@@ -59,10 +62,20 @@ def measures(
     reference: Array, candidate: Array, *, role: Literal["logits"] = ..., margin_noise: float = ...
 ) -> LogitMeasures: ...
 @overload
-def measures(reference: Array, candidate: Array, *, role: Role, margin_noise: float = ...) -> Measures: ...
-def measures(reference: Array, candidate: Array, *, role: Role = "logits", margin_noise: float = 0.0) -> Measures:
+def measures(
+    reference: Array, candidate: Array, *, role: Role, margin_noise: float = ..., threshold: float = ...
+) -> Measures: ...
+def measures(
+    reference: Array,
+    candidate: Array,
+    *,
+    role: Role = "logits",
+    margin_noise: float = 0.0,
+    threshold: float = THRESHOLD,
+) -> Measures:
     """The errors of a candidate over all inputs, both [N, ...] of one role; flips on margins up to `margin_noise` are
-    not decisive. Raises BadInput when the shapes differ or aren't the role's, or the reference is not finite.
+    not decisive, and what a score map shows is above `threshold`. Raises BadInput when the shapes differ or aren't the
+    role's, or the reference is not finite.
     """
     match role:
         case "logits":
@@ -73,10 +86,14 @@ def measures(reference: Array, candidate: Array, *, role: Role = "logits", margi
             return embedding_measures(reference, candidate)
         case "feature map":
             return feature_map_measures(reference, candidate)
+        case "score map":
+            return map_measures(reference, candidate, threshold=threshold)
 
 
 def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits") -> Floats:
     """||candidate - reference|| / ||reference|| of each input [N]; inf where the candidate is not finite."""
+    if role == "score map":
+        return per_map(reference, candidate).relative_error_N
     return ANSWERS[role].rows(reference, candidate).errors().relative_error_N
 
 
@@ -95,12 +112,17 @@ def require_agreement(port: OutputPort, inputs: int) -> None:
 
 
 def figures(
-    reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits"
+    reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits", threshold: float = THRESHOLD
 ) -> dict[str, NDArray[np.generic]]:
     """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, candidate in candidates.items():
-        own = _figures_of_logits(reference, candidate) if role == "logits" else _figures(reference, candidate, role)
+        if role == "logits":
+            own = _figures_of_logits(reference, candidate)
+        elif role == "score map":
+            own = _figures_of_maps(reference, candidate, threshold)
+        else:
+            own = _figures(reference, candidate, role)
         arrays |= {key if key == "margin" else f"{name}.{key}": values for key, values in own.items()}
     return arrays
 
@@ -115,6 +137,17 @@ def _figures_of_logits(reference_NC: Array, candidate_NC: Array) -> dict[str, ND
         "kl": each.kl_N,
         "top5_overlap": each.top5_overlap_N,
         "agrees": each.agrees_N,
+    }
+
+
+def _figures_of_maps(reference: Array, candidate: Array, threshold: float) -> dict[str, NDArray[np.generic]]:
+    each = per_map(reference, candidate, threshold=threshold)
+    return {
+        "relative_error": each.relative_error_N,
+        "max_abs": each.max_abs_N,
+        "cosine": each.cosine_N,
+        "iou": each.iou_N,
+        "pixel_agreement": each.agreement_N,
     }
 
 

@@ -18,6 +18,7 @@ from ground.records import Figure, json_from_record, record_from_file, record_fr
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
+from .maps import THRESHOLD, Head
 from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
 from .shift import Shift
 from .structure import StructuralTest
@@ -95,6 +96,7 @@ class Parity:
     accuracy: tuple[Accuracy, ...] = ()
     comparisons: tuple[PairedAccuracy, ...] = ()
     per_image: str | None = None
+    heads: tuple[Head, ...] = ()
 
     def __post_init__(self) -> None:
         names = [link.name for link in self.links]
@@ -143,6 +145,8 @@ class Parity:
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         links = [_json_from_link(link) for link in self.links]
         fields: dict[str, Any] = json_from_record(self)
+        if not self.heads:
+            del fields["heads"]
         return head | fields | {"links": links, "batches": sizes}
 
 
@@ -155,6 +159,8 @@ def _json_from_link(link: Link) -> dict[str, Any]:
         del row["ties"]
     if link.role == "logits":
         del row["role"]
+    if link.role != "score map":
+        del row["tolerance"]["min_iou"]
     for batch in row["batches"]:
         del batch["agreement" if link.role == "logits" else "top1_agreement"]
     return row
@@ -172,11 +178,13 @@ def link(
     port: OutputPort = LOGITS,
     several: bool = False,
     choices: Choices | None = None,
+    threshold: float = THRESHOLD,
 ) -> Link:
     """Measure and judge one link at one output. `candidate_by_batch`: by batch size, the candidate's answers [N, ...]
     to all images, or to the first M of them at all sizes but one. `several`: the model has other outputs beside this
     one, so that the link is named by it. `choices`: how near each image is to other merged tokens; those that rounding
-    alone has merge others are left out of the measures and judged by their share.
+    alone has merge others are left out of the measures and judged by their share. `threshold`: above which a score map
+    shows something.
 
     A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
     shapes differ, the reference is not finite, or a least agreement is asked where none is defined.
@@ -195,10 +203,9 @@ def link(
             apart_N, ties[batch] = choices.apart(errors_N, tolerance.max_relative_error)
             if not apart_N.all():
                 expected, rows = expected[~apart_N], rows[~apart_N]
-        at[batch] = measures(expected, rows, role=port.role, margin_noise=tolerance.margin_noise)
-    of_some = (
-        tolerance if kind in ("exact", "half") else replace(tolerance, max_relative_error=None, min_agreement=None)
-    )
+        at[batch] = measures(expected, rows, role=port.role, margin_noise=tolerance.margin_noise, threshold=threshold)
+    unlimited = replace(tolerance, max_relative_error=None, min_agreement=None, min_iou=None)
+    of_some = tolerance if kind in ("exact", "half") else unlimited
     judged = {
         batch: _with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
         if batch in whole
@@ -259,6 +266,8 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
         return "FAIL", f"{error} over {bound:.2g} ({tolerance.rule})"
     if least is not None and (errors.agreement is None or errors.agreement < least):
         return "FAIL", f"{errors.agreement_line} under {least:.2%} ({errors.disagreement_line})"
+    if tolerance.min_iou is not None and (errors.overlap is None or errors.overlap < tolerance.min_iou):
+        return "FAIL", f"{errors.agreement_line}; an IoU of {tolerance.min_iou:g} at least was wanted"
     if tolerance.max_decisive_flips is not None and errors.decisive_flips > tolerance.max_decisive_flips:
         return (
             "FAIL",
@@ -268,6 +277,7 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
         return "UNJUDGED", f"{error}, {errors.agreement_line}; no limit was set"
     met = [f"{error} within {bound:.2g}"] if bound is not None else []
     met += [f"{errors.agreement_line}, at least {least:.2%} wanted"] if least is not None else []
+    met += [f"IoU {errors.overlap:.4f}, at least {tolerance.min_iou:g} wanted"] if tolerance.min_iou is not None else []
     return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
 
 

@@ -20,6 +20,11 @@ class AnyMeasures:
 
     __slots__ = ()
 
+    @property
+    def overlap(self) -> float | None:
+        """Intersection over union of what is answered at each place, for those that have places."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowErrors:
@@ -91,20 +96,26 @@ class Answers:
         Raises BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is not
         finite.
         """
-        self._refuse_shapes(reference, candidate)
+        self.refuse_misfit(reference, candidate)
         ref_NF, cand_NF = (side.reshape(len(side), -1) for side in (reference, candidate))
-        nonfinite = int((~np.isfinite(ref_NF)).any(axis=1).sum())
-        if nonfinite:
-            raise BadInput(
-                f"{self.what}: the reference gives NaN or Inf on {nonfinite} of {len(ref_NF)} {self.inputs}, so "
-                f"nothing can be compared with it; look for (a) bad {self.values}, (b) weights that don't fit the model"
-            )
         finite_N = np.isfinite(cand_NF).all(axis=1)
         return Rows(
             reference_NF=ref_NF.astype(np.float64),
             candidate_NF=np.where(finite_N[:, None], cand_NF, 0).astype(np.float64),
             finite_N=finite_N,
         )
+
+    def refuse_misfit(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
+        """Raise BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is
+        not finite.
+        """
+        self._refuse_shapes(reference, candidate)
+        nonfinite = sum(not np.isfinite(row).all() for row in reference)
+        if nonfinite:
+            raise BadInput(
+                f"{self.what}: the reference gives NaN or Inf on {nonfinite} of {len(reference)} {self.inputs}, so "
+                f"nothing can be compared with it; look for (a) bad {self.values}, (b) weights that don't fit the model"
+            )
 
     def _refuse_shapes(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
         odd = reference.ndim < 2 or self.rank not in (None, reference.ndim)

@@ -25,6 +25,7 @@ class Tolerance:
     min_agreement: float | None = None
     max_decisive_flips: int | None = None
     margin_noise: float = 0.0
+    min_iou: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_relative_error is not None and not 0 <= self.max_relative_error < math.inf:
@@ -33,28 +34,34 @@ class Tolerance:
             )
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
             raise BadInput(f"min agreement: got {self.min_agreement}, expected a share in [0, 1], such as 0.99")
+        if self.min_iou is not None and not 0 <= self.min_iou <= 1:
+            raise BadInput(f"min IoU: got {self.min_iou}, expected a share in [0, 1], such as 0.9")
         if not 0 <= self.margin_noise < math.inf:
             raise BadInput(f"margin noise: got {self.margin_noise}, expected a finite number of 0 or more")
 
     @property
     def bounds(self) -> bool:
         """Whether anything is bounded."""
-        return any(b is not None for b in (self.max_relative_error, self.min_agreement, self.max_decisive_flips))
+        every = self.max_relative_error, self.min_agreement, self.max_decisive_flips, self.min_iou
+        return any(bound is not None for bound in every)
 
 
-def exact(*, products: int, largest_logit: float) -> Tolerance:
+def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tolerance:
     """For links that compute the same thing in float32 in another order: 10 unit roundoffs for each product (a linear
     layer, a convolution, one of attention's two) of the longest row in which each is fed by the one before. A
     transformer's block has six.
 
     Rounding differs in every sum, and products in a row add their errors up; `largest_logit` (of the reference) turns
-    the relative bound into the margin under which a flip is a tie.
+    the relative bound into the margin under which a flip is a tie. `magnified`: how many times larger a head apart
+    makes the relative errors of what it reads.
     """
     assert products > 0, products
     assert largest_logit >= 0, largest_logit
-    bound = EXACT_FACTOR * FLOAT32_UNIT * products
+    assert magnified >= 1, magnified
+    bound = EXACT_FACTOR * FLOAT32_UNIT * products * magnified
+    head = f" x {magnified:.2g}, as the head magnifies errors" if magnified > 1 else ""
     return Tolerance(
-        rule=f"float32: {EXACT_FACTOR} x 2^-24 x {products} products in a row",
+        rule=f"float32: {EXACT_FACTOR} x 2^-24 x {products} products in a row{head}",
         max_relative_error=bound,
         max_decisive_flips=0,
         margin_noise=2 * bound * largest_logit,
@@ -88,13 +95,18 @@ def fp16(noise: Measures, *, factor: float = 4.0, whose: str = "the dense model"
 
 
 def limits(
-    *, min_agreement: float | None = None, max_error: float | None = None, noise: Measures | None = None
+    *,
+    min_agreement: float | None = None,
+    max_error: float | None = None,
+    min_iou: float | None = None,
+    noise: Measures | None = None,
 ) -> Tolerance:
     """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
     return Tolerance(
-        rule="no limit was set" if min_agreement is None and max_error is None else "the limit that was set",
+        rule="no limit was set" if min_agreement is max_error is min_iou is None else "the limit that was set",
         max_relative_error=max_error,
         min_agreement=min_agreement,
         margin_noise=tie,
+        min_iou=min_iou,
     )

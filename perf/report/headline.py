@@ -18,6 +18,7 @@ SAME: Mapping[Role, str] = {
     "token logits": "top answer of each token",
     "embedding": "nearest neighbour",
     "feature map": "nearest neighbour of each token",
+    "score map": "answer at each pixel",
 }
 
 

@@ -8,7 +8,8 @@ from ground.text import markdown_line
 
 from .content import Content
 from .headline import lead, verdicts
-from .tables import Table, tables
+from .table import Table
+from .tables import tables
 
 
 def markdown_from_content(content: Content) -> str:

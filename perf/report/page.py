@@ -14,7 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .content import Content
 from .figures import Figure, fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
-from .tables import Table, tables
+from .table import Table
+from .tables import tables
 
 TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
     ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"

@@ -1,42 +1,15 @@
-"""The tables of a report as plain cells, for HTML and Markdown. A line break parts a cell's small print."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 
-from perf.parity.parity import Link
 from perf.stats.summary import Side, SummaryRow
 
 from .content import Content, ModelLine, SiteLine
-from .numbers import NOTHING, count, error, is_number, middle, percent, points, ratio, signed_percent, size, tail
-
-PAIR = ("Key", "Value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """`key` is a short name for anchors; the first column holds the row's name."""
-
-    key: str
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-    @property
-    def numeric(self) -> tuple[bool, ...]:
-        """Which columns hold numbers alone, and so stand at the right."""
-        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
-        return tuple(place > 0 and all(map(is_number, cells)) for place, cells in enumerate(columns))
-
-    @property
-    def is_pairs(self) -> bool:
-        """Whether it is keys and values alone."""
-        return self.columns == PAIR
-
-    def __post_init__(self) -> None:
-        assert all(len(row) == len(self.columns) for row in self.rows), (self.key, self.columns, self.rows)
+from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
+from .parity_tables import accuracy, links, located, maps, structure
+from .table import PAIR, Table
 
 
 def tables(content: Content) -> dict[str, Table]:
@@ -49,6 +22,7 @@ def tables(content: Content) -> dict[str, Table]:
         latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
         gate(content),
         links(content),
+        maps(content),
         located(content),
         structure(content),
         accuracy(content),
@@ -155,89 +129,6 @@ def gate(content: Content) -> Table:
     """The gate's rules as judged."""
     rows = tuple((line.rule, line.verdict, line.message) for line in content.gate)
     return Table(key="gate", title="Gate", columns=("Rule", "Verdict", "Why"), rows=rows)
-
-
-def links(content: Content) -> Table:
-    """The parity chain, one row a link."""
-    chain = content.parity.links if content.parity else ()
-    agreement, where = "Top-1 agreement", ""
-    if content.parity:
-        images = content.parity.images
-        agreement = "Top-1 agreement" if content.parity.compared == "logits" else "Agreement"
-        what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
-        where = f"Errors of the {content.parity.compared} on {images.count:,} {what}, at the worst batch size. "
-    return Table(
-        key="parity",
-        title="Parity chain",
-        columns=("Link", "Status", "Relative error", "Max abs", agreement, "Decisive flips", "Top-5", "Cosine, least",
-                 "KL, mean"),
-        rows=tuple(_link_cells(link) for link in chain),
-        note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
-    )  # fmt: skip
-
-
-def _link_cells(link: Link) -> tuple[str, ...]:
-    m, bound = link.measures, link.tolerance.max_relative_error
-    span, by_role = m.agreement_bounds, asdict(m)
-    decisive = by_role.get("decisive_images", by_role.get("decisive_tokens"))
-    return (
-        f"{link.name}\n{link.reference} → {link.candidate}",
-        link.status,
-        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{bound:.2g} allowed'}",
-        error(m.max_abs),
-        percent(m.agreement) + ("" if span is None else f"\n{percent(span[0], 1)} to {percent(span[1], 1)}"),
-        NOTHING if decisive is None else f"{m.decisive_flips}\nof {decisive:,}",
-        percent(by_role.get("top5_overlap")),
-        f"{m.cosine_min:.4f}",
-        error(by_role.get("kl_mean")),
-    )
-
-
-def located(content: Content) -> Table:
-    """Where failing links break."""
-    rows = tuple(
-        (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
-        for line in (content.parity.located if content.parity else ())
-    )
-    return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
-
-
-def structure(content: Content) -> Table:
-    """Structural tests: what did not pass line by line, what passed in one line a candidate."""
-    tests = content.parity.structure if content.parity else ()
-    odd = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in tests if t.status != "PASS")
-    passed: dict[str, list[str]] = {}
-    for test in tests:
-        if test.status == "PASS":
-            passed.setdefault(test.candidate, []).append(test.test)
-    sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
-    return Table(
-        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=odd + sound
-    )
-
-
-def accuracy(content: Content) -> Table:
-    """Accuracy on labels, and McNemar's test where two models were compared."""
-    parity = content.parity
-    rows = [
-        (
-            a.model,
-            f"{percent(a.accuracy)}\n{percent(a.low, 1)} to {percent(a.high, 1)}",
-            f"{a.correct:,} of {a.images:,}",
-        )
-        for a in (parity.accuracy if parity else ())
-    ]
-    rows += [
-        (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
-        for c in (parity.comparisons if parity else ())
-    ]
-    return Table(
-        key="accuracy",
-        title="Accuracy on labels",
-        columns=("Model", "Accuracy", "Images"),
-        rows=tuple(rows),
-        note="95 % Wilson intervals; two models on the same images by McNemar's exact test.",
-    )
 
 
 def shift(content: Content) -> Table:

@@ -134,15 +134,20 @@ class OnnxRunner:
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
 
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch size that the graph fixes, None where it leaves it free."""
+        batches = {
+            node.shape[0] for node in self._session.get_inputs() if node.shape and isinstance(node.shape[0], int)
+        }
+        return min(batches, default=None)
+
     def describe(self) -> Flat:
         return dict(self._describe)
 
     def _checked(self, feeds: Feeds) -> Feeds:
         """The feeds, if they have the types and the sizes that the graph fixes."""
-        batches = {
-            node.shape[0] for node in self._session.get_inputs() if node.shape and isinstance(node.shape[0], int)
-        }
-        return checked_feeds(feeds, self.inputs, where=str(self.path), batch=min(batches, default=None))
+        return checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
 
     def _named(self, arrays: Sequence[Any]) -> Outputs:
         return {

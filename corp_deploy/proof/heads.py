@@ -1,0 +1,122 @@
+"""Heads apart: graphs that read a backbone's named outputs and make score maps of them, the same for every step of a
+chain.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, checked_feeds, feeds_of_ports
+from ground.files import sha256_of_file
+from ground.ports import OutputPort
+from perf.parity.maps import THRESHOLD, Head
+from perf.runners.onnx import OnnxRunner
+
+from .candidates import Run, outputs_at
+
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest:
+    """ONNX files of heads, and above which score something is there where a head tells one thing alone."""
+
+    paths: tuple[Path, ...] = ()
+    threshold: float = THRESHOLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHead:
+    """A head whose graph is loaded. Its maps are named by its file."""
+
+    path: Path
+    runner: OnnxRunner
+    reads: tuple[str, ...]
+    products: int
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        outputs, stem = self.runner.outputs, self.path.stem
+        return (stem,) if len(outputs) == 1 else tuple(f"{stem} {port.name}" for port in outputs)
+
+    @property
+    def record(self) -> Head:
+        return Head(file=self.path.name, sha256=sha256_of_file(self.path), reads=self.reads, maps=self.maps)
+
+    def __call__(self, answers: Outputs, batch: int) -> Outputs:
+        """The maps that it makes of a backbone's outputs, by their names."""
+        ports = self.runner.inputs
+        feeds = feeds_of_ports({name: answers[name] for name in self.reads}, ports)
+        checked = checked_feeds(feeds, ports, where=f"head {self.path}")
+        own = outputs_at(self.runner, checked, self.runner.fixed_batch or batch)
+        return {name: own[port.name] for name, port in zip(self.maps, self.runner.outputs, strict=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The heads of a proof; none where `every` is empty."""
+
+    every: tuple[OpenHead, ...] = ()
+    threshold: float = THRESHOLD
+
+    @property
+    def ports(self) -> tuple[OutputPort, ...]:
+        return tuple(OutputPort(name=name, role="score map") for head in self.every for name in head.maps)
+
+    @property
+    def records(self) -> tuple[Head, ...]:
+        return tuple(head.record for head in self.every)
+
+    def head_of(self, name: str) -> OpenHead:
+        """The one that makes this map."""
+        return next(head for head in self.every if name in head.maps)
+
+    def behind(self, run: Run, batch: int) -> Run:
+        """A backbone that gives the maps beside its own outputs; `batch`: the heads' where their graphs leave it
+        free.
+        """
+
+        def whole(feeds: Feeds) -> Outputs:
+            answers = run(feeds)
+            return {**answers, **{name: rows for head in self.every for name, rows in head(answers, batch).items()}}
+
+        return whole if self.every else run
+
+
+@contextmanager
+def opened_heads(request: HeadRequest, outputs: Sequence[OutputPort]) -> Iterator[Heads]:
+    """The heads with their graphs loaded. Raises BadInput for one that doesn't read the model's outputs, or whose maps
+    have the name of another output.
+    """
+    with ExitStack() as stack:
+        every = tuple(_opened(stack, path, outputs) for path in request.paths)
+        heads = Heads(every=every, threshold=request.threshold)
+        names = [port.name for port in (*outputs, *heads.ports)]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise BadInput(
+                f"heads: {', '.join(twice)} twice; a map is called as its head's file is, so give the file another name"
+            )
+        yield heads
+
+
+def _opened(stack: ExitStack, path: Path, outputs: Sequence[OutputPort]) -> OpenHead:
+    runner = stack.enter_context(OnnxRunner(path))
+    names, taken = [port.name for port in outputs], [port.name for port in runner.inputs]
+    # One output meets one input, whatever they are called.
+    reads = names if len(names) == len(taken) == 1 else taken
+    if unknown := [name for name in reads if name not in names]:
+        raise BadInput(
+            f"head {path}: reads {', '.join(unknown)}, which the model does not give; it gives {', '.join(names)}: "
+            "name the outputs that the head reads with --outputs, and the head's inputs as those are called"
+        )
+    return OpenHead(path=path, runner=runner, reads=tuple(reads), products=_products(path))
+
+
+def _products(path: Path) -> int:
+    """How many of its nodes multiply matrices: at least as many as are fed by one another."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return sum(node.op_type in PRODUCTS for node in graph.node)

@@ -1,0 +1,39 @@
+"""The table [parity] of a recipe as a type. Imports no torch."""
+
+from typing import Any
+
+from corp_deploy.invocation.table import VERIFY_HEADS
+from perf.parity.maps import THRESHOLD
+
+from . import recipe_values
+from .recipe_table import Table, refuse_ignored
+
+
+class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    batches: recipe_values.Batches = (1, 7, 32)
+    min_agreement: recipe_values.Share | None = None
+    max_error: recipe_values.RelativeError | None = None
+    half_factor: recipe_values.Factor = 4.0
+    max_apart: recipe_values.Share = 0.05
+    head: recipe_values.Locations = ()
+    map_threshold: recipe_values.Level = THRESHOLD
+    max_map_error: recipe_values.RelativeError | None = None
+    min_iou: recipe_values.Share | None = None
+    min_pixels: recipe_values.Share | None = None
+
+    def __post_init__(self) -> None:
+        asked = self._of_maps | {"map_threshold": None if self.map_threshold == THRESHOLD else self.map_threshold}
+        refuse_ignored("[parity]", VERIFY_HEADS, self._way, asked)
+
+    @property
+    def _way(self) -> str:
+        return "some" if self.head else "none"
+
+    @property
+    def _of_maps(self) -> dict[str, Any]:
+        return {"max_map_error": self.max_map_error, "min_iou": self.min_iou, "min_pixels": self.min_pixels}
+
+    @property
+    def of_maps(self) -> dict[str, Any]:
+        """What is asked of heads' maps, as `verify` takes it; nothing without heads."""
+        return VERIFY_HEADS.honoured(self._way, {"map_threshold": self.map_threshold} | self._of_maps)

@@ -1,0 +1,242 @@
+"""PURE: how far a candidate's score maps are from a reference's. N inputs, K classes, H and W places; a map at a time,
+in float64, as the maps of all inputs are large.
+
+[N,H,W] and [N,1,H,W] are scores of one thing, which is there above a threshold; of [N,K,H,W] the highest score tells
+the class of a place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+from ground.records import Figure
+
+from .labels import wilson
+from .rows import Answers, AnyMeasures, Bools, Floats, ratio, share
+
+SCORE_MAP = Answers(
+    what="score map",
+    shape="[inputs, height, width] or [inputs, classes, height, width]",
+    rank=None,
+    inputs="inputs",
+    values="input values",
+    hint="run both on the same inputs, with the same head",
+)
+RANKS = (3, 4)
+THRESHOLD = 0.5
+Maps = NDArray[np.floating]
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A head apart, by its file: the outputs that it reads, and the score maps that it makes of them."""
+
+    file: str
+    sha256: str
+    reads: tuple[str, ...]
+    maps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapMeasures(AnyMeasures):
+    """Errors of the score maps of a whole set of inputs; relative_error_mean and relative_error_worst are of inputs.
+
+    iou is intersection over union of what is above the threshold on each side, all inputs together, 1 where nothing is
+    on either; of several classes the mean over those that are anywhere on either side. iou_worst is the lowest of an
+    input. pixel_agreement is the share of places with the same answer, with Wilson's bounds as if each input had been
+    asked once. threshold is None where classes are told by the highest score. The rest is as in LogitMeasures.
+    """
+
+    images: int
+    relative_error: Figure
+    relative_error_mean: Figure
+    relative_error_worst: Figure
+    max_abs: Figure
+    cosine_mean: Figure
+    cosine_min: Figure
+    iou: float
+    iou_worst: float
+    pixel_agreement: float
+    pixel_agreement_low: float
+    pixel_agreement_high: float
+    pixels: int
+    threshold: float | None
+    nonfinite_images: int
+    spread_ratio: Figure
+
+    @property
+    def inputs(self) -> str:
+        return SCORE_MAP.inputs
+
+    @property
+    def decisive_flips(self) -> int:
+        """A place's answer has no margin that would be told."""
+        return 0
+
+    @property
+    def overlap(self) -> float:
+        return self.iou
+
+    @property
+    def agreement(self) -> float:
+        return self.pixel_agreement
+
+    @property
+    def agreement_bounds(self) -> tuple[float, float]:
+        return self.pixel_agreement_low, self.pixel_agreement_high
+
+    @property
+    def agreement_line(self) -> str:
+        return f"IoU {self.iou:.4f}, {self.pixel_agreement:.2%} of pixels agree"
+
+    @property
+    def disagreement_line(self) -> str:
+        other = round((1 - self.pixel_agreement) * self.pixels)
+        return f"{other:,} of {self.pixels:,} pixels have another answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerMap:
+    """One figure per input. Where the candidate gives NaN or Inf, errors are infinite, cosine 0 and nothing agrees.
+
+    The counts are by class of places: the reference's, the candidate's and those of both; of one thing it is class 1.
+    """
+
+    relative_error_N: Floats
+    max_abs_N: Floats
+    cosine_N: Floats
+    finite_N: Bools
+    agreement_N: Floats
+    reference_NK: Places
+    candidate_NK: Places
+    both_NK: Places
+    squares_N: Floats
+    off_squares_N: Floats
+
+    @property
+    def iou_N(self) -> Floats:
+        """The mean over the classes of each input."""
+        return np.asarray([_iou(*counts) for counts in zip(*self._counts, strict=True)])
+
+    @property
+    def iou(self) -> float:
+        """The same over all inputs together."""
+        return _iou(*(each_NK.sum(axis=0) for each_NK in self._counts))
+
+    @property
+    def _counts(self) -> tuple[Places, Places, Places]:
+        return self.reference_NK, self.candidate_NK, self.both_NK
+
+
+def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> PerMap:
+    """Raises BadInput when the shapes differ or are of no maps, or the reference is not finite."""
+    _refuse_shapes(reference, candidate)
+    each = [_figures_of_map(*pair, threshold) for pair in zip(reference, candidate, strict=True)]
+    columns = [np.asarray(column) for column in zip(*each, strict=True)]
+    off_squares_N, squares_N, products_N, own_squares_N, max_abs_N, finite_N, agreement_N, *counts = columns
+    top_N = np.sqrt(off_squares_N)
+    return PerMap(
+        relative_error_N=np.where(finite_N, ratio(top_N, np.sqrt(squares_N)), np.inf),
+        max_abs_N=max_abs_N,
+        cosine_N=np.where(finite_N, ratio(products_N, np.sqrt(squares_N) * np.sqrt(own_squares_N), at_zero=1.0), 0.0),
+        finite_N=finite_N,
+        agreement_N=agreement_N,
+        reference_NK=counts[0],
+        candidate_NK=counts[1],
+        both_NK=counts[2],
+        squares_N=squares_N,
+        off_squares_N=off_squares_N,
+    )
+
+
+def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
+    """See MapMeasures. Raises BadInput as per_map does."""
+    each, images = per_map(reference, candidate, threshold=threshold), len(reference)
+    places = int(np.prod(reference.shape[-2:]))
+    agreement = float(each.agreement_N.mean())
+    low, high = wilson(min(agreement, 1.0) * images, images)
+    whole = share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum())) if each.finite_N.all() else np.inf
+    return MapMeasures(
+        images=images,
+        relative_error=whole,
+        relative_error_mean=float(each.relative_error_N.mean()),
+        relative_error_worst=float(each.relative_error_N.max()),
+        max_abs=float(each.max_abs_N.max()),
+        cosine_mean=float(each.cosine_N.mean()),
+        cosine_min=float(each.cosine_N.min()),
+        iou=each.iou,
+        iou_worst=float(each.iou_N.min()),
+        pixel_agreement=agreement,
+        pixel_agreement_low=low,
+        pixel_agreement_high=high,
+        pixels=places * images,
+        threshold=threshold if _classes(reference) == 1 else None,
+        nonfinite_images=images - int(each.finite_N.sum()),
+        spread_ratio=_spread_ratio(reference, candidate, each.finite_N),
+    )
+
+
+def _refuse_shapes(reference: Maps, candidate: Maps) -> None:
+    if reference.ndim not in RANKS:
+        raise BadInput(f"{SCORE_MAP.what}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
+    SCORE_MAP.refuse_misfit(reference, candidate)
+
+
+def _classes(maps: Maps) -> int:
+    return maps.shape[1] if maps.ndim == 4 else 1
+
+
+def _answers(map_KHW: Floats, threshold: float) -> Places:
+    """The class of each place."""
+    alone = map_KHW.ndim == 2 or len(map_KHW) == 1
+    return (map_KHW > threshold).reshape(-1).astype(np.int64) if alone else map_KHW.argmax(axis=0).reshape(-1)
+
+
+def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) -> tuple[object, ...]:
+    """Of one input, in the order in which per_map takes them."""
+    ours, finite = reference_KHW.astype(np.float64), bool(np.isfinite(candidate_KHW).all())
+    theirs = candidate_KHW.astype(np.float64) if finite else np.zeros_like(ours)
+    alone = ours.ndim == 2 or len(ours) == 1
+    count = 2 if alone else len(ours)
+    own_P, other_P = _answers(ours, threshold), _answers(theirs, threshold)
+    agrees_P = (own_P == other_P) & finite
+    sides = [np.bincount(own_P, minlength=count), np.bincount(other_P, minlength=count) * finite]
+    counts = [*sides, np.bincount(own_P[agrees_P], minlength=count)]
+    off = theirs - ours
+    return (
+        (off**2).sum(),
+        (ours**2).sum(),
+        (ours * theirs).sum(),
+        (theirs**2).sum(),
+        np.abs(off).max() if finite else np.inf,
+        finite,
+        agrees_P.mean(),
+        *(each[1:] if alone else each for each in counts),
+    )
+
+
+def _iou(reference_K: Places, candidate_K: Places, both_K: Places) -> float:
+    """The mean over classes that are on either side; 1 where none is."""
+    union_K = reference_K + candidate_K - both_K
+    present_K = union_K > 0
+    return float((both_K[present_K] / union_K[present_K]).mean()) if present_K.any() else 1.0
+
+
+def _spread_ratio(reference: Maps, candidate: Maps, finite_N: Bools) -> float:
+    """As Rows.spread_ratio."""
+    if finite_N.sum() < 2:
+        return 1.0
+    places_N = np.flatnonzero(finite_N)
+    return share(_spread(candidate, places_N), _spread(reference, places_N), at_zero=1.0)
+
+
+def _spread(maps: Maps, places_N: NDArray[np.intp]) -> float:
+    mean = np.zeros(maps.shape[1:])
+    for place in places_N:
+        mean += maps[place].astype(np.float64) / len(places_N)
+    return float(np.sqrt(sum(((maps[place] - mean) ** 2).sum() for place in places_N)))

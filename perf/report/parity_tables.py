@@ -1,0 +1,123 @@
+"""The tables of a report that are of its parity record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from perf.parity.maps import MapMeasures
+from perf.parity.parity import Link
+
+from .content import Content
+from .numbers import NOTHING, error, percent
+from .table import Table
+
+
+def links(content: Content) -> Table:
+    """The parity chain, one row a link."""
+    chain = content.parity.links if content.parity else ()
+    agreement, where = "Top-1 agreement", ""
+    if content.parity:
+        images = content.parity.images
+        agreement = "Top-1 agreement" if content.parity.compared == "logits" else "Agreement"
+        what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
+        where = f"Errors of the {content.parity.compared} on {images.count:,} {what}, at the worst batch size. "
+    return Table(
+        key="parity",
+        title="Parity chain",
+        columns=("Link", "Status", "Relative error", "Max abs", agreement, "Decisive flips", "Top-5", "Cosine, least",
+                 "KL, mean"),
+        rows=tuple(_link_cells(link) for link in chain),
+        note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
+    )  # fmt: skip
+
+
+def _link_cells(link: Link) -> tuple[str, ...]:
+    m, bound = link.measures, link.tolerance.max_relative_error
+    span, by_role = m.agreement_bounds, asdict(m)
+    decisive = by_role.get("decisive_images", by_role.get("decisive_tokens"))
+    return (
+        f"{link.name}\n{link.reference} → {link.candidate}",
+        link.status,
+        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{bound:.2g} allowed'}",
+        error(m.max_abs),
+        percent(m.agreement) + ("" if span is None else f"\n{percent(span[0], 1)} to {percent(span[1], 1)}"),
+        NOTHING if decisive is None else f"{m.decisive_flips}\nof {decisive:,}",
+        percent(by_role.get("top5_overlap")),
+        f"{m.cosine_min:.4f}",
+        error(by_role.get("kl_mean")),
+    )
+
+
+def maps(content: Content) -> Table:
+    """What heads apart make of the outputs, one row a link."""
+    parity = content.parity
+    rows = [(link, link.measures) for link in parity.links] if parity else []
+    heads = ", ".join(f"{head.file} reads {', '.join(head.reads)}" for head in parity.heads) if parity else ""
+    return Table(
+        key="maps",
+        title="Maps of heads",
+        columns=("Link", "Status", "Relative error", "Mean of images", "Worst image", "IoU", "IoU, worst image",
+                 "Pixels that agree"),
+        rows=tuple(
+            (
+                link.name,
+                link.status,
+                error(m.relative_error),
+                error(m.relative_error_mean),
+                error(m.relative_error_worst),
+                f"{m.iou:.4f}",
+                f"{m.iou_worst:.4f}",
+                percent(m.pixel_agreement),
+            )
+            for link, m in rows
+            if isinstance(m, MapMeasures)
+        ),
+        note=f"{heads}. IoU is of what each side's map shows, all images together." if heads else "",
+    )  # fmt: skip
+
+
+def located(content: Content) -> Table:
+    """Where failing links break."""
+    rows = tuple(
+        (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
+        for line in (content.parity.located if content.parity else ())
+    )
+    return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
+
+
+def structure(content: Content) -> Table:
+    """Structural tests: what did not pass line by line, what passed in one line a candidate."""
+    tests = content.parity.structure if content.parity else ()
+    odd = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in tests if t.status != "PASS")
+    passed: dict[str, list[str]] = {}
+    for test in tests:
+        if test.status == "PASS":
+            passed.setdefault(test.candidate, []).append(test.test)
+    sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
+    return Table(
+        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=odd + sound
+    )
+
+
+def accuracy(content: Content) -> Table:
+    """Accuracy on labels, and McNemar's test where two models were compared."""
+    parity = content.parity
+    rows = [
+        (
+            a.model,
+            f"{percent(a.accuracy)}\n{percent(a.low, 1)} to {percent(a.high, 1)}",
+            f"{a.correct:,} of {a.images:,}",
+        )
+        for a in (parity.accuracy if parity else ())
+    ]
+    rows += [
+        (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
+        for c in (parity.comparisons if parity else ())
+    ]
+    return Table(
+        key="accuracy",
+        title="Accuracy on labels",
+        columns=("Model", "Accuracy", "Images"),
+        rows=tuple(rows),
+        note="95 % Wilson intervals; two models on the same images by McNemar's exact test.",
+    )
