@@ -34,7 +34,10 @@ from ground.errors import BadInput
 from tests import hf_towers, tiny
 from tests.small_models import pixels, small
 
-EVERY = "pooled,class,registers,patches,tokens,block0,block1_norm,block0_class,block1_registers_norm,block1_tokens"
+EVERY = (
+    "pooled,class,registers,patches,tokens,block0,block1_norm,block0_class,block1_registers_norm,block1_tokens,"
+    "map,block1_map_norm"
+)
 
 
 def backbone(**kwargs: Any) -> Checkpoint:
@@ -74,6 +77,8 @@ def test_each_output_is_what_timm_gives_there() -> None:
             "block0_class": raw[0][1][:, 0],
             "block1_registers_norm": normed[0][1][:, 1:3],
             "block1_tokens": torch.cat([raw[1][1], raw[1][0]], dim=1),
+            "map": tokens[:, 3:].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
+            "block1_map_norm": normed[0][0].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
         }
     got = given(model)
     assert list(got) == EVERY.split(",")
@@ -95,6 +100,7 @@ def test_a_classifier_gives_its_logits_beside_its_tokens() -> None:
     ("name", "names", "layers"),
     [
         ("convnext_atto", "patches,stage1,stage3", {"stage1": 1, "stage3": 3}),
+        ("convnext_atto", "map,stage1_map,stage3_map", {"stage1_map": 1, "stage3_map": 3}),
         ("small_mixer", "patches,block0", {"block0": 0}),
     ],
 )
@@ -105,10 +111,10 @@ def test_other_families_give_their_layers_too(name: str, names: str, layers: dic
     with torch.inference_mode():
         last = dense.forward_features(images)
         raw = dense.forward_intermediates(images, indices=list(layers.values()), intermediates_only=True)
-    expected = {"patches": last, **dict(zip(layers, raw, strict=True))}
+    expected = {"patches": last, "map": last, **dict(zip(layers, raw, strict=True))}
     for each, tensor in got.items():
         reference = expected[each]
-        if reference.ndim == 4:
+        if reference.ndim == 4 and not each.endswith("map"):
             reference = reference.flatten(2).mT
         torch.testing.assert_close(tensor, reference, rtol=1e-5, atol=1e-5)
 
@@ -162,7 +168,7 @@ def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
 REFUSED = {
     "logits": "the model has no classifier; its head gives pooled",
     "class,class": "class twice",
-    "nose": "'nose' is none; expected logits, pooled, class, registers, patches, tokens, or a layer such as block8",
+    "nose": "'nose' is none; expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
     "class,block3": r"block3: the model has no such layer; it has block0, block1, block2",
     "block1": r"leave out what comes behind blocks\.1\.mlp, which would be reduced for nothing",
     "": "'' is none",

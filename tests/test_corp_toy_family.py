@@ -162,6 +162,9 @@ class LadderFamily:
     def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
         return ("strip",) * STRIPS
 
+    def grid(self, model: nn.Module, layer: str) -> None:
+        pass
+
     def depth(self, model: nn.Module) -> int:
         return len(ladder(model).rungs)
 

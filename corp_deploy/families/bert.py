@@ -152,6 +152,10 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("first", *["text"] * (input_spec(model).shape[0] - 1))
 
 
+def grid(model: nn.Module, layer: str) -> None:
+    """Tokens make no map."""
+
+
 def depth(model: nn.Module) -> int:
     return len(_encoder(model).blocks)
 

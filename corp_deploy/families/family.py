@@ -17,6 +17,7 @@ from ground.ports import OutputPort, Port
 
 from . import bert, own_modules, timm_cait, timm_convnext, timm_eva, timm_mixer, timm_relative, timm_swin, timm_vit
 from .architecture import Architecture
+from .maps import Grid
 from .merging import Merging
 from .modules import device
 from .named_outputs import NamedOutputs, named
@@ -137,6 +138,12 @@ class Family(Protocol):
 
     def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
         """What each token of the last residual stream is, in order."""
+        ...
+
+    def grid(self, model: nn.Module, layer: str) -> Grid | None:
+        """Height and width of the map that patch tokens make, row by row, behind the layer of this path, an empty one
+        for the last stream; None where they make none.
+        """
         ...
 
     def depth(self, model: nn.Module) -> int:

@@ -13,6 +13,7 @@ from calib.inputs import Inputs
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
+from .maps import Grid, map_from_tokens
 from .merging import Merging
 from .outputs import Output, Outputs
 from .steps import Outlet, Step, Walk
@@ -32,6 +33,7 @@ class OwnFamily(Protocol):
     def normed(self, model: nn.Module, x_BNC: Tensor) -> Tensor: ...
     def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor: ...
     def token_kinds(self, model: nn.Module) -> tuple[str, ...]: ...
+    def grid(self, model: nn.Module, layer: str) -> Grid | None: ...
     def merging_of(self, model: nn.Module) -> Merging | None: ...
     def classes(self, model: nn.Module) -> int: ...
     def input_spec(self, model: nn.Module) -> Any: ...
@@ -81,7 +83,13 @@ class NamedOutputs(nn.Module):
         tokens = dict(walk.kept)[output.layer] if output.layer else walk.tokens
         # Tokens that are no patch stand in front, where none is merged.
         x_BNC = tokens.x if tokens.sources is None or not output.has_patches else unmerged(tokens.x, tokens.sources)
-        return _part(output, self.family.normed(self, x_BNC) if output.normed else x_BNC, self.family.token_kinds(self))
+        normed_BNC = self.family.normed(self, x_BNC) if output.normed else x_BNC
+        part = _part(output, normed_BNC, self.family.token_kinds(self))
+        if output.part != "map":
+            return part
+        grid = self.family.grid(self, _own_layer(output.layer, list(self.family.steps(self))))
+        assert grid is not None, output
+        return map_from_tokens(part, grid)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """One output bare, several as a tuple."""
@@ -93,17 +101,26 @@ class NamedOutputs(nn.Module):
         return answers if len(answers) > 1 else answers[0]
 
 
+def _inside(layer: str, steps: list[Step]) -> list[int]:
+    return [place for place, step in enumerate(steps) if f"{step.name}.".startswith(f"{layer}.")]
+
+
+def _own_layer(layer: str, steps: list[Step]) -> str:
+    """The layer as the model calls it: what some call stages others call layers."""
+    word, _, number = layer.partition(".")
+    return layer if word != "stages" or _inside(layer, steps) else f"layers.{number}"
+
+
 def _last_of(layer: str, steps: list[Step]) -> int:
     """The place of a layer's last step; -1 for a layer that no step is of."""
-    inside = [place for place, step in enumerate(steps) if f"{step.name}.".startswith(f"{layer}.")]
-    return max(inside, default=-1)
+    return max(_inside(_own_layer(layer, steps), steps), default=-1)
 
 
 def _part(output: Output, x_BNC: Tensor, kinds: tuple[str, ...]) -> Tensor:
     front = sum(kind in IN_FRONT for kind in kinds)
     if output.part == "tokens":
         return x_BNC
-    if output.part == "patches":
+    if output.part in ("patches", "map"):
         return x_BNC[:, front:]
     assert output.part is not None, output
     kind = _KINDS[output.part]
@@ -130,6 +147,8 @@ def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[St
         return f"the model has no such layer; it has {', '.join(_layers(steps))}"
     if output.layer.startswith("stages.") and output.normed:
         return "a stage's channels aren't those of the last norm"
+    if output.part == "map" and family.grid(model, _own_layer(output.layer, steps)) is None:
+        return "the model's tokens make no map"
     return ""
 
 

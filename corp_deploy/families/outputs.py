@@ -3,7 +3,8 @@ torch.
 
 The grammar of a name: `logits` or `pooled`; `class`, `registers`, `patches` or `tokens` behind the last norm; `block8`
 for the patch tokens behind block 8 as they stand there, `block8_class` and so on for others of its tokens, and
-`block8_norm` for the same through the model's last norm. Layers count from 0, as their names in the model do.
+`block8_norm` for the same through the model's last norm. `map`, `block8_map` and `stage1_map` are patch tokens as a map
+[B,C,H,W], rows and columns as in the image. Layers count from 0, as their names in the model do.
 """
 
 import re
@@ -14,11 +15,11 @@ from ground.errors import BadInput
 from ground.ports import OutputPort
 from ground.quantity import shown
 
-Part = Literal["class", "registers", "patches", "tokens"]
-PARTS: tuple[Part, ...] = ("class", "registers", "patches", "tokens")
+Part = Literal["class", "registers", "patches", "tokens", "map"]
+PARTS: tuple[Part, ...] = ("class", "registers", "patches", "tokens", "map")
 HEADS = ("logits", "pooled")
 MOST_OUTPUTS = 64
-_LAYER = re.compile(r"([a-z]+)(0|[1-9][0-9]{0,3})(?:_(class|registers|patches|tokens))?(_norm)?")
+_LAYER = re.compile(r"([a-z]+)(0|[1-9][0-9]{0,3})(?:_(class|registers|patches|tokens|map))?(_norm)?")
 EXAMPLE = "class,patches,block8"
 
 
@@ -36,7 +37,7 @@ class Output:
     @property
     def has_patches(self) -> bool:
         """Whether it has a vector for each place of the image."""
-        return self.part in ("patches", "tokens")
+        return self.part in ("patches", "tokens", "map")
 
     @property
     def port(self) -> OutputPort:
@@ -55,7 +56,7 @@ def output_from_name(name: str) -> Output:
     if match is None:
         raise BadInput(
             f"outputs: {shown(name)} is none; expected {', '.join((*HEADS, *PARTS))}, or a layer such as block8, "
-            "block8_class, block8_norm"
+            "block8_class, block8_norm, stage1_map"
         )
     word, number, part, norm = match.groups()
     of_layer: Part = next((each for each in PARTS if each == part), "patches")

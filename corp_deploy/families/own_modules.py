@@ -134,6 +134,10 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
+def grid(model: nn.Module, layer: str) -> None:
+    """Tokens make no map."""
+
+
 def depth(model: nn.Module) -> int:
     """Blocks aren't known; sites are."""
     return len(sites(model).every)

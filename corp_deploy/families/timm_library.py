@@ -15,6 +15,7 @@ from ground.ports import LOGITS, OutputPort
 from ground.quantity import shown
 
 from .architecture import MOST_PARAMETERS, Architecture
+from .maps import Grid
 from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
@@ -59,6 +60,13 @@ def configured_size(model: nn.Module) -> tuple[int, int]:
     """Height and width of a model that takes any: those it was trained or asked for."""
     _, height, width = _config(model)["input_size"]
     return int(height), int(width)
+
+
+def grid(model: nn.Module, layer: str) -> Grid | None:
+    """Of the patches, which is that of all layers."""
+    embedding = next((part for name, part in model.named_children() if name in ("patch_embed", "stem")), None)
+    size: Any = getattr(embedding, "grid_size", None)
+    return None if size is None else (int(size[0]), int(size[1]))
 
 
 def image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:

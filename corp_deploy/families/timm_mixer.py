@@ -25,6 +25,7 @@ from .timm_images import ImageSpec
 from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
+from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
 from .timm_library import own_state as own_state
 from .timm_library import take_beside_ as take_beside_

@@ -190,6 +190,12 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("position",) * (height * width)
 
 
+def grid(model: nn.Module, layer: str) -> Grid | None:
+    """That of the layer's stage."""
+    stages = _stages(model)
+    return next((stage.grid for stage in stages if f"{layer}.".startswith(f"{stage.name}.")), stages[-1].grid)
+
+
 def depth(model: nn.Module) -> int:
     """Blocks of all stages."""
     return len(_blocks(model))
