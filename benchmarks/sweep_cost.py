@@ -29,6 +29,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import lineage_of_model
 from ground.files import write_json
+from ground.ports import LOGITS
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.875)
 
@@ -56,7 +57,7 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     moments = collect(model, calibration_taps(model, vit.sites(model)), batches, device="cpu", lineage=lineage)
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)
-    scored = Scored(inputs=held_out, role="logits", dense_NC=outputs(model, held_out, 8), labels_N=None, batch_size=8)
+    scored = Scored(inputs=held_out, ports=(LOGITS,), dense=outputs(model, held_out, 8), labels_N=None, batch_size=8)
     wanted = [SweepRequest(preset="best", method=choices_at(sparsity)) for sparsity in SPARSITIES]
     found = []
     for _ in range(rounds):

@@ -99,9 +99,6 @@ def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
     assert "has outputs of its own: class, patches, block0; drop --outputs patches" in refused.stderr
     refused = invoked("inspect", "--model", home / "dense", "--outputs", "class,nose", code=2)
     assert "'nose' is none" in refused.stderr
-    sweep = ("sweep", "--model", home / "dense", "--outputs", "class,patches", "--moments", home / "m.safetensors")
-    refused = invoked(*sweep, "--images", home / "held-out.npy", "--sparsity", 0.5, "-o", home / "sweep", code=2)
-    assert "sweep scores models by one output, this one has 2: class, patches" in refused.stderr
 
 
 def test_a_model_repository_carries_all_outputs(home: Path) -> None:

@@ -1,8 +1,9 @@
-"""Inputs that judge reduced models against the dense one, none of them calibrated on. N inputs, C outputs."""
+"""Inputs that judge reduced models against the dense one, none of them calibrated on. N inputs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,19 +12,20 @@ from torch import nn
 
 from calib.images import Images
 from calib.input_set import InputSet
-from calib.inputs import moved, run_model
+from calib.inputs import as_tuple, moved, run_model
 from calib.moments import Moments
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.modules import device
 from corp_deploy.invocation.limit import Measure
 from corp_deploy.store.inputs import images_for_model, labels_from_path, texts_for_model
 from ground.errors import BadInput
-from ground.ports import OutputPort
+from ground.ports import Role
 from perf.parity.measures import ANSWERS, measures, require_agreement
 
 BATCH = 32
 DRAWS, CONFIDENCE, SEED = 1000, 0.95, 0
 Floats = NDArray[np.float64]
+Answer = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,21 @@ class Judging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One measure of a reduced model, with its 95 % interval over the inputs."""
+    """One measure of a reduced model, with its 95 % interval over the inputs: that of its worst output where several
+    are judged, which `output` then names and `every` holds among the others.
+    """
 
     value: float
     low: float
     high: float
+    output: str = ""
+    every: tuple["Judgement", ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        own = {"value": self.value, "low": self.low, "high": self.high}
+        if not self.every:
+            return own
+        return own | {"output": self.output, "outputs": {each.output: each.as_json() for each in self.every}}
 
 
 def _ids(moments: Moments) -> torch.Tensor:
@@ -108,11 +120,15 @@ def judges_from_paths(model: nn.Module, images: InputSet, *, judge: Path | None,
     return Judges(inputs=others, labels_N=labels_from_path(labels, labelled, model))
 
 
-def _outputs(model: nn.Module, inputs: InputSet) -> NDArray[np.float32]:
+def _outputs(model: nn.Module, inputs: InputSet) -> tuple[Answer, ...]:
+    """Of all inputs, each output [N, ...]."""
     where = device(model)
     with torch.inference_mode():
-        rows = [run_model(model, moved(batch, where)).float().cpu().numpy() for batch in inputs.batches(BATCH)]
-    return np.concatenate(rows)
+        rows = [
+            [output.float().cpu().numpy() for output in as_tuple(run_model(model, moved(batch, where)))]
+            for batch in inputs.batches(BATCH)
+        ]
+    return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
 
 
 def _bootstrap(count: int, statistic: Callable[[NDArray[np.int64]], float]) -> tuple[float, float]:
@@ -124,53 +140,67 @@ def _bootstrap(count: int, statistic: Callable[[NDArray[np.int64]], float]) -> t
 
 
 class Judge:
-    """The dense model's answers to the inputs that judge, made once, and one measure of any reduced model beside them.
+    """The dense model's answers to the inputs that judge, made once, and one measure of any reduced model beside them:
+    of each output that has it, and the worst of them.
 
     Raises BadInput where the measure is not defined of the outputs, or has no labels.
     """
 
     def __init__(self, model: nn.Module, judging: Judging, measure: Measure) -> None:
-        ports: tuple[OutputPort, ...] = output_ports(model)
-        if len(ports) != 1:
-            raise BadInput(
-                f"--within judges one output, the model has {len(ports)}: {', '.join(p.name for p in ports)}"
-            )
-        self.role, self.measure, self.labels_N, self.inputs = ports[0].role, measure, judging.labels_N, judging.inputs
+        self.ports, self.measure = output_ports(model), measure
+        self.labels_N, self.inputs = judging.labels_N, judging.inputs
         if measure == "agreement":
-            require_agreement(ports[0], judging.inputs.count)
-        if measure == "accuracy" and self.role != "logits":
-            raise BadInput(
-                f"--within accuracy: {ports[0].name} is {self.role}, which no label is of; give error or agreement"
-            )
+            for port in self.ports:
+                require_agreement(port, judging.inputs.count)
+        self.judged = tuple(port for port in self.ports if measure != "accuracy" or port.role == "logits")
+        if not self.judged:
+            roles = ", ".join(f"{port.name} is {port.role}" for port in self.ports)
+            raise BadInput(f"--within accuracy: {roles}, which no label is of; give error or agreement")
         if measure == "accuracy" and judging.labels_N is None:
             raise BadInput("--within accuracy needs --labels, the class indices of the images that judge")
-        self.dense_NC = _outputs(model, judging.inputs)
+        self.dense = self._answers(model)
+
+    def _answers(self, model: nn.Module) -> dict[str, Answer]:
+        """Of the outputs that are judged, by name."""
+        answers = dict(zip((port.name for port in self.ports), _outputs(model, self.inputs), strict=True))
+        return {port.name: answers[port.name] for port in self.judged}
 
     def of(self, model: nn.Module) -> Judgement:
         """Relative error, share that agrees (top-1, or nearest neighbour), or change of accuracy in points."""
-        outputs_NC = _outputs(model, self.inputs)
+        answers = self._answers(model)
+        every = tuple(
+            replace(self._judged(self.dense[port.name], answers[port.name], port.role), output=port.name)
+            for port in self.judged
+        )
+        if len(every) == 1:
+            return replace(every[0], output="")
+        worst = max(every, key=lambda each: each.value if self.measure == "error" else -each.value)
+        return replace(worst, every=every)
+
+    def _judged(self, dense: Answer, outputs: Answer, role: Role) -> Judgement:
         if self.measure == "error":
-            return self._error(outputs_NC)
+            return _error(dense, outputs, role)
         if self.measure == "agreement":
-            found = measures(self.dense_NC, outputs_NC, role=self.role)
+            found = measures(dense, outputs, role=role)
             bounds = found.agreement_bounds
             assert bounds is not None, found
             return Judgement(value=found.agreement or 0.0, low=bounds[0], high=bounds[1])
-        return self._points(outputs_NC)
+        return self._points(dense, outputs)
 
-    def _error(self, outputs_NC: NDArray[np.float32]) -> Judgement:
-        rows = ANSWERS[self.role].rows(self.dense_NC, outputs_NC)
-        value = rows.relative_error()
-        if not rows.finite_N.all():
-            return Judgement(value=value, low=value, high=value)
-        lost_N: Floats = np.square(rows.candidate_NF - rows.reference_NF).sum(axis=1)
-        energy_N: Floats = np.square(rows.reference_NF).sum(axis=1)
-        low, high = _bootstrap(len(lost_N), lambda drawn: float((lost_N[drawn].sum() / energy_N[drawn].sum()) ** 0.5))
-        return Judgement(value=value, low=min(low, value), high=max(high, value))
-
-    def _points(self, outputs_NC: NDArray[np.float32]) -> Judgement:
+    def _points(self, dense_NC: Answer, outputs_NC: Answer) -> Judgement:
         right = (outputs_NC.argmax(-1) == self.labels_N).astype(np.float64)
-        change_N = 100.0 * (right - (self.dense_NC.argmax(-1) == self.labels_N))
+        change_N = 100.0 * (right - (dense_NC.argmax(-1) == self.labels_N))
         low, high = _bootstrap(len(change_N), lambda drawn: float(change_N[drawn].mean()))
         value = float(change_N.mean())
         return Judgement(value=value, low=min(low, value), high=max(high, value))
+
+
+def _error(dense: Answer, outputs: Answer, role: Role) -> Judgement:
+    rows = ANSWERS[role].rows(dense, outputs)
+    value = rows.relative_error()
+    if not rows.finite_N.all():
+        return Judgement(value=value, low=value, high=value)
+    lost_N: Floats = np.square(rows.candidate_NF - rows.reference_NF).sum(axis=1)
+    energy_N: Floats = np.square(rows.reference_NF).sum(axis=1)
+    low, high = _bootstrap(len(lost_N), lambda drawn: float((lost_N[drawn].sum() / energy_N[drawn].sum()) ** 0.5))
+    return Judgement(value=value, low=min(low, value), high=max(high, value))

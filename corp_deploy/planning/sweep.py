@@ -1,7 +1,7 @@
 """Many sparsities from the same moments: what each costs, how far it is from the dense model, and the best of them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, joined, pieces, run_model
+from calib.inputs import Inputs, as_tuple, joined, pieces, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import output_ports
@@ -18,15 +18,25 @@ from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from ground.errors import BadInput
-from ground.ports import Role
+from ground.ports import OutputPort
 from perf.parity.measures import measures
 
 from .budget import allocate
 from .curves import CostCurve, cost_curves, eliminations
 from .probe import Probe
 
+Answer = NDArray[np.float32]
 KIND = "corp-deploy/sweep"
 PROBE_IMAGES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputScore:
+    """How far one of several outputs is from the dense one."""
+
+    name: str
+    relative_error: float
+    agreement: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +44,8 @@ class SweepPoint:
     """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense
     outputs. No agreement: too few inputs for embeddings to have neighbours.
 
-    `sites_reduced` became smaller; `sites_refused` were asked to and can't.
+    `sites_reduced` became smaller; `sites_refused` were asked to and can't. Of several outputs error and agreement are
+    those of the worst, and `outputs` has each.
     """
 
     preset: str
@@ -51,6 +62,18 @@ class SweepPoint:
     sites_reduced: int
     sites_refused: int
     on_front: bool = False
+    outputs: tuple[OutputScore, ...] = ()
+
+    @property
+    def by_output(self) -> str:
+        """The error of each output, where there are several."""
+        return ", ".join(f"{each.name} {each.relative_error:.4f}" for each in self.outputs)
+
+    def as_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        if not self.outputs:
+            del fields["outputs"]
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +87,38 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Inputs with the dense model's outputs for them, what those are for, and labels where there are any."""
+    """Inputs with each of the dense model's outputs [N, ...] for them, and labels where there are any."""
 
     inputs: Inputs
-    role: Role
-    dense_NC: NDArray[np.float32]
+    ports: tuple[OutputPort, ...]
+    dense: tuple[Answer, ...]
     labels_N: NDArray[np.int64] | None
     batch_size: int
+
+    def _scores(self, answers: Sequence[Answer]) -> tuple[OutputScore, ...]:
+        errors = [
+            measures(dense, answer, role=port.role)
+            for port, dense, answer in zip(self.ports, self.dense, answers, strict=True)
+        ]
+        return tuple(
+            OutputScore(name=port.name, relative_error=each.relative_error, agreement=each.agreement)
+            for port, each in zip(self.ports, errors, strict=True)
+        )
+
+    def _accuracy(self, answers: Sequence[Answer]) -> float | None:
+        """Of the first logits."""
+        if self.labels_N is None:
+            return None
+        own = next((place for place, port in enumerate(self.ports) if port.role == "logits"), 0)
+        return float((answers[own].argmax(1) == self.labels_N).mean())
 
     def trial(self, request: SweepRequest, reduction: Reduction, dense_macs: int) -> SweepPoint:
         """Score one reduced model."""
         model = reduction.model
         method = request.method
-        outputs_NC = outputs(model, self.inputs, self.batch_size)
-        errors = measures(self.dense_NC, outputs_NC, role=self.role)
-        cost = macs(model)
-        accuracy = None if self.labels_N is None else float((outputs_NC.argmax(1) == self.labels_N).mean())
+        answers = outputs(model, self.inputs, self.batch_size)
+        scores, cost = self._scores(answers), macs(model)
+        agreements = [score.agreement for score in scores if score.agreement is not None]
         return SweepPoint(
             preset=request.preset,
             budget=request.budget,
@@ -89,30 +128,27 @@ class Scored:
             macs=cost,
             macs_share=cost / dense_macs,
             parameters=parameters(model),
-            relative_error=errors.relative_error,
-            agreement=errors.agreement,
-            accuracy=accuracy,
+            relative_error=max(score.relative_error for score in scores),
+            agreement=min(agreements, default=None),
+            accuracy=self._accuracy(answers),
             sites_reduced=len(reduction.coverage.reduced),
             sites_refused=len(reduction.coverage.refused),
+            outputs=scores if len(scores) > 1 else (),
         )
 
 
-def outputs(model: nn.Module, inputs: Inputs, batch_size: int) -> NDArray[np.float32]:
-    """Logits or embeddings [N,C] of all inputs."""
+def outputs(model: nn.Module, inputs: Inputs, batch_size: int) -> tuple[Answer, ...]:
+    """Each output [N, ...] of all inputs."""
     with torch.inference_mode():
-        rows: list[NDArray[np.float32]] = [run_model(model, part).numpy() for part in pieces(inputs, batch_size)]
-    return np.concatenate(rows)
+        rows = [[output.numpy() for output in as_tuple(run_model(model, part))] for part in pieces(inputs, batch_size)]
+    return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
 
 
 def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
     """All of the inputs with the dense model's outputs for them."""
     inputs = joined(list(source.batches(batch_size)))
-    ports = output_ports(model)
-    if len(ports) > 1:
-        names = ", ".join(port.name for port in ports)
-        raise BadInput(f"sweep scores models by one output, this one has {len(ports)}: {names}; name one of them alone")
-    dense_NC = outputs(model, inputs, batch_size)
-    return Scored(inputs=inputs, role=ports[0].role, dense_NC=dense_NC, labels_N=labels_N, batch_size=batch_size)
+    dense = outputs(model, inputs, batch_size)
+    return Scored(inputs=inputs, ports=output_ports(model), dense=dense, labels_N=labels_N, batch_size=batch_size)
 
 
 def _front(trials: Sequence[SweepPoint]) -> set[int]:
@@ -165,7 +201,7 @@ def sweep(
 
 
 def _marked(trial: SweepPoint, on_front: bool) -> SweepPoint:
-    return SweepPoint(**{**asdict(trial), "on_front": on_front})
+    return replace(trial, on_front=on_front)
 
 
 def smallest_that_agrees(trials: Sequence[SweepPoint], least: float) -> SweepPoint:
@@ -204,14 +240,19 @@ def sentence_of_sweep(trials: Sequence[SweepPoint]) -> str:
     smallest = smallest_by_error(trials)
     if not smallest:
         least = min(trials, key=lambda trial: trial.relative_error)
+        by_output = f" ({least.by_output})" if least.outputs else ""
         return (
-            f"no model tried errs {ERRORS[-1]:.0%} or less; the least is {least.relative_error:.1%} at "
+            f"no model tried errs {ERRORS[-1]:.0%} or less; the least is {least.relative_error:.1%}{by_output} at "
             f"{least.macs_share:.2f} of the MACs"
         )
-    by_error = ", ".join(f"{trial.macs_share:.2f} at {error:.0%}" for error, trial in smallest.items())
+    by_error = ", ".join(
+        f"{trial.macs_share:.2f} at {error:.0%}{f' ({trial.by_output})' if trial.outputs else ''}"
+        for error, trial in smallest.items()
+    )
+    of_worst = " of the worst output" if trials[0].outputs else ""
     return (
-        f"share of the MACs that an error takes, the smallest model tried for each: {by_error}; the edge between two "
-        "is found by reduce --within 'error 0.05'"
+        f"share of the MACs that an error{of_worst} takes, the smallest model tried for each: {by_error}; the edge "
+        "between two is found by reduce --within 'error 0.05'"
     )
 
 
@@ -220,8 +261,8 @@ def record_of_sweep(trials: Sequence[SweepPoint], answer: SweepPoint | None) -> 
     return {
         "kind": KIND,
         "version": 1,
-        "trials": [asdict(trial) for trial in trials],
-        "smallest_that_agrees": None if answer is None else asdict(answer),
+        "trials": [trial.as_json() for trial in trials],
+        "smallest_that_agrees": None if answer is None else answer.as_json(),
         "smallest_by_error": [
             {"error": error, "macs_share": trial.macs_share, "relative_error": trial.relative_error}
             for error, trial in smallest_by_error(trials).items()

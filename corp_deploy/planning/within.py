@@ -6,7 +6,7 @@ that was measured not to, and not the result of any interpolation.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from corp_deploy.invocation.limit import Limit
@@ -53,7 +53,9 @@ class Within:
         return max(smaller, key=lambda trial: trial.share, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        trials = [asdict(trial) for trial in self.trials]
+        trials = [
+            {"share": trial.share, "judged": trial.judged.as_json(), "holds": trial.holds} for trial in self.trials
+        ]
         return {
             "limit": str(self.limit),
             "currency": self.currency,
@@ -73,7 +75,8 @@ class Within:
         return (
             f"within {self.limit}: {answer.share:.2f} of the dense {self.currency} gives "
             f"{figure(self.limit, answer.judged.value)} (95 % interval {figure(self.limit, answer.judged.low)} to "
-            f"{figure(self.limit, answer.judged.high)}{past}) on {self.judges}; {smaller}; {len(self.trials)} "
+            f"{figure(self.limit, answer.judged.high)}{past}){_worst(self.limit, answer.judged)} on {self.judges}; "
+            f"{smaller}; {len(self.trials)} "
             f"model{'s were' if len(self.trials) > 1 else ' was'} reduced and judged"
         )
 
@@ -86,6 +89,14 @@ def figure(limit: Limit, value: float) -> str:
     return {"accuracy": f"{value:+.2f} points", "agreement": f"{value:.2%}", "error": f"{value:.3g}"}[limit.measure]
 
 
+def _worst(limit: Limit, judged: Judgement) -> str:
+    """Of which output the figure is, beside those of the others; nothing where there is one."""
+    if not judged.every:
+        return ""
+    others = (f"{each.output} {figure(limit, each.value)}" for each in judged.every if each.output != judged.output)
+    return f" at {judged.output}, the worst output ({', '.join(others)})"
+
+
 def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequence[Trial]) -> NoReturn:
     if not trials:
         raise BadInput(f"--within '{limit}': no widths keep less than the whole of the dense {currency}; see inspect")
@@ -96,7 +107,8 @@ def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequen
     raise BadInput(
         f"--within '{limit}': out of reach on {judges}; the closest of the {len(trials)} models tried keeps "
         f"{closest.share:.2f} of the dense {currency} and gives {figure(limit, closest.judged.value)} (95 % interval "
-        f"{figure(limit, closest.judged.low)} to {figure(limit, closest.judged.high)}); allow more"
+        f"{figure(limit, closest.judged.low)} to {figure(limit, closest.judged.high)})"
+        f"{_worst(limit, closest.judged)}; allow more"
     )
 
 

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 from rich.table import Table
 
@@ -15,9 +15,9 @@ LEAST_ERROR = 1e-6
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     """One row a trial; the front of least error at least MACs is starred."""
-    table = Table(
-        "preset", "MLP", "Q/K", "budget", "heads", "MACs", "parameters", "relative error", "agreement", "accuracy", ""
-    )
+    several = [f"error of {score.name}" for trial in trials[:1] for score in trial.outputs]
+    names = "preset", "MLP", "Q/K", "budget", "heads", "MACs", "parameters", "relative error"
+    table = Table(*names, *several, "agreement", "accuracy", "")
     for trial in trials:
         table.add_row(
             trial.preset,
@@ -28,6 +28,7 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
             f"{trial.macs_share:.1%}",
             f"{trial.parameters:,}",
             f"{trial.relative_error:.4f}",
+            *(f"{score.relative_error:.4f}" for score in trial.outputs),
             "-" if trial.agreement is None else f"{trial.agreement:.2%}",
             "-" if trial.accuracy is None else f"{trial.accuracy:.2%}",
             "*" if trial.on_front else "",
@@ -38,9 +39,13 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
 def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
     """All figures, unrounded."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, [field.name for field in fields(SweepPoint)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(trial) for trial in trials)
+    names = [field.name for field in fields(SweepPoint) if field.name != "outputs"]
+    several = [f"relative_error {score.name}" for trial in trials[:1] for score in trial.outputs]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*names, *several])
+    for trial in trials:
+        errors = [score.relative_error for score in trial.outputs]
+        writer.writerow([*(getattr(trial, name) for name in names), *errors])
     return out.getvalue()
 
 
