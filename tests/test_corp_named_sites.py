@@ -266,12 +266,55 @@ def test_code_that_will_not_do_is_refused(name: str, tmp_path: Path) -> None:
     assert FAULTS[name].replace("\\", "") in said
 
 
-def test_a_recipe_takes_no_code(tmp_path: Path) -> None:
+RECIPE = """
+[model]
+model = "module:net.py:build"
+[calibration]
+images = "images.npy"
+[held_out]
+images = "images.npy"
+[reduce]
+mlp = 0.5
+align_mlp = 8
+[export]
+precisions = ["fp32"]
+[parity]
+max_error = 0.9
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+[samples]
+count = 3
+"""
+
+
+def test_a_recipe_names_code_which_the_command_has_to_trust(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
-    tables = f'[model]\nmodel = "module:{tmp_path / "net.py"}:build"\n[calibration]\nimages = "i.npy"\n'
-    (tmp_path / "r.toml").write_text(f'{tables}[held_out]\nimages = "i.npy"\n[reduce]\nmlp = 0.5\n')
-    said = invoked("release", tmp_path / "r.toml", "-o", tmp_path / "out", code=2).stderr
-    assert "model.model: a recipe runs no code of a model" in said
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    np.save(tmp_path / "images.npy", tiny.images(48))
+    given = ("release", tmp_path / "recipe.toml", "-o", tmp_path / "out")
+    said = invoked(*given, code=2).stderr
+    assert "model.model: net.py is code, which would be run to make the model: read it, and give --trust-code" in said
+    assert not (tmp_path / "out" / "dense").exists()
+    invoked(*given, "--trust-code")
+    config = json.loads((tmp_path / "out" / "reduced" / "config.json").read_text())
+    assert config["architecture"]["name"] == "net.py:build"
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    printed = {entry["made_by"] for entry in manifest["files"].values()} | {manifest["command"]}
+    judging = {command for command in printed if command.startswith("corp-deploy gate ")}
+    assert len(printed) > 6
+    assert all("--trust-code" in command for command in printed - judging), printed
+    resolved = (tmp_path / "out" / "recipe.toml").read_text()
+    assert 'model = "module:../net.py:build"' in resolved
+    assert str(tmp_path) not in resolved
+    assert "nothing to do" in invoked(*given, "--trust-code").output
+    (tmp_path / "net.py").write_text(f"{SOURCE}\n")
+    assert "nothing to do" not in invoked(*given, "--trust-code", "--dry-run").output
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("[model]", "[model]\ntrust_code = true"))
+    assert "unknown key 'trust_code'" in invoked(*given, code=2).stderr, "a recipe can't grant it"
 
 
 def test_arguments_are_kept_and_a_failing_function_is_told(tmp_path: Path) -> None:

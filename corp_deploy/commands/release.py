@@ -10,7 +10,7 @@ import click
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING
 
-from .options import ANY_PATH, DIRECTORY, FILE, output_options, value_options
+from .options import ANY_PATH, DIRECTORY, FILE, output_options, trust_option, value_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,6 +85,7 @@ class BaselineChoice:
     click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means."),
     click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline if it passes."),
 )
+@trust_option
 @output_options
 @click.pass_context
 def release(
@@ -97,6 +98,8 @@ def release(
     out: Output,
 ) -> None:
     """Make a whole release from RECIPE: reduce, export, prove, measure, judge, report. Finished stages are kept.
+
+    A recipe may name a user's code as its model (module:PATH.py:FUNCTION); it is run where --trust-code says so here.
 
     Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
     with another target.

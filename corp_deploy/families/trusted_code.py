@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,25 @@ def trusting_code(trust: bool) -> Iterator[None]:
         yield
     finally:
         _TRUSTED.reset(token)
+
+
+def refuse_untrusted(where: str) -> None:
+    """Raise BadInput where code of models may not be run."""
+    if not _TRUSTED.get():
+        raise BadInput(
+            f"{where} is code, which would be run to make the model: read it, and give --trust-code if you trust it"
+        )
+
+
+def is_code(text: str) -> bool:
+    """Whether a model's name is that of a function of a file."""
+    return text.startswith(PREFIX)
+
+
+def file_and_function(text: str) -> tuple[Path, str]:
+    """Of `module:PATH.py:FUNCTION`; whether there are such is not asked."""
+    path, _, function = text.removeprefix(PREFIX).rpartition(":")
+    return Path(path), function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,21 +35,21 @@ def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
     return {"baseline": path_from(root, baseline.path), "init_baseline": baseline.init}
 
 
-def whole(baseline: Baseline, root: Path) -> Invocation:
+def whole(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """The release itself, in its own directory."""
-    options = {"output": ".", **_beside(baseline, root)}
+    options = {"output": ".", **_beside(baseline, root), **recipe.model.trust}
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 
-def only(stage: str) -> Invocation:
+def only(stage: str, recipe: Recipe) -> Invocation:
     """One stage, for what no other command makes."""
-    options = {"output": ".", "only": [stage]}
+    options = {"output": ".", "only": [stage], **recipe.model.trust}
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 
-def only_beside(stage: str, baseline: Baseline, root: Path) -> Invocation:
+def only_beside(stage: str, recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """One stage that judges by the baseline, or tells of it."""
-    options = {"output": ".", "only": [stage], **_beside(baseline, root)}
+    options = {"output": ".", "only": [stage], **_beside(baseline, root), **recipe.model.trust}
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 
@@ -60,6 +60,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
         command="calibrate",
         options={
             "model": "dense",
+            **recipe.model.trust,
             "images": path_from(root, calibration.images),
             "samples": calibration.samples,
             "seed": calibration.seed,
@@ -93,6 +94,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
     select = Pairs(mlp=table.select_mlp, head=table.select_head)
     options = {
         "model": "dense",
+        **recipe.model.trust,
         "moments": MOMENTS,
         "held_out": None if calibration.hold_out is None or table.loop is not None else HELD_OUT_MOMENTS,
         "mlp": None if table.has_budget else table.mlp,
@@ -131,6 +133,7 @@ def export(recipe: Recipe, subject: str) -> Invocation:
         command="export",
         options={
             "model": subject,
+            **recipe.model.trust,
             "precision": precisions,
             "keep_fp32": list(recipe.export.keep_fp32),
             "output": f"{subject}/{graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
@@ -144,6 +147,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
         command="verify",
         arguments=(*SUBJECTS, *graphs_of(recipe, "reduced")),
         options={
+            **recipe.model.trust,
             "images": path_from(root, held_out.images),
             "labels": path_from(root, held_out.labels),
             "samples": held_out.samples,
@@ -168,6 +172,7 @@ def bench(recipe: Recipe, target: Target) -> Invocation:
         arguments=tuple(artefact_name(target, subject) for subject in SUBJECTS),
         options={
             **run_options(target, table.threads),
+            **recipe.model.trust,
             "batch": table.batches,
             "images": SAMPLES,
             "time_limit": table.time_limit_s,
@@ -183,7 +188,7 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     """`gate` judges one measurement and one proof; where there are more the stage itself does."""
     first, *others = recipe.targets
     if others or first.rules or parity_name(first) != PARITY:
-        return only_beside("gate", baseline, root)
+        return only_beside("gate", recipe, baseline, root)
     return Invocation(
         command="gate",
         arguments=(bench_name(recipe, first), PARITY),

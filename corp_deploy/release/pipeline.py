@@ -45,6 +45,7 @@ from .names import (
 )
 from .recipe import Recipe, Target
 from .recipe_table import Table
+from .recipe_tables import ModelTable
 from .recipe_toml import text_of_recipe
 from .targets import missing_to_build, missing_to_run
 
@@ -107,21 +108,26 @@ def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
         outputs=(RECIPE,),
         run=lambda dirs: write_text(dirs.into / RECIPE, text),
         settings={"recipe": text},
-        command=str(calls.only("recipe")),
+        command=str(calls.only("recipe", recipe)),
     )
+
+
+def _name(model: ModelTable) -> str:
+    """What the model is called; of a user's code the function, as the file is told of by its content."""
+    return model.model if model.code is None else model.model.rpartition(":")[2]
 
 
 def _dense_stage(recipe: Recipe) -> Stage:
     model = recipe.model
-    outside = {"model": model.directory, "weights": model.weights}
-    name = {} if model.directory is not None else {"model.model": model.model}
+    outside = {"model": model.directory or model.code, "weights": model.weights}
+    name = {} if model.directory is not None else {"model.model": _name(model)}
     return Stage(
         name="dense",
         outputs=MODELS["dense"],
         run=_own("dense", recipe),
         outside={label: path for label, path in outside.items() if path is not None},
         settings=name | _settings("model", model, without=("model", "weights")) | {"versions": _tool(*TORCH)},
-        command=str(calls.only("dense")),
+        command=str(calls.only("dense", recipe)),
     )
 
 
@@ -191,7 +197,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
         outside={"held_out.images": recipe.held_out.images},
         settings=_drawn_held_out(recipe)
         | {"samples.count": recipe.samples.count, "versions": _tool(*TORCH, "onnxruntime")},
-        command=str(calls.only("samples")),
+        command=str(calls.only("samples", recipe)),
     )
 
 
@@ -215,9 +221,9 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
     )
 
 
-def _engine_stage(target: Target) -> Stage:
+def _engine_stage(recipe: Recipe, target: Target) -> Stage:
     plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
-    command = calls.only(f"engine.{target.name}")
+    command = calls.only(f"engine.{target.name}", recipe)
     return Stage(
         name=f"engine.{target.name}",
         outputs=(*plans, *(f"{plan}.json" for plan in plans)),
@@ -239,7 +245,7 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...])
         outside=_heads(recipe),
         settings=_settings("parity", recipe.parity, without=("head",)) | {"versions": _tool()},
         missing=lambda: missing_to_run(target),
-        command=str(calls.only(name)),
+        command=str(calls.only(name, recipe)),
     )
 
 
@@ -250,7 +256,7 @@ def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
     reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, SAMPLES)))
     local = target.name == "onnxruntime-cpu"
     if target.is_engine:
-        yield _engine_stage(target)
+        yield _engine_stage(recipe, target)
     if not local:
         yield _target_parity_stage(recipe, target, reads)
     bench = calls.bench(recipe, target)
@@ -309,12 +315,12 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
         run=_own("report", recipe, commands),
         reads=(RECIPE, MODELS["reduced"][0], SUMMARY, *_benches(recipe), *parities_of(recipe), GATE),
         settings={"commands": commands, "versions": _tool()},
-        command=str(calls.only_beside("report", baseline, root)),
+        command=str(calls.only_beside("report", recipe, baseline, root)),
     )
 
 
-def _manifest_stage(root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
-    command = str(calls.whole(baseline, root))
+def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
+    command = str(calls.whole(recipe, baseline, root))
     return Stage(
         name="manifest",
         outputs=(MANIFEST, SUMS),
@@ -341,5 +347,5 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     if recipe.package.name is not None:
         stages.append(_package_stage(recipe, root))
     stages.append(_report_stage(recipe, root, tuple(stages), baseline))
-    stages.append(_manifest_stage(root, tuple(stages), baseline))
+    stages.append(_manifest_stage(recipe, root, tuple(stages), baseline))
     return stages

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from corp_deploy.families import trusted_code
+from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import regular
@@ -87,6 +89,9 @@ def _refuse_unknown(where: str, words: Iterable[str], known: Iterable[str]) -> N
 
 def _model_text(folder: Path, model: str) -> str:
     """A directory, relative to the recipe, as an absolute path; a timm name, and one that names a network, as it is."""
+    if is_code(model):
+        path, function = file_and_function(model)
+        return f"{trusted_code.PREFIX}{(folder / path).resolve()}:{function}"
     if model.startswith(PREFIX):
         return f"{PREFIX}{(folder / model.removeprefix(PREFIX)).resolve()}"
     model = model.removeprefix("local-dir:")

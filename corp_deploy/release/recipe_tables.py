@@ -11,6 +11,7 @@ import msgspec
 
 from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.compositions import method_of, with_implied
 from corp_deploy.invocation.honours import Axis
 from corp_deploy.invocation.limit import limit_from_text
@@ -31,8 +32,8 @@ class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`model` is a directory as an absolute path, behind hf: where transformers wrote it, or a timm name, which goes
-    with `weights`.
+    """`model` is a directory as an absolute path, behind hf: where transformers wrote it, a timm name, which goes
+    with `weights`, or module:PATH.py:FUNCTION with the absolute path of a user's code.
     """
 
     model: recipe_values.Text
@@ -60,6 +61,16 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def named_outputs(self) -> Outputs | None:
         """What the model gives by name, None for its own output."""
         return None if self.outputs is None else Outputs(self.outputs)
+
+    @property
+    def code(self) -> Path | None:
+        """The file of a user's code that makes the model; a recipe alone never has it run."""
+        return file_and_function(self.model)[0] if is_code(self.model) else None
+
+    @property
+    def trust(self) -> dict[str, Any]:
+        """What every command that makes the model is told of it."""
+        return {} if self.code is None else {"trust_code": True}
 
     @property
     def directory(self) -> Path | None:

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from corp_deploy.families import trusted_code
+
 from .recipe import Recipe
 
 HEAD = "# The resolved recipe of this release: every key with its value, defaults included."
@@ -30,4 +32,7 @@ def text_of_recipe(recipe: Recipe, directory: Path) -> str:
     content = msgspec.to_builtins(recipe, enc_hook=lambda path: relative_text(path, directory))
     if recipe.model.directory is not None:
         content["model"]["model"] = f"{recipe.model.prefix}{relative_text(recipe.model.directory, directory)}"
+    if recipe.model.code is not None:
+        function = recipe.model.model.rpartition(":")[2]
+        content["model"]["model"] = f"{trusted_code.PREFIX}{relative_text(recipe.model.code, directory)}:{function}"
     return f"{HEAD}\n\n{tomli_w.dumps(_set(content))}"

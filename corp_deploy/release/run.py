@@ -50,11 +50,9 @@ def _require_vision(directory: Path) -> None:
 
 def _require_model(model: ModelTable) -> None:
     """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
-    if model.model.startswith(trusted_code.PREFIX):
-        raise BadInput(
-            f"model.model: a recipe runs no code of a model, got {model.model!r:.150}; reduce it by the commands, with "
-            "--trust-code"
-        )
+    if model.code is not None:
+        trusted_code.refuse_untrusted(f"model.model: {model.code.name}")
+        return
     if model.model.startswith(torchvision_names.PREFIX):
         torchvision_names.twin_of(model.model)
         if model.weights is None:
@@ -81,7 +79,7 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
         "model.weights": recipe.model.weights,
         "held_out.labels": recipe.held_out.labels,
         "package.labels": recipe.package.labels,
-        "model.model": None if recipe.model.directory is None else recipe.model.directory / CONFIG,
+        "model.model": recipe.model.code if recipe.model.directory is None else recipe.model.directory / CONFIG,
     }
     for key, path in paths.items():
         if path is not None and not files_of(path):
@@ -158,5 +156,8 @@ def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, 
 
 
 def _script(recipe: Recipe, statuses: Sequence[StageStatus]) -> str:
-    rows = [{"name": status.stage, "why": status.why, "words": calls.only(status.stage).words} for status in statuses]
+    rows = [
+        {"name": status.stage, "why": status.why, "words": calls.only(status.stage, recipe).words}
+        for status in statuses
+    ]
     return rendered("remaining.sh", release=recipe.name, stages=rows)

@@ -9,7 +9,7 @@ from torch import nn
 from corp_deploy.families.named_sites import NamedSites
 from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.trusted_code import PREFIX, Code
+from corp_deploy.families.trusted_code import PREFIX, Code, file_and_function
 from ground.errors import BadInput
 from ground.files import regular
 
@@ -21,8 +21,7 @@ MOST_BYTES = 1_000_000
 
 
 def _code(text: str) -> Code:
-    path_text, _, function = text.removeprefix(PREFIX).rpartition(":")
-    path = Path(path_text)
+    path, function = file_and_function(text)
     if path.suffix != ".py" or not function.isidentifier():
         raise BadInput(f"--model {text:.200}: expected {PREFIX}PATH.py:FUNCTION, the function that makes the model")
     if not path.is_file():
