@@ -142,3 +142,27 @@ def test_planted_low_rank_values_come_back_with_their_mean() -> None:
     assert result.residual < 1e-9 * result.residual_uncompensated
     got = shortened(z, result) @ result.weight_OK.T + result.bias_O
     torch.testing.assert_close(got, z @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_fewer_outputs_than_values_leave_nothing_out() -> None:
+    """As many directions as outputs are all that is read, and further ones are of no use."""
+    z, weight, bias = layer(4)
+    few, few_bias = weight[:3], bias[:3]
+    result = recover_values.lowrank(*moments_of(z), few, few_bias, HEADS, 4, ridge_rel=1e-9)
+    assert result.v_map_HRV.shape == (HEADS, 4, DIM)
+    assert error_on(z, few, few_bias, result) < 1e-9 * float((z @ few.T).var(dim=0).sum())
+
+
+def test_what_hardly_changes_beside_its_mean_is_solved_without_noise() -> None:
+    """Of rank 2 in each head and small beside the mean, its moments in single precision: least squares on the samples
+    loses nothing, and neither does this, with weights no larger than it needs.
+    """
+    generator = torch.Generator().manual_seed(5)
+    mix = torch.block_diag(*torch.randn(HEADS, 2, DIM, generator=generator, dtype=torch.float64))
+    z = 5.0 + 0.01 * torch.randn(400, 2 * HEADS, generator=generator, dtype=torch.float64) @ mix
+    _, weight, bias = layer(6)
+    mean, second = moments_of(z.float())
+    assert float(torch.linalg.eigvalsh(second.double() - torch.outer(mean.double(), mean.double()))[0]) < 0.0
+    result = recover_values.lowrank(mean.double(), second.double(), weight, bias, HEADS, 2, ridge_rel=1e-9)
+    assert float(result.weight_OK.abs().max()) < 100.0
+    assert error_on(z, weight, bias, result) < 0.02 * float((z @ weight.T).var(dim=0).sum())

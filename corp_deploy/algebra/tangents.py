@@ -74,10 +74,10 @@ class HeadTangent:
         return z_BHNV.transpose(1, 2).flatten(2).flatten(0, 1) @ self.last_OK.mT
 
     def sensitivity(self, out_XO: Tensor) -> Tensor:
-        z_BHNV = self._heads((out_XO @ self.last_OK).unflatten(0, self.entering_BND.shape[:2]))
+        z_BHNV = self._heads((out_XO @ self.last_OK).unflatten(0, (len(self.chance_BHNN), -1)))
         v_BHNV = self.chance_BHNN.mT @ z_BHNV
         if self.values_only:
-            q_BHNQ, k_BHNQ = torch.zeros_like(self.q_BHNQ), torch.zeros_like(self.k_BHNQ)
+            q_BHNQ = k_BHNQ = torch.zeros_like(self.k_BHNQ)  # of what enters, however few queries are left of it
         else:
             scores_BHNN = self.scale * self._through_softmax(z_BHNV @ self.v_BHNV.mT)
             q_BHNQ, k_BHNQ = scores_BHNN @ self.k_BHNQ, scores_BHNN.mT @ self.q_BHNQ

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .quadratic import Solved, solve_ridge, variance
 from .scores import kept_from_scores
@@ -98,7 +99,11 @@ def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -
 
     Maps with orthonormal rows keep the new values at the scale of the old ones, which half precision needs.
     """
-    u_HOV, s_HV, vt_HVV = torch.linalg.svd(whitened_HOV, full_matrices=False)
+    outputs, head_dim = whitened_HOV.shape[1:]
+    # Fewer outputs than values leave directions that nothing reads; rows of zeros give them a place among the last.
+    whole_HOV = F.pad(whitened_HOV, (0, 0, 0, max(head_dim - outputs, 0)))
+    u_HOV, s_HV, vt_HVV = torch.linalg.svd(whole_HOV, full_matrices=False)
+    u_HOV = u_HOV[:, :outputs]
     rows_HRV = (vt_HVV[:, :width] / root_HV.unsqueeze(1)) @ basis_HVV.mT
     q_HVR, r_HRR = torch.linalg.qr(rows_HRV.mT)
     return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
@@ -134,6 +139,21 @@ def _swept(
     return v_map_HRV, new_OK
 
 
+_NOISE = 4.0  # of a whole covariance's least eigenvalue, by those of the heads' own
+
+
+def _denoised(covariance_CC: Tensor, heads: int) -> Tensor:
+    """The covariance raised to where it is one: a difference of float32 sums has eigenvalues below zero where z hardly
+    changes beside its mean, and what is solved with those is noise times a large number.
+    """
+    least = float(torch.linalg.eigvalsh(_head_blocks(covariance_CC, heads)).amin())
+    if least >= 0.0:
+        return covariance_CC
+    raised_CC = covariance_CC.clone()
+    raised_CC.diagonal().sub_(_NOISE * least)
+    return raised_CC
+
+
 def lowrank(
     mean_C: Tensor,
     second_CC: Tensor,
@@ -153,7 +173,7 @@ def lowrank(
     head's map is then chosen again for what the others leave over, and the refit repeated; nothing raises the error.
     Eigenvalues of S_z,h are raised to floor_rel * their mean.
     """
-    covariance_CC = second_CC - torch.outer(mean_C, mean_C)
+    covariance_CC = _denoised(second_CC - torch.outer(mean_C, mean_C), heads)
     root_HV, basis_HVV = _roots(_head_blocks(covariance_CC, heads), floor_rel)
     whitened_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
     v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)

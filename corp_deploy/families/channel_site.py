@@ -71,6 +71,9 @@ class ChannelSite:
     def modules(self) -> tuple[nn.Module, ...]:
         return *self.firsts, self.last
 
+    def tokens_before(self, tokens: int) -> int:
+        return tokens
+
     def size_of(self, width: Width) -> int:
         assert isinstance(width, int), (self.name, width)
         return width

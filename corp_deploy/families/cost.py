@@ -11,15 +11,25 @@ def mlp_macs(*, tokens: int, dim: int, hidden: int, rows: int = 1) -> int:
 
 
 def attention_macs(
-    *, tokens: int, dim: int, heads: int, qk: int, v: int, padded: bool, windows: tuple[int, int] | None = None
+    *,
+    tokens: int,
+    dim: int,
+    heads: int,
+    qk: int,
+    v: int,
+    padded: bool,
+    windows: tuple[int, int] | None = None,
+    out: int | None = None,
+    pooled: int = 1,
 ) -> int:
     """MACs of one attention layer for one image: projections, Q K' and A V. In windows, so many of so many slots, each
-    slot, of padding too, has its query, key and value, each token its output.
+    slot, of padding too, has its query, key and value, each token that leaves its output. `out`: the channels that it
+    gives, as many as it takes unless said; `pooled`: of how many slots the queries become one.
     """
-    count, size = (1, tokens) if windows is None else windows
-    projections = dim * heads * (count * size * (2 * qk + v) + tokens * v)
+    count, size = (1, pooled * tokens) if windows is None else windows
+    projections = heads * (dim * count * size * (2 * qk + v) + (out or dim) * tokens * v)
     core_qk, core_v = (max(qk, v), max(qk, v)) if padded else (qk, v)
-    return projections + heads * count * size * size * (core_qk + core_v)
+    return projections + heads * count * (size // pooled) * size * (core_qk + core_v)
 
 
 def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bias: bool = True, rows: int = 1) -> int:
@@ -28,7 +38,7 @@ def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bia
 
 
 def attention_parameters(
-    *, dim: int, heads: int, qk: int, v: int, qkv_bias: bool = True, proj_bias: bool = True
+    *, dim: int, heads: int, qk: int, v: int, qkv_bias: bool = True, proj_bias: bool = True, out: int | None = None
 ) -> int:
-    """Parameters of qkv and proj."""
-    return (dim + qkv_bias) * heads * (2 * qk + v) + (heads * v + proj_bias) * dim
+    """Parameters of qkv and proj; `out` as for its MACs."""
+    return (dim + qkv_bias) * heads * (2 * qk + v) + (heads * v + proj_bias) * (out or dim)

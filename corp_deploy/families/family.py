@@ -15,7 +15,18 @@ from calib.inputs import Inputs
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from . import bert, own_modules, timm_cait, timm_convnext, timm_eva, timm_mixer, timm_relative, timm_swin, timm_vit
+from . import (
+    bert,
+    own_modules,
+    timm_cait,
+    timm_convnext,
+    timm_eva,
+    timm_hierarchy,
+    timm_mixer,
+    timm_relative,
+    timm_swin,
+    timm_vit,
+)
 from .architecture import Architecture
 from .maps import Grid
 from .merging import Merging
@@ -191,7 +202,16 @@ class TimmFamily(Family, Protocol):
         ...
 
 
-_OF_TIMM: tuple[TimmFamily, ...] = (timm_vit, timm_eva, timm_relative, timm_cait, timm_convnext, timm_mixer, timm_swin)
+_OF_TIMM: tuple[TimmFamily, ...] = (
+    timm_vit,
+    timm_eva,
+    timm_relative,
+    timm_cait,
+    timm_convnext,
+    timm_mixer,
+    timm_swin,
+    timm_hierarchy,
+)
 _BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert, own_modules)
 _FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
 
@@ -221,8 +241,9 @@ def family_of(model: nn.Module) -> Family:
     raise BadInput(
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
         "Eva (EVA-02, DINOv3, rotary ViTs), Beit, VisionTransformerRelPos, Cait, ConvNeXt, MlpMixer (MLP-Mixer, "
-        "ResMLP), SwinTransformer or an encoder of BERT's kind: its blocks are built differently, so corp-deploy can't "
-        "reduce it unless its sites are named, with corp_deploy.sites(...)"
+        "ResMLP), SwinTransformer, Hiera, MaxxVit (MaxViT, CoAtNet), TinyVit, EfficientFormer or an encoder of BERT's "
+        "kind: its blocks are built differently, so corp-deploy can't reduce it unless its sites are named, with "
+        "corp_deploy.sites(...)"
     )
 
 

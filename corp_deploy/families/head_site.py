@@ -14,6 +14,7 @@ from . import cost
 from .constant import Constant
 from .head_attention import HeadAttention, rows_by_head
 from .modules import fill_, parameters, replaced
+from .pooled_queries import pooled_by
 from .position_bias import FixedBias, macs_of
 from .rotary import Rotary
 from .talking_heads import TalkingHeads
@@ -105,6 +106,15 @@ class HeadSite:
         return self.v if self.keeps_qk else self.qk
 
     @property
+    def pooled(self) -> int:
+        """How many tokens' queries become one."""
+        return pooled_by(self.q_norm)
+
+    def tokens_before(self, tokens: int) -> int:
+        """How many enter where so many leave."""
+        return self.pooled * tokens
+
+    @property
     def firsts(self) -> tuple[nn.Linear, ...]:
         return (self.first,)
 
@@ -150,7 +160,10 @@ class HeadSite:
         )
         beside = {"rotary": self.rotary, "biased": self.position_bias, "talking": self.talk}
         more = "".join(f", {word}" for word, module in beside.items() if module is not None)
-        return f"attention of {self.first.in_features}, {widths}, {geometry}{more}{self._windows()}"
+        given = "" if self.last.out_features == self.first.in_features else f" to {self.last.out_features}"
+        pooled = f", queries of {self.pooled} pooled" if self.pooled > 1 else ""
+        dims = f"{self.first.in_features}{given}"
+        return f"attention of {dims}, {widths}, {geometry}{more}{pooled}{self._windows()}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
@@ -161,6 +174,8 @@ class HeadSite:
             + cost.attention_macs(
                 tokens=tokens,
                 dim=self.first.in_features,
+                out=self.last.out_features,
+                pooled=self.pooled,
                 heads=self.heads,
                 qk=width.qk,
                 v=width.v,
@@ -179,6 +194,7 @@ class HeadSite:
             + parameters(*(each for each in stay if each is not None))
             + cost.attention_parameters(
                 dim=self.first.in_features,
+                out=self.last.out_features,
                 heads=self.heads,
                 qk=width.qk,
                 v=width.v,
@@ -236,6 +252,7 @@ class HeadSite:
                 windows=copy.deepcopy(self.windows),
                 talk=copy.deepcopy(self.talk) if v else None,
                 fused=fused,
+                out=self.last.out_features,
             )
         return module.to(self.first.weight.dtype)
 

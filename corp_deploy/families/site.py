@@ -55,6 +55,10 @@ class Site(Protocol):
         """All that the site's parameters are in."""
         ...
 
+    def tokens_before(self, tokens: int) -> int:
+        """How many tokens of one input enter the site where so many leave it."""
+        ...
+
     def size_of(self, width: Width) -> int:
         """The one number that other widths of this site stand for."""
         ...

@@ -18,10 +18,11 @@ from .token_merging import TokenMerge, Tokens, sources_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """One residual branch of a block: x + scale * layer(norm(x)), or where a norm is `behind`, its own being none,
-    x + scale * behind(layer(x)).
+    x + scale * behind(layer(x)). With a `shortcut` that of x stands in the place of the x that is added to.
 
     `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results count, None for all; in the last
     block those that the outputs read, elsewhere all. `mixes_tokens`: the layer is told which tokens are there.
+    `shortcut`: what makes of the stream what the layer's outputs are added to, where that has other tokens or channels.
     `turned`: the layer has tokens for its channels, so that its rows are the stream's channels: all tokens count alike.
     `forked`: it stands between a fork and its join.
     """
@@ -36,12 +37,14 @@ class Branch:
     turned: bool = False
     behind: nn.LayerNorm | None = None
     forked: bool = False
+    shortcut: nn.Module | None = None
 
     def __post_init__(self) -> None:
         plain = self.beside is None and not self.mixes_tokens
         assert plain or (self.behind is None and not self.forked), self.name
         plain = plain and self.scale_C is None and self.read is None and self.behind is None and not self.forked
         assert plain or not self.turned, self.name
+        assert self.shortcut is None or not (self.forked or self.turned), self.name
 
     @property
     def gain_C(self) -> Tensor | None:
@@ -65,6 +68,10 @@ class Branch:
     def _turned(self, x_BNC: Tensor) -> Tensor:
         return x_BNC.mT if self.turned else x_BNC
 
+    def carried(self, x_BNC: Tensor) -> Tensor:
+        """What of the stream the layer's outputs are added to."""
+        return x_BNC if self.shortcut is None else self.shortcut(x_BNC)
+
     def entering(self, x_BNC: Tensor) -> Tensor:
         """What of the stream enters the layer, in the layer's rows; the norm may mix tokens."""
         return self._turned(self.norm(x_BNC.chunk(2, dim=-1)[1] if self.forked else x_BNC))
@@ -85,7 +92,7 @@ class Branch:
         """The residual stream behind the branch where the layer gives so much."""
         added_BNC = self.added(given_BNC)
         if not self.forked:
-            return x_BNC + added_BNC
+            return self.carried(x_BNC) + added_BNC
         to_BNC, read_BNC = x_BNC.chunk(2, dim=-1)
         return torch.cat((to_BNC + added_BNC, read_BNC), dim=-1)
 

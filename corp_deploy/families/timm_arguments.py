@@ -22,9 +22,24 @@ BOUNDS: Mapping[str, Quantity] = MappingProxyType(
         "depths": Count(low=0, high=256),
         "window_size": _SIZE,
         "head_dim": _WIDTH,
+        "embed_dims": _WIDTH,
+        "stages": Count(low=0, high=256),
+        "window_sizes": _SIZE,
     }
 )
-_LISTS = ("img_size", "patch_size", "num_heads", "mlp_ratio", "depths", "window_size", "head_dim")
+_LISTS = (
+    "img_size",
+    "patch_size",
+    "num_heads",
+    "mlp_ratio",
+    "depths",
+    "window_size",
+    "head_dim",
+    "embed_dim",
+    "embed_dims",
+    "stages",
+    "window_sizes",
+)
 """What may be a list, of sides or of what each stage has."""
 _ANY = Real(low=-1e9, high=1e9)
 _DEEPEST = 8

@@ -20,6 +20,7 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
+from .timm_hierarchies import Hierarchy, with_token_blocks
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
@@ -135,6 +136,9 @@ def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
         model = built(name, arguments)
         if size is not None:
             _set_size_(model, size)
+        return model
+    if isinstance(model, Hierarchy) and arguments.get("img_size") is not None:
+        _set_size_(model, arguments["img_size"])  # which these models don't tell
     return model
 
 
@@ -170,7 +174,8 @@ def build(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
-    return with_inner_windows(with_placed_blocks(with_token_mlps(model)))
+    own = with_inner_windows(with_placed_blocks(with_token_mlps(model)))
+    return with_token_blocks(own, configured_size(model))
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

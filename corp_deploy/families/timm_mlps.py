@@ -9,6 +9,7 @@ from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from .channel_site import ChannelSite
+from .pointwise_mlp import PointwiseMlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +28,17 @@ class _Layers:
 _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
     {
         Mlp: _Layers(first="fc1", last="fc2"),
+        PointwiseMlp: _Layers(first="fc1", last="fc2", norm_between=False),
         GluMlp: _Layers(first="fc1", last="fc2", packed=True),
         SwiGLU: _Layers(first="fc1_g", up="fc1_x", last="fc2"),
         GeGluMlp: _Layers(first="w0", up="w1", last="w2", norm_between=False),
     }
 )
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether it is an MLP whose layers have names here."""
+    return type(module) in _LAYERS
 
 
 def mlp_refusal(mlp: nn.Module) -> str:
@@ -43,8 +50,8 @@ def mlp_refusal(mlp: nn.Module) -> str:
     for name in filter(None, (layers.first, layers.up, layers.last)):
         if not isinstance(layer := mlp.get_submodule(name), nn.Linear):
             return f"{name} is {type(layer).__name__}, expected a linear layer"
-    norm = mlp.get_submodule("norm")
-    if layers.norm_between and not isinstance(norm, nn.Identity):
+    norm = mlp.get_submodule("norm") if layers.norm_between else None
+    if norm is not None and not isinstance(norm, nn.Identity):
         return f"a {type(norm).__name__} between the linear layers mixes all hidden channels"
     act = mlp.get_submodule("act")
     if any(True for _ in act.parameters()):

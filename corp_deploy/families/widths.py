@@ -51,13 +51,14 @@ def head_widths(
     size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool, keeps_v: bool = False
 ) -> HeadWidths:
     """What one number stands for: the width of the values where Q/K must stay, of all three with square heads, of
-    queries and keys with the others and where values must stay.
+    queries and keys with the others and where values must stay. Where nothing is taken away, values stay, too.
     """
     if keeps_qk:
         return HeadWidths(qk=dense.qk, v=size)
     if keeps_v:
         return HeadWidths(qk=size, v=dense.v)
-    return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" else dense.v)
+    is_whole = size == dense.qk
+    return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" and not is_whole else dense.v)
 
 
 def geometry_of_heads(widths: HeadWidths, geometry: HeadGeometry) -> HeadGeometry:

@@ -23,15 +23,21 @@ _HERE = torch.device("cpu")  # no checkpoint has the tables, so that a model bui
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """A map, the size of its windows, and by how many rows and columns it is rolled up and left before it is cut."""
+    """A map, the size of its windows, and by how many rows and columns it is rolled up and left before it is cut.
+
+    `spread`: the tokens of a window are as far from each other as a map of one token a window is large, so that each
+    window is a grid over the whole map (MaxViT's grid attention, arXiv 2204.01697, section 3.2).
+    """
 
     grid: Grid
     window: Grid
     shift: Grid = (0, 0)
+    spread: bool = False
 
     def __post_init__(self) -> None:
         alike = zip(self.grid, self.window, self.shift, strict=True)
         assert all(size > 0 and window > 0 and 0 <= shift < window for size, window, shift in alike), self
+        assert not self.spread or (self.padded == self.grid and not any(self.shift)), self
 
     @property
     def padded(self) -> Grid:
@@ -52,6 +58,9 @@ class WindowPlan:
     def cut(self, map_HW: Tensor) -> Tensor:
         """A padded map [H,W] as windows [W,n], both row by row."""
         (rows, columns), (height, width) = self.window, self.padded
+        if self.spread:
+            by_place = map_HW.view(rows, height // rows, columns, width // columns)
+            return by_place.permute(1, 3, 0, 2).reshape(self.count, -1)
         return map_HW.view(height // rows, rows, width // columns, columns).transpose(1, 2).reshape(self.count, -1)
 
     def places(self) -> Tensor:
@@ -108,14 +117,20 @@ def _parts(region_Wn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Windows(nn.Module):
-    """Tokens of a map to the slots of its windows and back; the tables are made from a plan, and no weights.
+    """Tokens of a map to the slots of its windows and back; the tables are made from a plan.
 
-    `mask_Wnn`, `parts_V` and `slots_Vn`: see _parts; None where all tokens of a window see each other.
+    `behind`: of the tokens that leave, where they are fewer than those that enter. `filling_C`: what stands in
+    padding, zeros where there is none. `mask_Wnn`, `parts_V` and `slots_Vn`: see _parts; None where all tokens of a
+    window see each other.
     """
 
-    def __init__(self, plan: WindowPlan) -> None:
+    behind: "Windows | None"
+    filling_C: Tensor | None
+
+    def __init__(self, plan: WindowPlan, *, behind: "Windows | None" = None, filling_C: Tensor | None = None) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self.behind = plan, behind
+        self.register_buffer("filling_C", None if filling_C is None else filling_C.detach().clone())
         places_S, region_Wn = plan.places(), plan.regions()
         self.tokens = plan.grid[0] * plan.grid[1]
         self.pads = len(places_S) > self.tokens
@@ -143,7 +158,19 @@ class Windows(nn.Module):
         """Slots of one."""
         return self.plan.size
 
+    @property
+    def leaving(self) -> "Windows":
+        """Of the tokens that leave."""
+        return self if self.behind is None else self.behind
+
     def forward(self, x_BNC: Tensor) -> Tensor:
+        """[B,N,C] -> [B,S,C], with what stands in padding."""
+        if self.filling_C is None or not self.pads:
+            return self.slots(x_BNC)
+        padding_B1C = self.filling_C.expand(len(x_BNC), 1, -1)
+        return torch.cat((x_BNC, padding_B1C), dim=1).index_select(1, self.places_S)
+
+    def slots(self, x_BNC: Tensor) -> Tensor:
         """[B,N,C] -> [B,S,C], zeros where there is padding."""
         assert x_BNC.ndim == 3, x_BNC.shape
         assert x_BNC.shape[1] == self.tokens, (x_BNC.shape, self.plan)
@@ -157,7 +184,9 @@ class Windows(nn.Module):
         return x_BWnC
 
     def joined(self, x_BWnC: Tensor) -> Tensor:
-        """[B,W,n,C] -> [B,N,C]; what stands in padding is left out."""
+        """[B,W,n,C] -> [B,N,C] of the tokens that leave; what stands in padding is left out."""
+        if self.behind is not None:
+            return self.behind.joined(x_BWnC)
         assert x_BWnC.shape[1:3] == (self.count, self.size), (x_BWnC.shape, self.plan)
         x_BSC = x_BWnC.flatten(1, 2)
         return x_BSC.index_select(1, self.back_N) if self.moves else x_BSC
@@ -172,7 +201,7 @@ class Windows(nn.Module):
         """
         shape = q.shape[1:3]
         added = self.masked(q.new_zeros(1, 1, 1, 1, 1) if bias is None else bias)
-        every = added.expand(-1, *shape, self.size, self.size).flatten(1, 2)
+        every = added.expand(-1, *shape, q.shape[-2], self.size).flatten(1, 2)
         q, k, v = (each.flatten(1, 2) for each in (q, k, v))
         z_BWHnv: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=every, scale=scale).unflatten(1, shape)
         return z_BWHnv
@@ -188,4 +217,5 @@ class Windows(nn.Module):
 
     def words(self) -> str:
         rows, columns = self.plan.window
-        return f"{self.count} window{'s' * (self.count > 1)} of {rows}x{columns}"
+        kind = "grid" if self.plan.spread else "window"
+        return f"{self.count} {kind}{'s' * (self.count > 1)} of {rows}x{columns}"

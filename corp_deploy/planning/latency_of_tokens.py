@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import family_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.steps import Merge
 from corp_deploy.families.token_merging import TokenMerge, Tokens
@@ -26,7 +26,8 @@ def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
 
 def tokens_of_sites(model: nn.Module) -> dict[str, int]:
     """How many rows of one input reach each site: its tokens, fewer behind a merge or in a later stage."""
-    return dict(site_costs(model, "macs").tokens)
+    leaving = site_costs(model, "macs").tokens
+    return {site.name: site.tokens_before(leaving[site.name]) for site in sites_of(model).every}
 
 
 def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:

@@ -73,7 +73,8 @@ def _of_channels(branch: Branch, site: ChannelSite, pair: Pair) -> Lacking:
         slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
         last_OR=last_through_scale(branch, site).repeat(1, site.rows),
     )
-    before_BNC, target_BNC = (pair.rows(branch.rows(x), branch.read) for x in (pair.reduced, pair.target))
+    carried_BNC = branch.carried(pair.reduced)
+    before_BNC, target_BNC = (pair.rows(branch.rows(x), branch.read) for x in (carried_BNC, pair.target))
     lacking_BNC = target_BNC - before_BNC - added(branch, site, entering_BNC)
     weight_X = None if weights_BN is None else weights_BN.flatten()
     return Lacking(tangent=tangent, lacking_XO=lacking_BNC.flatten(0, 1), weight_X=weight_X)
@@ -87,7 +88,7 @@ def added(branch: Branch, site: ChannelSite, entering_BNC: Tensor) -> Tensor:
 
 def counts(branch: Branch, pair: Pair) -> Tensor:
     """How much each token of the reduced stream counts behind the branch [B,N]; 0 where it isn't read or there."""
-    is_read_N = torch.ones(pair.reduced.shape[1], device=pair.reduced.device)
+    is_read_N = torch.ones(pair.target.shape[1], device=pair.reduced.device)
     if branch.read is not None:
         is_read_N = torch.zeros_like(is_read_N).index_fill_(0, branch.read, 1.0)
     present_BN = pair.present_BN
@@ -128,17 +129,22 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
     lacking_BNC = torch.where(counts_BN1 > 0.0, branch.added_to(pair.target - behind_BNC), 0.0)
     return Lacking(
         tangent=tangent,
-        lacking_XO=_in_windows(site, lacking_BNC).flatten(0, 1),
-        weight_X=_in_windows(site, counts_BN1).flatten(),
+        lacking_XO=_behind_windows(site, lacking_BNC).flatten(0, 1),
+        weight_X=_behind_windows(site, counts_BN1).flatten(),
     )
 
 
 def _in_windows(site: HeadSite, x_BNC: Tensor) -> Tensor:
-    """Tokens in the order of their windows, zeros where there is padding; as they are where there are none."""
+    """Tokens in the order of their windows, with what stands in padding; as they are where there are none."""
     if site.windows is None:
         return x_BNC
     slots_BSC: Tensor = site.windows(x_BNC)
     return slots_BSC
+
+
+def _behind_windows(site: HeadSite, x_BNC: Tensor) -> Tensor:
+    """Tokens that leave in the order of their windows, zeros where there is padding."""
+    return x_BNC if site.windows is None else site.windows.leaving.slots(x_BNC)
 
 
 def _apart(site: HeadSite, x_BSC: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _weights(branch: Branch, pair: Pair, tokens: Tensor | None = None) -> Tensor
 
 def _lacking(branch: Branch, pair: Pair) -> Tensor:
     """What the reduced stream lacks of the dense one, on the tokens read, in front of a norm behind the layer."""
-    rows = (pair.rows(branch.rows(x_BNC), branch.read) for x_BNC in (pair.target, pair.reduced))
+    rows = (pair.rows(branch.rows(x_BNC), branch.read) for x_BNC in (pair.target, branch.carried(pair.reduced)))
     target_BNC, reduced_BNC = rows
     norm = _norm_behind(branch)
     if norm is None or pair.given_BNC is None:

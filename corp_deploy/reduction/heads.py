@@ -150,7 +150,7 @@ def values_at_site(
     refit, which pulls toward the best projection of each head alone.
     """
     dense = weight_OC.shape[1] // heads
-    if leaves_values(method, width, dense):
+    if width == dense:
         return ValuesAtSite(recovery=values.keep(weight_OC, bias_O, heads))
     assert method.value_recovery == "lowrank", method.value_recovery
     ridge, ridge_rel = None, method.ridge_rel

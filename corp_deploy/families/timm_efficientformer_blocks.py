@@ -1,0 +1,96 @@
+"""timm's blocks of EfficientFormer, V1 and V2, as parts over tokens.
+
+In evaluation a batch norm is a part of the 1x1 convolution before it, and both are a linear layer of tokens.
+"""
+
+from collections.abc import Mapping
+
+from timm.models.efficientformer import Attention, Downsample, MetaBlock1d, MetaBlock2d
+from timm.models.efficientformer_v2 import Downsample as DownsampleV2
+from timm.models.efficientformer_v2 import EfficientFormerV2Block
+from torch import Tensor, nn
+
+from .channel_site import ChannelSite
+from .head_attention import HeadAttention
+from .head_site import HeadSite
+from .maps import OnMap
+from .position_bias import TableBias
+from .timm_folds import head_attention, is_folded, pointwise_mlp, weights_of
+from .token_blocks import Conversion, Kept, Part, Place, TokenBlock, whole
+
+_ACTIVE = (
+    "attention is {}: an activation stands between its values, beside a convolution of them, and the output "
+    "projection, and all its layers are convolutions of maps"
+)
+_CONVOLVED = "a depthwise convolution stands between the layers of the MLP"
+
+
+def _attention(theirs: Attention) -> HeadAttention:
+    index_NN = theirs.attention_bias_idxs
+    assert isinstance(index_NN, Tensor), theirs
+    return head_attention(
+        weights_of(theirs.qkv),
+        weights_of(theirs.proj),
+        heads=theirs.num_heads,
+        qk=theirs.key_dim,
+        v=theirs.val_dim,
+        scale=float(theirs.scale),
+        by_head=True,
+        position_bias=TableBias(theirs.attention_biases.T, index_NN),
+    )
+
+
+def _of_tokens(block: nn.Module, place: Place) -> TokenBlock:
+    assert isinstance(block, MetaBlock1d), block
+    modules = {name: block.get_submodule(name) for name in ("norm1", "ls1", "norm2", "mlp", "ls2")}
+    modules["token_mixer"] = _attention(block.token_mixer)
+    parts = (
+        Part(layer="token_mixer", norm="norm1", scale="ls1.gamma"),
+        Part(layer="mlp", norm="norm2", scale="ls2.gamma"),
+    )
+    return TokenBlock(block, modules, parts, place)
+
+
+def _of_maps(block: nn.Module, place: Place) -> TokenBlock:
+    """Its token mixer is a mean over neighbours."""
+    assert isinstance(block, MetaBlock2d), block
+    if not (is_folded(block.mlp.norm1) and is_folded(block.mlp.norm2)):
+        reason = f"a {type(block.mlp.norm1).__name__} between the layers mixes all hidden channels"
+        return whole(block, place, (Kept(name="", kind=ChannelSite.kind, reason=reason),))
+    modules: dict[str, nn.Module] = {
+        "token_mixer": OnMap(block.token_mixer, place.before),
+        "ls1": block.ls1,
+        "ls2": block.ls2,
+        "mlp": pointwise_mlp(block.mlp, ("norm1", "norm2")),
+    }
+    parts = (Part(layer="token_mixer", scale="ls1.gamma"), Part(layer="mlp", scale="ls2.gamma"))
+    return TokenBlock(block, modules, parts, place)
+
+
+def _of_v2(block: nn.Module, place: Place) -> TokenBlock:
+    assert isinstance(block, EfficientFormerV2Block), block
+    scale = "" if isinstance(block.ls2, nn.Identity) else "ls2.gamma"
+    modules: dict[str, nn.Module] = {"mlp": OnMap(block.mlp, place.before), "ls2": block.ls2}
+    parts, kept = [Part(layer="mlp", scale=scale)], [Kept(name="mlp", kind=ChannelSite.kind, reason=_CONVOLVED)]
+    if block.token_mixer is not None:
+        modules |= {"token_mixer": OnMap(block.token_mixer, place.before), "ls1": block.ls1}
+        scale = "" if isinstance(block.ls1, nn.Identity) else "ls1.gamma"
+        parts.insert(0, Part(layer="token_mixer", scale=scale))
+        kept.append(Kept(name="token_mixer", kind=HeadSite.kind, reason=_ACTIVE.format("Attention2d")))
+    return TokenBlock(block, modules, tuple(parts), place, tuple(kept))
+
+
+def _of_downsample_v2(block: nn.Module, place: Place) -> TokenBlock:
+    assert isinstance(block, DownsampleV2), block
+    if block.attn is None:
+        return whole(block, place)
+    return whole(block, place, (Kept(name="", kind=HeadSite.kind, reason=_ACTIVE.format("Attention2dDownsample")),))
+
+
+CONVERSIONS: Mapping[type[nn.Module], Conversion] = {
+    EfficientFormerV2Block: ("maps", _of_v2),
+    MetaBlock1d: ("tokens", _of_tokens),
+    MetaBlock2d: ("maps", _of_maps),
+    Downsample: ("maps", whole),
+    DownsampleV2: ("maps", _of_downsample_v2),
+}

@@ -1,0 +1,67 @@
+"""timm's blocks of TinyViT as parts over tokens.
+
+The norms, which timm has inside the attention and the MLP, stand in front of them, windows are cut inside the
+attention. timm pads a map before its norm, so that padding is that norm's bias.
+"""
+
+from collections.abc import Mapping
+
+from timm.models.tiny_vit import Attention, MBConv, PatchMerging, TinyVitBlock
+from torch import Tensor, nn
+
+from .channel_site import ChannelSite
+from .head_attention import HeadAttention
+from .maps import Grid, OnMap
+from .position_bias import TableBias
+from .timm_folds import head_attention, pointwise_mlp, weights_of
+from .token_blocks import Conversion, Kept, Part, Place, TokenBlock, whole
+from .windows import WindowPlan, Windows
+
+_CONVOLVED = "block is MBConv: a depthwise convolution stands between its 1x1 convolutions"
+
+
+def _attention(theirs: Attention, grid: Grid, window: int) -> HeadAttention:
+    index_NN = theirs.attention_bias_idxs
+    assert isinstance(index_NN, Tensor), theirs
+    plan = WindowPlan(grid=grid, window=(window, window))
+    is_padded = plan.padded != grid
+    windows = Windows(plan, filling_C=theirs.norm.bias if is_padded else None)
+    return head_attention(
+        weights_of(theirs.qkv),
+        weights_of(theirs.proj),
+        heads=theirs.num_heads,
+        qk=theirs.key_dim,
+        v=theirs.val_dim,
+        scale=float(theirs.scale),
+        by_head=True,
+        position_bias=TableBias(theirs.attention_biases.T, index_NN),
+        windows=None if plan.count == 1 and not is_padded else windows,
+    )
+
+
+def _of_tiny_vit(block: nn.Module, place: Place) -> TokenBlock:
+    assert isinstance(block, TinyVitBlock), block
+    modules: dict[str, nn.Module] = {
+        "norm1": block.attn.norm,
+        "attn": _attention(block.attn, place.before, block.window_size),
+        "local_conv": OnMap(block.local_conv, place.before),
+        "norm2": block.mlp.norm,
+        "mlp": pointwise_mlp(block.mlp),
+    }
+    parts = (
+        Part(layer="attn", norm="norm1"),
+        Part(layer="local_conv", alone=True),
+        Part(layer="mlp", norm="norm2"),
+    )
+    return TokenBlock(block, modules, parts, place)
+
+
+def _of_convolutions(block: nn.Module, place: Place) -> TokenBlock:
+    return whole(block, place, (Kept(name="", kind=ChannelSite.kind, reason=_CONVOLVED),))
+
+
+CONVERSIONS: Mapping[type[nn.Module], Conversion] = {
+    MBConv: ("maps", _of_convolutions),
+    TinyVitBlock: ("rows", _of_tiny_vit),
+    PatchMerging: ("maps", whole),
+}
