@@ -143,7 +143,7 @@ def test_reductions_are_repaired_and_nothing_removed_is_the_same(tmp_path: Path)
     assert errors["best"] < errors["corp-v1"] < errors["none"], errors
     whole = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)).model
     torch.testing.assert_close(outputs(whole), outputs(net()), rtol=1e-5, atol=1e-5)
-    with pytest.raises(BadInput, match="is run whole, so no block can be followed; leave away --closed-loop"):
+    with pytest.raises(BadInput, match="is run whole, so no block can be followed; leave away --polish"):
         reduce_closed_loop(model, inputs, method_from_preset("best", **half))
 
 

@@ -19,7 +19,7 @@ from corp_deploy.reduction.channels import ChannelLayers
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.correct import STRENGTHS, correct_
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.streams import streams_in_halves
+from corp_deploy.reduction.streams import entering_first, streams_of
 from tests import tiny
 
 Draw = tuple[Tensor, Tensor, Tensor]
@@ -173,14 +173,14 @@ def test_streams_are_parted_as_the_halves_are(tmp_path: Path) -> None:
     model, images = tiny.checkpoint().model.eval(), opened(tmp_path / "images.npy", 13)
     second = torch.tensor([n % 3 == 0 for n in range(13)])
     with torch.inference_mode():
-        streams = streams_in_halves(model, images, 4, images.ids[second], held_out_every=4)
+        streams = streams_of(entering_first(model), images, 4, half_ids=images.ids[second], held_out_every=4)
         whole = torch.cat([vit.embedded(model, batch) for batch in images.batches(13)])
         held = torch.cat([pair.dense for pair in streams if pair.held_out])
         rest = torch.cat([pair.dense for pair in streams if not pair.held_out])
         torch.testing.assert_close(held, whole[second])
         torch.testing.assert_close(rest, whole[~second])
         assert streams.in_halves
-        unknown = streams_in_halves(model, images, 4, torch.tensor([5]), held_out_every=4)
+        unknown = streams_of(entering_first(model), images, 4, half_ids=torch.tensor([5]), held_out_every=4)
     assert not unknown.in_halves
     assert sum(len(pair.dense) for pair in unknown if pair.held_out) == 3
 

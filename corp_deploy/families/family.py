@@ -32,6 +32,7 @@ from .maps import Grid
 from .merging import Merging
 from .modules import device
 from .named_outputs import NamedOutputs, named
+from .named_sites import NamedSites
 from .outputs import Outputs
 from .sites import Sites
 from .steps import Step, Walk
@@ -277,6 +278,11 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
     hasn't.
     """
     return named(model, family_of(model), outputs)
+
+
+def is_run_whole(model: nn.Module) -> bool:
+    """Whether no step of the model is known, only its sites: those that their user named."""
+    return isinstance(model, NamedSites)
 
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:

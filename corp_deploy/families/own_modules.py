@@ -38,8 +38,7 @@ _PREPARED = {
     "crop_mode": "center",
 }
 _WHOLE = (
-    "a module whose sites are named is run whole, so no block can be followed; leave away --closed-loop, --polish and "
-    "--merge-tokens"
+    "a module whose sites are named is run whole, so no block can be followed; leave away --polish and --merge-tokens"
 )
 
 

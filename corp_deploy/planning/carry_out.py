@@ -16,12 +16,11 @@ from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.families.no_attention import refuse_attention_options
 from corp_deploy.proof.speed import measure
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
-from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
@@ -197,10 +196,10 @@ def _as_planned(
     if asked.closed_loop == "symmetric":
         assert images is not None
         widths = planned.widths
-        return reduce_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done)
+        return reduce_by_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done)
     if loop := loop_of(asked, moments):
         assert images is not None
-        return reduce_closed_loop(dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done)
+        return reduce_by_closed_loop(dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done)
     return reduce(
         dense.model,
         moments,

@@ -22,10 +22,11 @@ from corp_deploy.families.modules import device, with_modules
 from corp_deploy.families.steps import Branch, Step, Walk
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.kind import Reduced
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 
 from .curvature import linear_effects
 
@@ -119,7 +120,7 @@ class Probe:
             return self.narrowed(widths, merging=merging)
         with torch.inference_mode(False), torch.no_grad():
             model = self.model if merging is None else family_of(self.model).with_merging(self.model, merging)
-            return reduce_closed_loop(model, self.others, self._ragged, widths=widths, loop=self.loop).model
+            return reduce_by_closed_loop(model, self.others, self._ragged, widths=widths, loop=self.loop).model
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """The model with these widths that merges tokens so, as `effect` looks at it; gradients may go through it."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
+from calib.inputs import Inputs
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import replaced, with_modules
 from corp_deploy.families.site import Site
@@ -33,7 +34,7 @@ from .method import Method
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import Reads, named, tokens_to_fit
 from .report import LoopFit, SiteReport, as_allocated
-from .streams import HELD_OUT_EVERY, Streams, embedded, streams_in_halves
+from .streams import HELD_OUT_EVERY, Embedded, Streams, entering_first, streams_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +56,11 @@ class Loop:
 
     def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
         """Both streams of the images, with what is held out."""
-        if self.half_ids is None:
-            return Streams(embedded(model, images, batch_size), held_out_every=self.held_out_every)
-        return streams_in_halves(model, images, batch_size, self.half_ids, held_out_every=self.held_out_every)
+        return self.streams_of(entering_first(model), images, batch_size)
+
+    def streams_of(self, enter: Callable[[Inputs], Embedded], images: InputSet, batch_size: int) -> Streams:
+        """The same of what `enter` makes of a batch."""
+        return streams_of(enter, images, batch_size, half_ids=self.half_ids, held_out_every=self.held_out_every)
 
 
 def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[Branch, Site, LoopFit]:
@@ -95,7 +98,7 @@ def _fitted(branch: Branch, reduced: OnStreams, loop: Loop, *, both_ways: bool) 
     )
 
 
-def _site(
+def fitted_site(
     step: Branch, site: Site, streams: Streams, method: Method, width: Width, loop: Loop
 ) -> tuple[Reduced, list[SiteReport]]:
     """Align, reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
@@ -133,7 +136,7 @@ def walk(
         if not isinstance(step, Branch) or step.name not in widths:
             streams.advance(step)
             continue
-        new, reported = _site(step, sites[step.name], streams, method, widths[step.name], loop)
+        new, reported = fitted_site(step, sites[step.name], streams, method, widths[step.name], loop)
         layer = with_modules(step.layer, step.name, new.modules)
         for pair in streams:
             pair.advance_reduced(step, layer)

@@ -166,31 +166,42 @@ class Streams:
             pair.advance(step)
 
 
+def entering_first(model: nn.Module) -> Callable[[Inputs], Embedded]:
+    """What makes of a batch the first residual stream, where the model is."""
+    family = family_of(model)
+
+    def enter(batch: Inputs) -> Embedded:
+        here = moved(batch, device(model))
+        return family.embedded(model, here), family.token_weights(model, here)
+
+    return enter
+
+
 def embedded(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Embedded]:
     """The first residual stream of every input, where the model is."""
-    return (_embedded(model, batch) for batch in inputs.batches(batch_size))
+    return map(entering_first(model), inputs.batches(batch_size))
 
 
-def _embedded(model: nn.Module, batch: Inputs) -> Embedded:
-    family, here = family_of(model), moved(batch, device(model))
-    return family.embedded(model, here), family.token_weights(model, here)
-
-
-def streams_in_halves(
-    model: nn.Module, inputs: InputSet, batch_size: int, half_ids: Tensor, *, held_out_every: int
+def streams_of(
+    enter: Callable[[Inputs], Embedded],
+    inputs: InputSet,
+    batch_size: int,
+    *,
+    half_ids: Tensor | None,
+    held_out_every: int,
 ) -> Streams:
     """The streams of inputs of which those with these content ids are one half, the others the other; where all are in
-    one, each `held_out_every`-th is held out.
+    one, or no ids are given, each `held_out_every`-th is held out.
     """
-    inside_B = torch.isin(inputs.ids, half_ids)
-    if bool(inside_B.all()) or not bool(inside_B.any()):
-        return Streams(embedded(model, inputs, batch_size), held_out_every=held_out_every)
-    seen: list[Tensor] = []
+    inside_B = torch.isin(inputs.ids, torch.zeros(0, dtype=torch.int64) if half_ids is None else half_ids)
+    if half_ids is None or bool(inside_B.all()) or not bool(inside_B.any()):
+        return Streams(map(enter, inputs.batches(batch_size)), held_out_every=held_out_every)
+    ids, seen = half_ids, list[Tensor]()
 
     def read() -> Iterator[Embedded]:
         for batch in inputs.read(batch_size):
             if len(batch.ids):
-                seen.append(torch.isin(batch.ids, half_ids))
-                yield _embedded(model, batch.inputs)
+                seen.append(torch.isin(batch.ids, ids))
+                yield enter(batch.inputs)
 
     return Streams(read(), held_out_every=held_out_every, second=seen.pop)
