@@ -23,7 +23,7 @@ from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model, save
 from tests.small_models import outputs, pixels, small
 
-NAMES = ("convnext_atto", "convnext_tiny", "small_mixer", "small_resmlp")
+NAMES = ("convnext_atto", "convnext_tiny", "convnextv2_atto", "small_mixer", "small_resmlp")
 
 
 @cache
@@ -52,7 +52,12 @@ def graph(name: str, precision: str = "fp32", *, is_reduced: bool = True) -> onn
 
 @pytest.mark.parametrize(
     ("name", "precision", "bound"),
-    [*((name, "fp32", 1e-5) for name in NAMES), ("convnext_atto", "fp16", 5e-3), ("small_mixer", "fp16", 5e-3)],
+    [
+        *((name, "fp32", 1e-5) for name in NAMES),
+        ("convnext_atto", "fp16", 5e-3),
+        ("convnextv2_atto", "fp16", 5e-3),
+        ("small_mixer", "fp16", 5e-3),
+    ],
 )
 def test_a_graph_gives_torchs_outputs_at_any_batch(name: str, precision: str, bound: float) -> None:
     session = ort.InferenceSession(graph(name, precision).SerializeToString(), providers=["CPUExecutionProvider"])

@@ -11,6 +11,7 @@ from calib.sites import ChannelTaps
 from . import cost
 from .constant import Constant
 from .modules import fill_rows_, linear, replaced, stacked
+from .response_norm import ResponseNorm
 from .widths import HeadGeometry, Width
 
 
@@ -20,7 +21,8 @@ class ChannelSite:
 
     Of a plain MLP a channel is one row of `first`. A gated one (SwiGLU and its like, arXiv 2002.05202) multiplies two
     rows, one of them through the activation: both in `first`, a half each (`packed`), or one there and one in `up`.
-    `merge`: the module that merges the tokens that come here, None where none are merged.
+    `merge`: the module that merges the tokens that come here, None where none are merged. `norm`: what scales channels
+    by their norms over the image, behind the activation.
     """
 
     kind: ClassVar[str] = "channels"
@@ -33,6 +35,8 @@ class ChannelSite:
     up: nn.Linear | None = None
     up_name: str = ""
     merge: nn.Module | None = None
+    norm: ResponseNorm | None = None
+    norm_name: str = ""
 
     def __post_init__(self) -> None:
         assert not self.packed or (self.up is None and self.first.out_features % 2 == 0), self.name
@@ -69,7 +73,7 @@ class ChannelSite:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return *self.firsts, self.last
+        return (*self.firsts, self.last) if self.norm is None else (*self.firsts, self.norm, self.last)
 
     def tokens_before(self, tokens: int) -> int:
         return tokens
@@ -81,6 +85,10 @@ class ChannelSite:
     def taps(self) -> ChannelTaps:
         return ChannelTaps(name=self.name, output=self.last, merge=self.merge)
 
+    def norm_taps(self) -> ChannelTaps | None:
+        """Where calibration listens to the channels' norms."""
+        return None if self.norm is None else ChannelTaps(name=self.norm_name, output=self.norm.mean)
+
     def words(self) -> str:
         return f"hidden {self.width}"
 
@@ -89,11 +97,13 @@ class ChannelSite:
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, int), (self.name, width)
-        return cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows)
+        of_norm = 0 if self.norm is None else width
+        return cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows) + of_norm
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         assert isinstance(width, int), (self.name, width)
-        return cost.mlp_parameters(
+        of_norm = 0 if self.norm is None else 2 * width
+        return of_norm + cost.mlp_parameters(
             dim=self.first.in_features,
             hidden=width,
             input_bias=self.first.bias is not None,
@@ -116,10 +126,15 @@ class ChannelSite:
         if {key: entry.get(key, now[key]) for key in now} == now:
             return {}
         input_bias = entry.get("input_bias", now["input_bias"])
-        return {**self.empty(entry["hidden"], input_bias=input_bias, output_bias=entry["output_bias"])}
+        return self.at_width(entry["hidden"], input_bias=input_bias, output_bias=entry["output_bias"])
+
+    def at_width(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Module]:
+        """All that has another width, by name, its weights not yet set."""
+        layers = self.empty(width, output_bias=output_bias, input_bias=input_bias)
+        return {**layers} if self.norm is None else {**layers, self.norm_name: self.norm.empty(width)}
 
     def empty(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Linear]:
-        """All layers at another width, the last one last, by module name, their weights not yet set."""
+        """All linear layers at another width, the last one last, by module name, their weights not yet set."""
         where: dict[str, Any] = {"device": self.first.weight.device, "dtype": self.first.weight.dtype}
         input_bias = self.first.bias is not None if input_bias is None else input_bias
         rows = 2 * width if self.packed else width
@@ -133,7 +148,8 @@ class ChannelSite:
             return {}
         if self.gated:
             return {self.name: Constant(self.last)}
-        return {self.first_name: nn.Identity(), self.last_name: Constant(self.last)}
+        norms: dict[str, nn.Module] = {} if self.norm is None else {self.norm_name: nn.Identity()}
+        return {self.first_name: nn.Identity(), **norms, self.last_name: Constant(self.last)}
 
     def _inside(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")
@@ -152,7 +168,9 @@ class ChannelSite:
     def of_layer(self, layer: nn.Module) -> "ChannelSite":
         first, last = (self._linear(layer, name) for name in (self.first_name, self.last_name))
         up = None if self.up is None else self._linear(layer, self.up_name)
-        return replace(self, first=first, last=last, up=up)
+        norm = None if self.norm is None else layer.get_submodule(self._inside(self.norm_name))
+        assert norm is None or isinstance(norm, ResponseNorm), (self.norm_name, norm)
+        return replace(self, first=first, last=last, up=up, norm=norm)
 
     def _linear(self, layer: nn.Module, name: str) -> nn.Linear:
         module = layer.get_submodule(self._inside(name))

@@ -57,5 +57,7 @@ class Sites:
 def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps]:
     """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    listened = (site for site in sites.every if not is_empty(site.width))
-    return [site.taps() for site in sorted(listened, key=lambda site: order[site.name])]
+    listened = [site for site in sites.every if not is_empty(site.width)]
+    taps = [site.taps() for site in sorted(listened, key=lambda site: order[site.name])]
+    norms = (site.norm_taps() for site in sites.channels if not is_empty(site.width))
+    return [*taps, *(each for each in norms if each is not None)]

@@ -1,7 +1,7 @@
 """timm's ConvNeXt family: MLPs behind depthwise convolutions, in stages of ever fewer tokens of more channels.
 
-The MLPs of ConvNeXt V2 are refused. Those that are 1x1 convolutions (`conv_mlp`) are linear layers here, see
-timm_pointwise.py.
+MLPs of 1x1 convolutions (`conv_mlp`) are linear layers here, see timm_pointwise.py; ConvNeXt V2's norm is one that can
+lose channels, see response_norm.py.
 
 Legend: B images, N tokens of a stage, C channels.
 """
@@ -9,7 +9,6 @@ Legend: B images, N tokens of a stage, C channels.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from timm.layers import GlobalResponseNormMlp
 from timm.models.convnext import ConvNeXt, ConvNeXtBlock, ConvNeXtStage, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from .channel_site import ChannelSite
 from .maps import Grid, OnMap, grid_behind, map_from_tokens, tokens_from_map
 from .merging import Merging
 from .modules import replaced
+from .response_norm import ResponseNorm, mean_state
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
@@ -28,7 +28,6 @@ from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
-from .timm_library import own_state as own_state
 from .timm_library import take_beside_ as take_beside_
 from .timm_library import unused as unused
 from .timm_mlps import channel_site, mlp_refusal
@@ -91,13 +90,7 @@ def _refusal(block: nn.Module) -> str:
     """Why the MLP of a block can't be reduced, or nothing."""
     if type(block) not in (ConvNeXtBlock, TokenMlpBlock):
         return f"block is {type(block).__name__}, expected timm's ConvNeXtBlock"
-    mlp = block.get_submodule("mlp")
-    if isinstance(mlp, GlobalResponseNormMlp):
-        return (
-            "a global response norm (ConvNeXt V2) divides each hidden channel's norm over the image by the mean of all "
-            "channels' norms, so that one that is left out changes all others"
-        )
-    return mlp_refusal(mlp)
+    return mlp_refusal(block.get_submodule("mlp"))
 
 
 def sites(model: nn.Module) -> Sites:
@@ -207,6 +200,12 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     """A copy in eval mode with its MLPs as timm spells them; there are no heads whose geometry could be chosen."""
     plain = {name: new for site in sites(model).channels for name, new in site.plain().items()}
     return with_convolutions(replaced(model, plain)).eval().requires_grad_(False)
+
+
+def own_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under timm's names with those that it has no names for."""
+    norms = ((name, module) for name, module in model.named_modules() if isinstance(module, ResponseNorm))
+    return dict(state) | {f"{name}.{key}": value for name, norm in norms for key, value in mean_state(norm).items()}
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
 from .timm_pointwise import with_token_mlps
+from .timm_response import with_response_norms
 from .timm_windows import with_inner_windows
 
 State = Mapping[str, Tensor]
@@ -174,7 +175,7 @@ def build(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
-    own = with_inner_windows(with_placed_blocks(with_token_mlps(model)))
+    own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(model))))
     return with_token_blocks(own, configured_size(model))
 
 

@@ -4,18 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from timm.layers import GluMlp, Mlp, SwiGLU
+from timm.layers import GlobalResponseNormMlp, GluMlp, Mlp, SwiGLU
 from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from .channel_site import ChannelSite
 from .pointwise_mlp import PointwiseMlp
+from .response_norm import ResponseNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layers:
     """The names of an MLP's linear layers. `packed`: the first one gives both numbers that a gate multiplies; `up`: it
-    gives one of them, this layer the other. `norm_between`: where its norm stands.
+    gives one of them, this layer the other. `norm_between`: where its norm stands. `response`: its response norm.
     """
 
     first: str
@@ -23,6 +24,7 @@ class _Layers:
     up: str = ""
     packed: bool = False
     norm_between: bool = True
+    response: str = ""
 
 
 _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
@@ -32,6 +34,7 @@ _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
         GluMlp: _Layers(first="fc1", last="fc2", packed=True),
         SwiGLU: _Layers(first="fc1_g", up="fc1_x", last="fc2"),
         GeGluMlp: _Layers(first="w0", up="w1", last="w2", norm_between=False),
+        GlobalResponseNormMlp: _Layers(first="fc1", last="fc2", norm_between=False, response="grn"),
     }
 )
 
@@ -50,9 +53,15 @@ def mlp_refusal(mlp: nn.Module) -> str:
     for name in filter(None, (layers.first, layers.up, layers.last)):
         if not isinstance(layer := mlp.get_submodule(name), nn.Linear):
             return f"{name} is {type(layer).__name__}, expected a linear layer"
-    norm = mlp.get_submodule("norm") if layers.norm_between else None
-    if norm is not None and not isinstance(norm, nn.Identity):
+    behind = layers.response or ("norm" if layers.norm_between else "")
+    norm = mlp.get_submodule(behind) if behind else None
+    if layers.norm_between and not isinstance(norm, nn.Identity):
         return f"a {type(norm).__name__} between the linear layers mixes all hidden channels"
+    if layers.response and not isinstance(norm, ResponseNorm):
+        return (
+            f"{type(norm).__name__} is timm's own, whose mean over the channels can't be heard; a model that "
+            "corp-deploy builds has another one of the same function"
+        )
     act = mlp.get_submodule("act")
     if any(True for _ in act.parameters()):
         return f"activation {type(act).__name__} has parameters"
@@ -68,6 +77,8 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> ChannelSite:
     """The site of an MLP that is not refused."""
     layers = _LAYERS[type(mlp)]
+    norm = mlp.get_submodule(layers.response) if layers.response else None
+    assert norm is None or isinstance(norm, ResponseNorm), (name, norm)
     return ChannelSite(
         name=name,
         first=_linear(mlp, layers.first),
@@ -78,4 +89,6 @@ def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> C
         up_name=f"{name}.{layers.up}" if layers.up else "",
         packed=layers.packed,
         merge=merge,
+        norm=norm,
+        norm_name=f"{name}.{layers.response}" if norm is not None else "",
     )

@@ -4,11 +4,13 @@ the same function, and convolutions again for a graph.
 Legend: B images, C channels, H and W of a map, I inputs and O outputs of a layer.
 """
 
-from timm.layers import Mlp
+from timm.layers import GlobalResponseNormMlp, Mlp
 from timm.models.convnext import ConvNeXtBlock
 from torch import Tensor, nn
 
 from .modules import linear, replaced
+from .response_norm import ResponseNorm
+from .timm_response import response_norm
 
 _PARTS = ("conv_dw", "norm", "mlp", "shortcut", "drop_path")
 
@@ -65,20 +67,24 @@ def _convolution(layer: nn.Module) -> nn.Conv2d:
 
 
 def with_token_mlps(model: nn.Module) -> nn.Module:
-    """The model with its plain MLPs of convolutions as linear layers; itself where it has none."""
+    """The model with its MLPs of convolutions as linear layers; itself where it has none."""
     blocks: dict[str, nn.Module] = {}
     for name, block in model.named_modules():
-        if type(block) is ConvNeXtBlock and block.use_conv_mlp and type(block.mlp) is Mlp:
-            layers = {each: _linear(block.mlp.get_submodule(each)) for each in ("fc1", "fc2")}
+        if type(block) is ConvNeXtBlock and block.use_conv_mlp and type(block.mlp) in (Mlp, GlobalResponseNormMlp):
+            layers: dict[str, nn.Module] = {each: _linear(block.mlp.get_submodule(each)) for each in ("fc1", "fc2")}
+            if isinstance(block.mlp, GlobalResponseNormMlp):
+                layers["grn"] = response_norm(block.mlp.grn)
             blocks[name] = TokenMlpBlock(block, replaced(block.mlp, layers))
     return replaced(model, blocks) if blocks else model
 
 
 def with_convolutions(model: nn.Module) -> nn.Module:
-    """A copy with those MLPs as timm spells them, but for such as a constant is left of."""
+    """A copy with those MLPs as timm spells them, but for such as a constant is left of or a norm stands in."""
     blocks: dict[str, nn.Module] = {}
     for name, block in model.named_modules():
-        if isinstance(block, TokenMlpBlock) and isinstance(block.mlp.get_submodule("fc2"), nn.Linear):
+        if not isinstance(block, TokenMlpBlock) or any(isinstance(each, ResponseNorm) for each in block.modules()):
+            continue
+        if isinstance(block.mlp.get_submodule("fc2"), nn.Linear):
             layers = {each: _convolution(block.mlp.get_submodule(each)) for each in ("fc1", "fc2")}
             blocks[name] = _of_convolutions(block, replaced(block.mlp, layers))
     return replaced(model, blocks)

@@ -79,6 +79,11 @@ def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOption
     reasons = {
         "have a norm behind them": behind if options.how == "layer" else [],
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
+        "have a norm of their hidden channels": [
+            site.name
+            for site in sites_of(reduced).channels
+            if site.norm is not None and site.name in narrower and options.how == "layer"
+        ],
         "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
         "have heads that talk to each other": [site.name for site in heads if site.talk is not None],
     }

@@ -6,20 +6,21 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from calib.moments import ChannelMoments, SiteMoments
+from calib.moments import ChannelMoments, Moments, SiteMoments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import aligned_width, aligned_widths, is_empty
 
-from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums
+from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums, norm_moments
 from .channel_modules import built, channel_report, emptied, layers_of
 from .channel_target import refitted
 from .channels import Halves, channels_at_site, elimination, output_energy
 from .folded_channels import See, folded_channels, judged_folds
 from .kind import ErrorCurve, OnStreams, Reduced
 from .method import Method
+from .response_norms import norm_moments_of, with_norm
 from .streams import Streams
 
 
@@ -49,6 +50,8 @@ class ChannelKind:
     def refusal(self, site: ChannelSite, method: Method) -> str:
         if method.merges and site.gated:
             return "folding takes means of rows, and the product of two means is not the mean of a gate's products"
+        if method.merges and site.norm is not None:
+            return "folding takes means of rows, and a mean's norm over the image is not the mean of norms"
         return ""
 
     def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:
@@ -70,6 +73,13 @@ class ChannelKind:
         new = channels_at_site(moments, layers_of(site), method, width, known, halves)
         return built(site, new, moments, method, held_out)
 
+    def completed(
+        self, site: ChannelSite, new: Reduced, moments: Moments, method: Method, where: torch.device
+    ) -> Reduced:
+        if site.norm is None:
+            return new
+        return with_norm(site, new, norm_moments_of(site, moments, where))
+
     def elimination(self, site: ChannelSite, moments: ChannelMoments, method: Method) -> Elimination:
         return elimination(moments, layers_of(site), method)
 
@@ -83,13 +93,13 @@ class ChannelKind:
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
     def layer(self, site: ChannelSite, layer: nn.Module, method: Method, width: int) -> nn.Module:
-        return with_modules(layer, site.name, site.empty(width, output_bias=True)).eval()
+        return with_modules(layer, site.name, site.at_width(width, output_bias=True)).eval()
 
     def rebuilt(self, branch: Branch, site: ChannelSite, streams: Streams, method: Method, width: int) -> Reduced:
         moments, _ = channel_sums(branch, site, streams)
         if method.merges:
             return _merged(branch, site, moments, streams, method, width)
-        return self.reduced(site, moments, method, width)
+        return _with_norm(branch, site, streams, self.reduced(site, moments, method, width))
 
     def on_streams(
         self,
@@ -102,11 +112,17 @@ class ChannelKind:
         *,
         refit: Sequence[float] | None = None,
     ) -> OnStreams:
-        """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
+        """The channels that stay are some of those summed; merged ones are new, and what a norm makes of those that
+        stay, so that layer is run once more.
+        """
         energy = dense_advanced(step, streams)
         moments, on_all = channel_sums(branch, site, streams)
         if method.merges:
             new = _merged(branch, site, moments, streams, method, width)
+            layer = with_modules(branch.layer, site.name, new.modules)
+            return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+        if site.norm is not None:
+            new = _with_norm(branch, site, streams, self.reduced(site, moments, method, width))
             layer = with_modules(branch.layer, site.name, new.modules)
             return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
         if width == 0:
@@ -121,6 +137,13 @@ class ChannelKind:
         at_site = channels_at_site(moments, layers, method, width, halves=halves)
         new, kept_K = built(site, at_site, moments, method, layers=layers), at_site.kept_K
         return OnStreams(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
+
+
+def _with_norm(branch: Branch, site: ChannelSite, streams: Streams, new: Reduced) -> Reduced:
+    """With the norm of the channels that stay, where the site has one, by what the reduced stream gives."""
+    if site.norm is None:
+        return new
+    return with_norm(site, new, norm_moments(branch, site.norm, streams))
 
 
 def _merged(

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from calib.moments import HeadMoments, SiteMoments
+from calib.moments import HeadMoments, Moments, SiteMoments
 from corp_deploy.algebra import planes, queries_keys, values
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.head_site import HeadSite, settle_positions_
@@ -88,6 +89,9 @@ class HeadKind:
         if width == EMPTY_HEADS:
             return emptied_heads(site, moments, method, held_out)
         return reduced_heads(site, moments, method, width, held_out, halves)
+
+    def completed(self, site: HeadSite, new: Reduced, moments: Moments, method: Method, where: torch.device) -> Reduced:
+        return new
 
     def elimination(self, site: HeadSite, moments: HeadMoments, method: Method) -> None:
         """Dimensions are ranked by one look at the moments, at any width."""

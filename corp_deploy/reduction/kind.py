@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from calib.moments import SiteMoments
+from calib.moments import Moments, SiteMoments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.steps import Branch
@@ -106,6 +107,10 @@ class Kind(Protocol):
         """The site at one width, repaired by its moments. `known` spares `obs` its elimination; `held_out`, moments of
         other inputs, judges it again; `halves`, the moments of either half of the images, choose how strong ridges are.
         """
+        ...
+
+    def completed(self, site: Any, new: Reduced, moments: Moments, method: Method, where: torch.device) -> Reduced:
+        """With what else of the site is fitted, by statistics of its own."""
         ...
 
     def elimination(self, site: Any, moments: Any, method: Method) -> Elimination | None:

@@ -88,7 +88,8 @@ def reduced_site(
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
     halves = halves_at(site, moments, own, where)
-    return kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
+    new = kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
+    return kind_of(site).completed(site, new, moments, method, where)
 
 
 def reduce(
