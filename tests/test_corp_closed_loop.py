@@ -87,7 +87,7 @@ def test_the_reduced_stream_is_the_reduced_models_own(monkeypatch: pytest.Monkey
     model, images = tiny.checkpoint(init_values=0.4).model, tiny.images(12)
     kept: list[Streams] = []
     monkeypatch.setattr(
-        "corp_deploy.reduction.closed_loop.Streams",
+        "corp_deploy.reduction.streams.Streams",
         lambda *args, **kwargs: kept.append(Streams(*args, **kwargs)) or kept[-1],  # type: ignore[func-returns-value]
     )
     reduction = reduce_closed_loop(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5))
