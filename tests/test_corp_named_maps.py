@@ -17,7 +17,7 @@ from corp_deploy.families.family import output_ports, with_outputs
 from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import dense_from_architecture, save
 from ground.errors import BadInput
-from tests import tiny
+from tests import hierarchies, tiny
 from tests.small_models import pixels, small
 from tests.test_corp_named_outputs_cli import invoked
 
@@ -90,3 +90,28 @@ def test_a_convnexts_stages_go_through_closed_loop_graphs_proof_and_repository(t
     invoked("lint-repo", tmp_path / "repository")
     (config,) = (tmp_path / "repository").glob("small_cpu/config.pbtxt")
     assert "dims: [ 16, 16, 16 ]" in config.read_text().replace("[16, 16, 16]", "[ 16, 16, 16 ]")
+
+
+@pytest.mark.parametrize("form", ["maxvit_tf", "coatnet", "tiny_vit", "efficientformer_v2", "hiera"])
+def test_stages_of_hierarchies_are_maps_as_timm_has_them(form: str) -> None:
+    dense = hierarchies.checkpoint(form, num_classes=0).model
+    theirs = hierarchies.theirs(form, num_classes=0)
+    images = hierarchies.pixels(dense, 2)
+    if form == "hiera":
+        with pytest.raises(BadInput, match="block1_map: the model's tokens make no map"):
+            with_outputs(dense, outputs_from_text("patches,block1_map"))
+        return
+    stages: list[torch.Tensor] = []
+    count = len(list(theirs.get_submodule("stages").children()))
+    for index in range(count):
+        theirs.get_submodule(f"stages.{index}").register_forward_hook(lambda _, __, out: stages.append(out))
+    names = [f"stage{index}_map" for index in range(count)]
+    with torch.inference_mode():
+        theirs(images)
+        got = with_outputs(dense, outputs_from_text(",".join([*names, "map"])))(images)
+    for name, ours, expected in zip(names, got, stages, strict=False):
+        channels_last = ours.shape != expected.shape
+        torch.testing.assert_close(
+            ours, expected.movedim(-1, 1) if channels_last else expected, rtol=1e-4, atol=1e-4, msg=name
+        )
+    assert len(got) == count + 1

@@ -9,7 +9,7 @@ Legend: B images, N tokens of a stage, C channels.
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from timm.models import efficientformer, hiera, maxxvit, tiny_vit
 from timm.models.efficientformer import EfficientFormer
@@ -46,6 +46,7 @@ from .token_blocks import Place, TokenBlock, token_blocks
 from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
+Function = TypeVar("Function")
 NAME = "timm-hierarchy"
 FIXED_PARTS: tuple[str, ...] = ()
 _OF_TIMM = (
@@ -124,10 +125,15 @@ _STEMS: Mapping[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
 """What makes the first stream of images."""
 
 
+def _of(by_class: Mapping[type[nn.Module], Function], model: nn.Module) -> Function:
+    """What is said of the model's class; one with named outputs is of a class of its own below that."""
+    return next(function for kind, function in by_class.items() if isinstance(_hierarchy(model), kind))
+
+
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     """The residual stream [B,N,C] that enters the first block."""
     assert isinstance(inputs, Tensor), type(inputs)
-    return _STEMS[type(_hierarchy(model))](model, inputs)
+    return _of(_STEMS, model)(model, inputs)
 
 
 def token_weights(model: nn.Module, inputs: Inputs) -> None:
@@ -225,4 +231,4 @@ def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     """A state dict brought to this model by timm's own filter, under timm's names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch, at what timm does to resample a table
-        return dict(_FILTERS[type(_hierarchy(model))](dict(state), library_form(model)))
+        return dict(_of(_FILTERS, model)(dict(state), library_form(model)))
