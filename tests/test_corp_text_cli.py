@@ -116,6 +116,29 @@ def test_a_sweep_scores_embeddings(home: Path) -> None:
     assert 0.0 < best < none
 
 
+def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
+    arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
+    options = (
+        "--sparsity",
+        0.5,
+        "--preset",
+        "grail-fold,fold",
+        "--parts",
+        "mlp",
+        "--align",
+        "mlp=16",
+        "-o",
+        home / "folds",
+    )
+    refused = invoked(*arguments, *options, code=2)
+    assert "give --calibration-images, or --calibration-text for a text encoder" in refused.stderr
+    wrong = invoked(*arguments, *options, "--calibration-images", home / "held-out.txt", code=2)
+    assert "--calibration-images" in wrong.stderr
+    invoked(*arguments, *options, "--calibration-text", home / "calibration.txt")
+    published, refitted = json.loads((home / "folds" / "sweep.json").read_text())["trials"]
+    assert refitted["relative_error"] < published["relative_error"]
+
+
 def test_inspect_tells_how_texts_are_prepared(home: Path) -> None:
     record = json.loads(invoked("inspect", *model(home), "--json").stdout)
     assert record["preprocessing"]["length"] == 24

@@ -1,6 +1,5 @@
 """corp-deploy sweep."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation.reduction import MethodChoice
-from corp_deploy.invocation.table import ATTENTION, PRESET
+from corp_deploy.invocation.table import ATTENTION, FITTED, PRESET
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.views.console import Output
 from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
@@ -48,20 +47,27 @@ class SweepChoice:
     heads: str
     align: dict[str, int]
     calibration_images: Path | None
+    calibration_text: Path | None
 
     def __post_init__(self) -> None:
         merging = [name for name in self.preset if PRESETS[name].merges]
-        if merging and self.calibration_images is None:
+        if merging and self.calibration.path is None:
             raise click.UsageError(
-                f"preset {merging[0]} is fitted to the calibration images; give --calibration-images"
+                f"preset {merging[0]} is fitted to the calibration images; give --calibration-images, or "
+                "--calibration-text for a text encoder"
             )
+
+    @property
+    def calibration(self) -> InputChoice:
+        """What presets that merge channels are fitted to."""
+        return InputChoice(images=self.calibration_images, text=self.calibration_text)
 
     def touches_attention(self, preset: str) -> bool:
         return self.parts != "mlp" and PRESET.ways[preset].takes("attn", True)
 
     def refuse_ignored(self, options: dict[str, Any]) -> None:
         """Raise BadInput for one of these options that no preset of the sweep honours."""
-        about = {name: value for name, value in options.items() if name in ("parts", "heads", "calibration_images")}
+        about = {name: value for name, value in options.items() if name in ("parts", "heads", *FITTED)}
         PRESET.refuse([("", name) for name in self.preset], about)
         touching = any(map(self.touches_attention, self.preset)) or bool(self.macs)
         ATTENTION.refuse([("", "reduced" if touching else "kept")], about)
@@ -110,8 +116,8 @@ class SweepChoice:
     def _words_of_inputs(self, point: "SweepPoint", inputs: InputChoice) -> Sequence[str]:
         """A budget tries sites on the inputs that the sweep was scored on; merged channels are fitted to their own."""
         if point.budget is None:
-            merges = PRESETS[point.preset].merges and self.calibration_images is not None
-            return [f"--images {shlex.quote(str(self.calibration_images))}"] * merges
+            merges = PRESETS[point.preset].merges and self.calibration.path is not None
+            return [self.calibration.words] * merges
         drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
         return [inputs.words, *drawn]
 
@@ -132,6 +138,7 @@ sweep_options = value_options(
         default=None,
         help="Those of the moments, for presets grail-fold and fold.",
     ),
+    click.option("--calibration-text", type=FILE, default=None, help="The same of a text encoder."),
     click.option("--sparsity", type=REMOVED, default="0.3,0.5,0.7", show_default=True, help="Shares removed."),
     click.option(
         "--macs", type=KEPT, default=(), help="Budgets too: shares of the dense MACs to keep, with preset best."
@@ -194,7 +201,6 @@ def sweep_command(
         smallest_that_agrees,
     )
     from corp_deploy.planning.sweep import sweep as sweep_of
-    from corp_deploy.store.inputs import images_for_model
     from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
     from ground.files import write_json, write_text
 
@@ -204,14 +210,14 @@ def sweep_command(
     sweep = sweep.of_model(checkpoint.model)
     requests = sweep.requests()
     source = inputs.open(checkpoint)
-    labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration_images
+    labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration
     with out.progress("sweeping", len(requests), unit="models") as done:
         points = sweep_of(
             checkpoint.model,
             load(moments),
             requests,
             scored_inputs(checkpoint.model, source, labels, batch_size),
-            calibration=None if calibration is None else images_for_model(checkpoint.model, calibration),
+            calibration=None if calibration.path is None else calibration.open(checkpoint),
             done=done,
         )
     if refused := max(point.sites_refused for point in points):

@@ -195,6 +195,10 @@ CALIBRATE = Axis(
 )
 
 
+# What presets that merge channels are fitted to, in a sweep.
+FITTED = ("calibration_images", "calibration_text")
+
+
 def _preset(name: str, method: Method) -> Way:
     """What a preset does to attention, and whether it has the curves that a budget follows."""
     curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
@@ -202,7 +206,7 @@ def _preset(name: str, method: Method) -> Way:
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
     parts = ("joint", "mlp", "attn") if attention else ("joint", "mlp")
     budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
-    fitted = {"calibration_images": ANY} if method.merges else {}
+    fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
     return Way(
         words=f"preset {name}",
         ask=f"--preset {name}",
@@ -213,7 +217,7 @@ def _preset(name: str, method: Method) -> Way:
 # By preset; a sweep has several at work, and the geometry is of those that touch attention.
 PRESET = Axis(
     command="reduce",
-    picks=frozenset({"heads", "calibration_images"}),
+    picks=frozenset({"heads", *FITTED}),
     ways={name: _preset(name, method) for name, method in PRESETS.items()},
 )
 
@@ -273,7 +277,7 @@ INPUTS = Axis(
             ask="--images P",
             honours={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
         ),
-        "text": Way(words="a text encoder", ask="--text FILE", honours={"text": ANY}),
+        "text": Way(words="a text encoder", ask="--text FILE", honours={"text": ANY, "calibration_text": ANY}),
     },
 )
 
