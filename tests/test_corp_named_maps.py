@@ -100,6 +100,12 @@ def test_stages_of_hierarchies_are_maps_as_timm_has_them(form: str) -> None:
     if form == "hiera":
         with pytest.raises(BadInput, match="block1_map: the model's tokens make no map"):
             with_outputs(dense, outputs_from_text("patches,block1_map"))
+        with torch.inference_mode():
+            raw: Any = theirs.forward_intermediates(images, indices=[-1], intermediates_only=True)  # type: ignore[operator]
+            patches, last = with_outputs(dense, outputs_from_text("patches,block4_map"))(images)
+        assert len(dense.get_submodule("blocks")) == 5  # type: ignore[arg-type]
+        torch.testing.assert_close(last, raw[0], rtol=1e-4, atol=1e-4)
+        assert patches.shape == (2, 4, last.shape[1])
         return
     stages: list[torch.Tensor] = []
     count = len(list(theirs.get_submodule("stages").children()))

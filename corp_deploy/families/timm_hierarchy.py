@@ -185,10 +185,15 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 
 
 def grid(model: nn.Module, layer: str) -> Grid | None:
-    """That of the last block of the layer; Hiera's tokens stand by mask units."""
+    """That of the last block of the layer; Hiera's tokens stand by mask units, and so by rows where one is left of
+    each.
+    """
     blocks = token_blocks(_hierarchy(model))
     last = max((place for place, (name, _) in enumerate(blocks) if f"{name}.".startswith(f"{layer}.")), default=-1)
     before = blocks[: last + 1] if layer and last >= 0 else blocks
+    if isinstance(model, Hiera):
+        height, width = model.mask_spatial_shape
+        return (height, width) if height * width == before[-1][1].place.left else None
     maps = [block.place.behind for _, block in before if block.place.layout != "tokens"]
     return maps[-1] if maps and math.prod(maps[-1]) == before[-1][1].place.left else None
 
