@@ -35,7 +35,7 @@ ASIDE = ("maxvit_pm",)
 """Whose attentions stand two beside each other, in no branch of their own."""
 TOLD = ("hiera", "maxvit_tf", "coatnet", "efficientformer_v2")
 GRIDS = {"maxvit_tf": (12, 12), "maxxvit": (8, 8), "maxvit_pm": (8, 8), "coatnet": (6, 6), "coatnext": (4, 4)}
-GRIDS |= {"tiny_vit": (3, 3), "efficientformer": (7, 7), "efficientformer_v2": (2, 2)}
+GRIDS |= {"tiny_vit": (3, 3), "efficientformer": (7, 7), "efficientformer_v2": (3, 3)}
 """Of the last maps, at the last size tried."""
 OTHER_SIZE = {
     "hiera": {"img_size": 96},
@@ -43,6 +43,7 @@ OTHER_SIZE = {
     "coatnet": {"img_size": 96},
     "tiny_vit": {"img_size": 96},
     "efficientformer": {},  # of one size
+    "efficientformer_v2": {"img_size": 96},
 }
 
 
@@ -117,6 +118,10 @@ def planted(form: str) -> Checkpoint:
     model = copy.deepcopy(dense.model)
     for site in sites_of(model).channels:
         plant_channels_(site)
+        if site.between is not None:
+            half = site.width // 2
+            for values in site.between.parameters():
+                values[half:] = values[:half]
     for heads in sites_of(model).heads:
         if not heads.keeps_qk:
             plant_heads_(heads)
@@ -130,6 +135,7 @@ def planted(form: str) -> Checkpoint:
 
 # By how many images: the last stages have few tokens.
 PLANTED = {"hiera": 80, "maxvit_tf": 40, "maxvit_pm": 40, "coatnext": 40, "tiny_vit": 40, "efficientformer": 24}
+PLANTED |= {"efficientformer_v2": 64}
 
 
 @pytest.mark.parametrize("form", PLANTED)

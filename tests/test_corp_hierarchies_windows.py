@@ -202,7 +202,7 @@ def test_costs_count_windows_pooling_and_further_channels(form: str, tmp_path: P
     assert 0.7 < multiply_adds(reduction.model) / before <= 0.8
 
 
-@pytest.mark.parametrize("form", ["maxvit_pm", "efficientformer"])
+@pytest.mark.parametrize("form", ["maxvit_pm", "efficientformer", "efficientformer_v2"])
 def test_costs_by_formula_are_those_counted(form: str) -> None:
     model = checkpoint(form).model
     assert sum(site_costs(model, "macs").now.values()) < multiply_adds(model)
@@ -258,3 +258,32 @@ def test_a_step_of_the_first_layer_is_the_derivative(form: str, name: str) -> No
     product = (moved_XO * out_XO).sum()
     transposed = (lacking.tangent.sensitivity(out_XO).mT @ lacking.tangent.entering_XD * step_RD).sum()
     torch.testing.assert_close(product, transposed, rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_of_a_first_layer_is_the_derivative_through_a_convolution() -> None:
+    """Of each hidden channel by itself, over its neighbours."""
+    model = checkpoint("efficientformer_v2").model.double()
+    name = "stages.1.blocks.0.mlp"
+    (branch,) = (step for step in family_of(model).steps(model) if step.name == name)
+    assert isinstance(branch, Branch)
+    site = sites_of(model).by_name[name]
+    generator = torch.Generator().manual_seed(3)
+    x_BNC = torch.randn(2, 64, 24, generator=generator).double()
+    dense_BNC = branch(x_BNC) + 1.0
+    (lacking,) = Linearised(branch, site, [Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
+    weight, bias = site.first.weight, site.first.bias
+    step_RD = torch.randn(len(weight), weight.shape[1] + 1, generator=generator).double()
+
+    def run(weight: Tensor, bias: Tensor) -> Tensor:
+        changed = {"fc1.weight": weight, "fc1.bias": bias}
+        given: Tensor = torch.func.functional_call(branch.layer, changed, (x_BNC,))
+        return given if branch.scale_C is None else given * branch.scale_C
+
+    _, exact = torch.autograd.functional.jvp(run, (weight, bias), (step_RD[:, :-1], step_RD[:, -1]))
+    assert isinstance(exact, Tensor)
+    moved_XO = lacking.tangent.along(step_RD)
+    torch.testing.assert_close(moved_XO, exact.flatten(0, 1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lacking.lacking_XO, torch.ones_like(moved_XO), rtol=1e-9, atol=1e-9)
+    out_XO = torch.randn(moved_XO.shape, generator=generator).double()
+    transposed = (lacking.tangent.sensitivity(out_XO).mT @ lacking.tangent.entering_XD * step_RD).sum()
+    torch.testing.assert_close((moved_XO * out_XO).sum(), transposed, rtol=1e-9, atol=1e-9)

@@ -4,10 +4,12 @@ Legend: B inputs, N tokens, X tokens of all inputs, H heads, Q query and key dim
 D inputs and a one, R rows of the first map, K inputs of the last map, O outputs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.functional import jvp, vjp
 
 
 def with_one(x: Tensor) -> Tensor:
@@ -28,6 +30,31 @@ class ChannelTangent:
 
     def sensitivity(self, out_XO: Tensor) -> Tensor:
         return self.slope_XR * (out_XO @ self.last_OR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTangent:
+    """Of y = last f(first u), f any function of what the first map gives [B,N,R] -> [B,N,K]."""
+
+    entering_BND: Tensor
+    given_BNR: Tensor
+    run: Callable[[Tensor], Tensor]
+    last_OK: Tensor
+
+    @property
+    def entering_XD(self) -> Tensor:
+        return self.entering_BND.flatten(0, 1)
+
+    def along(self, step_RD: Tensor) -> Tensor:
+        _, moved_BNK = jvp(self.run, self.given_BNR, self.entering_BND @ step_RD.mT)
+        moved_XO: Tensor = (moved_BNK @ self.last_OK.mT).flatten(0, 1)
+        return moved_XO
+
+    def sensitivity(self, out_XO: Tensor) -> Tensor:
+        entering_BNK = (out_XO @ self.last_OK).unflatten(0, self.given_BNR.shape[:2])
+        _, given_BNR = vjp(self.run, self.given_BNR, entering_BNK)
+        given_XR: Tensor = given_BNR.flatten(0, 1)
+        return given_XR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

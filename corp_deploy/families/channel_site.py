@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from calib.sites import ChannelTaps
 
 from . import cost
 from .constant import Constant
+from .depthwise import Depthwise
 from .modules import fill_rows_, linear, replaced, stacked
 from .response_norm import ResponseNorm
 from .widths import HeadGeometry, Width
@@ -21,8 +22,9 @@ class ChannelSite:
 
     Of a plain MLP a channel is one row of `first`. A gated one (SwiGLU and its like, arXiv 2002.05202) multiplies two
     rows, one of them through the activation: both in `first`, a half each (`packed`), or one there and one in `up`.
-    `merge`: the module that merges the tokens that come here, None where none are merged. `norm`: what scales channels
-    by their norms over the image, behind the activation.
+    `between`: a convolution of each channel by itself that stands between the layers, None where none does. `merge`:
+    the module that merges the tokens that come here, None where none are merged. `norm`: what scales channels by their
+    norms over the image, behind the activation.
     """
 
     kind: ClassVar[str] = "channels"
@@ -34,11 +36,14 @@ class ChannelSite:
     packed: bool = False
     up: nn.Linear | None = None
     up_name: str = ""
+    between: Depthwise | None = None
+    between_name: str = ""
     merge: nn.Module | None = None
     norm: ResponseNorm | None = None
     norm_name: str = ""
 
     def __post_init__(self) -> None:
+        assert self.between is None or (not self.gated and self.between.channels == self.width), self.name
         assert not self.packed or (self.up is None and self.first.out_features % 2 == 0), self.name
         alike = self.up is None or (
             self.up.weight.shape == self.first.weight.shape and (self.up.bias is None) == (self.first.bias is None)
@@ -73,7 +78,8 @@ class ChannelSite:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return (*self.firsts, self.last) if self.norm is None else (*self.firsts, self.norm, self.last)
+        between = (each for each in (self.between, self.norm) if each is not None)
+        return *self.firsts, *between, self.last
 
     def tokens_before(self, tokens: int) -> int:
         return tokens
@@ -93,17 +99,20 @@ class ChannelSite:
         return f"hidden {self.width}"
 
     def outline(self, geometry: HeadGeometry) -> str:
-        return f"{'gated ' * self.gated}mlp of {self.first.in_features} and {self.width}"
+        around = "" if self.between is None else f", {self.between.taps} places of each convolved"
+        return f"{'gated ' * self.gated}mlp of {self.first.in_features} and {self.width}{around}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, int), (self.name, width)
-        of_norm = 0 if self.norm is None else width
-        return cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows) + of_norm
+        more = 0 if self.norm is None else width
+        more += 0 if self.between is None else tokens * width * self.between.taps
+        return more + cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows)
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         assert isinstance(width, int), (self.name, width)
-        of_norm = 0 if self.norm is None else 2 * width
-        return of_norm + cost.mlp_parameters(
+        more = 0 if self.norm is None else 2 * width
+        more += 0 if self.between is None else self.between.parameters_of(width)
+        return more + cost.mlp_parameters(
             dim=self.first.in_features,
             hidden=width,
             input_bias=self.first.bias is not None,
@@ -131,7 +140,20 @@ class ChannelSite:
     def at_width(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Module]:
         """All that has another width, by name, its weights not yet set."""
         layers = self.empty(width, output_bias=output_bias, input_bias=input_bias)
-        return {**layers} if self.norm is None else {**layers, self.norm_name: self.norm.empty(width)}
+        of_norm = {} if self.norm is None else {self.norm_name: self.norm.empty(width)}
+        return {**layers, **of_norm, **self.between_empty(width)}
+
+    def between_empty(self, width: int) -> dict[str, nn.Module]:
+        """What stands between the layers at another width, its weights not yet set; nothing without channels."""
+        if self.between is None:
+            return {}
+        return {self.between_name: self.between.empty(width) if width else nn.Identity()}
+
+    def between_kept(self, kept_K: Tensor) -> dict[str, nn.Module]:
+        """What stands between the layers, of these channels alone."""
+        if self.between is None or not len(kept_K):
+            return self.between_empty(0)
+        return {self.between_name: self.between.kept(kept_K)}
 
     def empty(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Linear]:
         """All linear layers at another width, the last one last, by module name, their weights not yet set."""
@@ -170,7 +192,9 @@ class ChannelSite:
         up = None if self.up is None else self._linear(layer, self.up_name)
         norm = None if self.norm is None else layer.get_submodule(self._inside(self.norm_name))
         assert norm is None or isinstance(norm, ResponseNorm), (self.norm_name, norm)
-        return replace(self, first=first, last=last, up=up, norm=norm)
+        between = None if self.between is None else layer.get_submodule(self._inside(self.between_name))
+        assert between is None or isinstance(between, Depthwise), self.name
+        return replace(self, first=first, last=last, up=up, between=between, norm=norm)
 
     def _linear(self, layer: nn.Module, name: str) -> nn.Linear:
         module = layer.get_submodule(self._inside(name))

@@ -11,18 +11,27 @@ from timm.models.efficientformer_v2 import EfficientFormerV2Block
 from torch import Tensor, nn
 
 from .channel_site import ChannelSite
+from .depthwise import DepthwiseMlp
 from .head_attention import HeadAttention
 from .head_site import HeadSite
-from .maps import OnMap
+from .maps import Grid, OnMap
 from .position_bias import TableBias
-from .timm_folds import head_attention, is_folded, pointwise_mlp, weights_of
+from .timm_folds import (
+    as_linear,
+    depthwise,
+    has_activation,
+    head_attention,
+    is_folded,
+    pointwise_mlp,
+    weights_of,
+)
 from .token_blocks import Conversion, Kept, Part, Place, TokenBlock, whole
 
 _ACTIVE = (
     "attention is {}: an activation stands between its values, beside a convolution of them, and the output "
     "projection, and all its layers are convolutions of maps"
 )
-_CONVOLVED = "a depthwise convolution stands between the layers of the MLP"
+_CONVOLVED = "what stands between the layers of the MLP is no convolution of each channel by itself"
 
 
 def _attention(theirs: Attention) -> HeadAttention:
@@ -67,11 +76,27 @@ def _of_maps(block: nn.Module, place: Place) -> TokenBlock:
     return TokenBlock(block, modules, parts, place)
 
 
+def _mlp_of_v2(mlp: nn.Module, grid: Grid) -> nn.Module | None:
+    """Its activations stand in its batch norms; None where it is made of something else."""
+    layers = [mlp.get_submodule(name) for name in ("fc1", "mid", "fc2")]
+    if isinstance(layers[1], nn.Identity):
+        return None
+    convolutions, norms = ([layer.get_submodule(name) for layer in layers] for name in ("conv", "bn"))
+    between = depthwise(convolutions[1], norms[1], grid)
+    if between is None or not (all(map(has_activation, norms[:2])) and is_folded(norms[2])):
+        return None
+    fc1, fc2 = as_linear(convolutions[0], norms[0]), as_linear(convolutions[2], norms[2])
+    return DepthwiseMlp(fc1, norms[0].get_submodule("act"), between, norms[1].get_submodule("act"), fc2)
+
+
 def _of_v2(block: nn.Module, place: Place) -> TokenBlock:
     assert isinstance(block, EfficientFormerV2Block), block
     scale = "" if isinstance(block.ls2, nn.Identity) else "ls2.gamma"
-    modules: dict[str, nn.Module] = {"mlp": OnMap(block.mlp, place.before), "ls2": block.ls2}
-    parts, kept = [Part(layer="mlp", scale=scale)], [Kept(name="mlp", kind=ChannelSite.kind, reason=_CONVOLVED)]
+    ours = _mlp_of_v2(block.mlp, place.before)
+    modules: dict[str, nn.Module] = {"mlp": OnMap(block.mlp, place.before) if ours is None else ours, "ls2": block.ls2}
+    parts, kept = [Part(layer="mlp", scale=scale)], list[Kept]()
+    if ours is None:
+        kept.append(Kept(name="mlp", kind=ChannelSite.kind, reason=_CONVOLVED))
     if block.token_mixer is not None:
         modules |= {"token_mixer": OnMap(block.token_mixer, place.before), "ls1": block.ls1}
         scale = "" if isinstance(block.ls1, nn.Identity) else "ls1.gamma"

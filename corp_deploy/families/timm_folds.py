@@ -5,11 +5,12 @@ Legend: I inputs and O outputs of a layer, H heads.
 """
 
 import torch
-from timm.layers import LayerNorm2d, RelPosBias, RelPosBiasTf, RelPosMlp
+from timm.layers import BatchNormAct2d, LayerNorm2d, RelPosBias, RelPosBiasTf, RelPosMlp
 from torch import Tensor, nn
 
+from .depthwise import Depthwise, convolution
 from .head_attention import HeadAttention
-from .maps import Grid, OnMap
+from .maps import Grid, OnMap, grid_behind
 from .modules import linear
 from .pointwise_mlp import PointwiseMlp
 from .position_bias import TableBias
@@ -21,6 +22,11 @@ Weights = tuple[Tensor, Tensor | None]
 def is_folded(norm: nn.Module | None) -> bool:
     """Whether a norm is none in evaluation beside the layer before it."""
     return norm is None or isinstance(norm, nn.Identity) or type(norm) is nn.BatchNorm2d
+
+
+def has_activation(norm: nn.Module) -> bool:
+    """Whether it is a batch norm that has the activation behind it as a part of its own, `act`."""
+    return type(norm) is BatchNormAct2d and isinstance(norm.drop, nn.Identity)
 
 
 def _through(weight_OI: Tensor, bias_O: Tensor | None, norm: nn.Module | None) -> Weights:
@@ -71,6 +77,23 @@ def pointwise_mlp(mlp: nn.Module, norms: tuple[str, str] = ("", "")) -> Pointwis
     norm1, norm2 = (mlp.get_submodule(name) if name else None for name in norms)
     fc1, fc2 = (as_linear(mlp.get_submodule(name), norm) for name, norm in (("fc1", norm1), ("fc2", norm2)))
     return PointwiseMlp(fc1, mlp.get_submodule("act"), fc2)
+
+
+def depthwise(conv: nn.Module, norm: nn.Module, grid: Grid) -> Depthwise | None:
+    """A convolution of each channel with the batch norm behind it; None where it is something else or makes another
+    map.
+    """
+    if type(conv) is not nn.Conv2d or conv.groups != conv.in_channels or conv.out_channels != conv.in_channels:
+        return None
+    if grid_behind(conv, conv.in_channels, grid)[1] != grid or not (is_folded(norm) or has_activation(norm)):
+        return None
+    weight = conv.weight.detach()
+    folded_FT, bias_F = _through(weight.flatten(1), None if conv.bias is None else conv.bias.detach(), norm)
+    ours = convolution(conv, conv.out_channels, bias=bias_F is not None)
+    ours.weight = nn.Parameter(folded_FT.view_as(weight))
+    if bias_F is not None:
+        ours.bias = nn.Parameter(bias_F)
+    return Depthwise(ours, grid)
 
 
 def norm_of_tokens(norm: nn.Module, grid: Grid) -> nn.Module:

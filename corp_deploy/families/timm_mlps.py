@@ -9,6 +9,7 @@ from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from .channel_site import ChannelSite
+from .depthwise import Depthwise, DepthwiseMlp
 from .pointwise_mlp import PointwiseMlp
 from .response_norm import ResponseNorm
 
@@ -17,6 +18,7 @@ from .response_norm import ResponseNorm
 class _Layers:
     """The names of an MLP's linear layers. `packed`: the first one gives both numbers that a gate multiplies; `up`: it
     gives one of them, this layer the other. `norm_between`: where its norm stands. `response`: its response norm.
+    `convolution`: of each channel by itself, between the layers.
     """
 
     first: str
@@ -25,12 +27,14 @@ class _Layers:
     packed: bool = False
     norm_between: bool = True
     response: str = ""
+    convolution: str = ""
 
 
 _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
     {
         Mlp: _Layers(first="fc1", last="fc2"),
         PointwiseMlp: _Layers(first="fc1", last="fc2", norm_between=False),
+        DepthwiseMlp: _Layers(first="fc1", last="fc2", norm_between=False, convolution="between"),
         GluMlp: _Layers(first="fc1", last="fc2", packed=True),
         SwiGLU: _Layers(first="fc1_g", up="fc1_x", last="fc2"),
         GeGluMlp: _Layers(first="w0", up="w1", last="w2", norm_between=False),
@@ -62,9 +66,9 @@ def mlp_refusal(mlp: nn.Module) -> str:
             f"{type(norm).__name__} is timm's own, whose mean over the channels can't be heard; a model that "
             "corp-deploy builds has another one of the same function"
         )
-    act = mlp.get_submodule("act")
-    if any(True for _ in act.parameters()):
-        return f"activation {type(act).__name__} has parameters"
+    for act in (each for name, each in mlp.named_children() if name.startswith("act")):
+        if any(True for _ in act.parameters()):
+            return f"activation {type(act).__name__} has parameters"
     return ""
 
 
@@ -79,6 +83,7 @@ def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> C
     layers = _LAYERS[type(mlp)]
     norm = mlp.get_submodule(layers.response) if layers.response else None
     assert norm is None or isinstance(norm, ResponseNorm), (name, norm)
+    between = mlp.get_submodule(layers.convolution) if layers.convolution else None
     return ChannelSite(
         name=name,
         first=_linear(mlp, layers.first),
@@ -88,6 +93,8 @@ def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> C
         last_name=f"{name}.{layers.last}",
         up_name=f"{name}.{layers.up}" if layers.up else "",
         packed=layers.packed,
+        between=between if isinstance(between, Depthwise) else None,  # the identity where no channel is left
+        between_name=f"{name}.{layers.convolution}" if layers.convolution else "",
         merge=merge,
         norm=norm,
         norm_name=f"{name}.{layers.response}" if norm is not None else "",

@@ -10,14 +10,15 @@ from timm.models.tiny_vit import Attention, MBConv, PatchMerging, TinyVitBlock
 from torch import Tensor, nn
 
 from .channel_site import ChannelSite
+from .depthwise import DepthwiseMlp
 from .head_attention import HeadAttention
 from .maps import Grid, OnMap
 from .position_bias import TableBias
-from .timm_folds import head_attention, pointwise_mlp, weights_of
+from .timm_folds import as_linear, depthwise, head_attention, pointwise_mlp, weights_of
 from .token_blocks import Conversion, Kept, Part, Place, TokenBlock, whole
 from .windows import WindowPlan, Windows
 
-_CONVOLVED = "block is MBConv: a depthwise convolution stands between its 1x1 convolutions"
+_CONVOLVED = "block is MBConv: what stands between its 1x1 convolutions is no convolution of each channel by itself"
 
 
 def _attention(theirs: Attention, grid: Grid, window: int) -> HeadAttention:
@@ -57,7 +58,17 @@ def _of_tiny_vit(block: nn.Module, place: Place) -> TokenBlock:
 
 
 def _of_convolutions(block: nn.Module, place: Place) -> TokenBlock:
-    return whole(block, place, (Kept(name="", kind=ChannelSite.kind, reason=_CONVOLVED),))
+    """Its hidden channels are convolved one by one, so that it is an MLP, with an activation behind the sum."""
+    assert isinstance(block, MBConv), block
+    between = depthwise(block.conv2.conv, block.conv2.bn, place.before)
+    if between is None:
+        return whole(block, place, (Kept(name="", kind=ChannelSite.kind, reason=_CONVOLVED),))
+    fc1, fc2 = (as_linear(layer.conv, layer.bn) for layer in (block.conv1, block.conv3))
+    modules: dict[str, nn.Module] = {
+        "mlp": DepthwiseMlp(fc1, block.act1, between, block.act2, fc2),
+        "act3": block.act3,
+    }
+    return TokenBlock(block, modules, (Part(layer="mlp"), Part(layer="act3", alone=True)), place)
 
 
 CONVERSIONS: Mapping[type[nn.Module], Conversion] = {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from .depthwise import DepthwiseMlp
 from .maps import Grid, OnMap, map_from_tokens, tokens_from_map
 from .steps import Branch, Passage, Step
 
@@ -107,7 +108,7 @@ class TokenBlock(nn.Module):
             layer=layer,
             scale_C=self.get_parameter(part.scale).detach() if part.scale else None,
             shortcut=self.get_submodule(part.shortcut) if part.shortcut else None,
-            read=read,
+            read=None if isinstance(layer, DepthwiseMlp) else read,  # whose tokens need their neighbours
         )
 
     def steps(self, name: str, read: Tensor | None = None) -> Iterator[Step]:

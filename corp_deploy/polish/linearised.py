@@ -6,6 +6,7 @@ the last layer.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.algebra.gauss_newton import Lacking
-from corp_deploy.algebra.tangents import ChannelTangent, HeadTangent, with_one
+from corp_deploy.algebra.tangents import ChannelTangent, HeadTangent, RunTangent, with_one
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_attention import key_bias, placed_bias, rows_by_head
 from corp_deploy.families.head_site import HeadSite
@@ -64,15 +65,49 @@ def _slope(layer: nn.Module, firsts: Sequence[nn.Linear], last: nn.Linear, enter
     return slope_1XR
 
 
+def _behind_first(layer: nn.Module, site: ChannelSite, given_BNR: Tensor) -> Tensor:
+    """What enters the last layer where the first one gives this, whatever it is given."""
+    heard: list[Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        heard.append(inputs[0])
+        raise _Heard
+
+    handles = [
+        site.last.register_forward_pre_hook(stop),
+        site.first.register_forward_hook(lambda *_: given_BNR.clone()),
+    ]
+    try:
+        with suppress(_Heard):
+            layer(given_BNR.new_zeros(*given_BNR.shape[:2], site.first.in_features))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return heard.pop()
+
+
+def _tangent(branch: Branch, site: ChannelSite, entering_BNC: Tensor) -> ChannelTangent | RunTangent:
+    """Of channels by channel and token, or where they are convolved of all tokens of an input together."""
+    last_OK = last_through_scale(branch, site)
+    if site.between is not None:
+        return RunTangent(
+            entering_BND=_entering(site, entering_BNC),
+            given_BNR=site.first(entering_BNC).detach(),
+            run=partial(_behind_first, branch.layer, site),
+            last_OK=last_OK,
+        )
+    return ChannelTangent(
+        entering_XD=_entering(site, entering_BNC).flatten(0, 1),
+        slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
+        last_OR=last_OK.repeat(1, site.rows),
+    )
+
+
 def _of_channels(branch: Branch, site: ChannelSite, pair: Pair) -> Lacking:
     """Of the tokens read alone: each stands for itself."""
     entering_BNC = pair.rows(branch.entering(pair.reduced), branch.read)
     weights_BN = pair.row_weights(branch.read)
-    tangent = ChannelTangent(
-        entering_XD=_entering(site, entering_BNC).flatten(0, 1),
-        slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
-        last_OR=last_through_scale(branch, site).repeat(1, site.rows),
-    )
+    tangent = _tangent(branch, site, entering_BNC)
     carried_BNC = branch.carried(pair.reduced)
     before_BNC, target_BNC = (pair.rows(branch.rows(x), branch.read) for x in (carried_BNC, pair.target))
     lacking_BNC = target_BNC - before_BNC - added(branch, site, entering_BNC)

@@ -52,6 +52,8 @@ class ChannelKind:
             return "folding takes means of rows, and the product of two means is not the mean of a gate's products"
         if method.merges and site.norm is not None:
             return "folding takes means of rows, and a mean's norm over the image is not the mean of norms"
+        if method.merges and site.between is not None:
+            return "folding takes means of rows, and each channel has a convolution of its own behind its row"
         return ""
 
     def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:

@@ -1,0 +1,65 @@
+"""Hierarchies as graphs and engines: torch's outputs at any batch, attention fused as in the dense model."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from calib.collect import collect
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.sites import calibration_taps
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce, uniform_widths
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import model_digest, preprocessing_text
+from corp_deploy.store.onnx_file import export_checkpoint
+from export.engine.audit import audit_fusion
+from export.engine.options import BatchProfile
+from tests.hierarchies import checkpoint, pixels
+from tests.small_models import outputs
+
+PRECISIONS = {"hiera": "fp16", "maxvit_tf": "fp32", "tiny_vit": "fp32"}
+BOUNDS = {"fp32": 1e-5, "fp16": 5e-3}
+
+
+@cache
+def reduced(form: str) -> Checkpoint:
+    """Half of everything, and of one MLP a constant."""
+    model = checkpoint(form).model
+    lineage = {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+    taps = calibration_taps(model, sites_of(model))
+    moments = collect(model, taps, [pixels(model, 8)], device="cpu", lineage=lineage)
+    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    method = method_from_preset("best", **half, geometry="padded")
+    widths = {**uniform_widths(model, method), sites_of(model).channels[0].name: 0}
+    narrower = reduce(model, moments, method, widths=widths).model
+    return Checkpoint(model=narrower, architecture=checkpoint(form).architecture, lineage={})
+
+
+@pytest.mark.parametrize("form", PRECISIONS)
+def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, tmp_path: Path) -> None:
+    export_checkpoint(reduced(form), tmp_path / "model.onnx", precision=PRECISIONS[form])
+    session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for count in (1, 5):
+        images = pixels(reduced(form).model, count, seed=count)
+        exact = outputs(reduced(form).model, images).numpy()
+        (got,) = session.run(None, {"images": images.numpy()})
+        assert np.linalg.norm(got - exact) < BOUNDS[PRECISIONS[form]] * np.linalg.norm(exact)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+def test_attention_is_fused_in_the_dense_and_in_the_reduced_engine(tmp_path: Path) -> None:
+    """In mask units, of pooled queries, and of all tokens."""
+    export_checkpoint(checkpoint("hiera"), tmp_path / "dense.onnx", precision="fp16")
+    export_checkpoint(reduced("hiera"), tmp_path / "reduced.onnx", precision="fp16")
+    batch = BatchProfile(smallest=1, tuned=4, largest=8)
+    (audit,) = audit_fusion(tmp_path / "dense.onnx", tmp_path / "reduced.onnx", batch=batch)
+    assert audit.passed
+    sites = {site.name for site in sites_of(checkpoint("hiera").model).heads}
+    assert set(audit.dense.fusion.fused_sites) == set(audit.reduced.fusion.fused_sites) == sites
