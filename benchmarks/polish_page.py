@@ -5,13 +5,21 @@ from typing import Any
 
 from benchmarks.markdown import table
 
+MODELS = {
+    "digits": "digits: 75 % removed, logits",
+    "minilm": "minilm: 50 %, pooled outputs",
+    "dinov2": "dinov2: 50 % without the closed loop, class token",
+}
+
 
 def polish(record: Mapping[str, Any]) -> str:
     """Blocks and whole models polished: the error on inputs never fitted to, before and after."""
+    present = {row["model"] for row in record["rows"]}
+    models = "; ".join(words for name, words in MODELS.items() if name in present)
     text = (
         "`--polish block` and `--polish model` from where the closed form ends, and the error on inputs that neither "
-        "fitted nor chose (digits: 75 % removed, logits; minilm: 50 %, pooled outputs; dinov2: 50 % without the closed "
-        f"loop, class token; minutes with {record['threads']} {'thread' if record['threads'] == 1 else 'threads'}). "
+        f"fitted nor chose ({models}; minutes with {record['threads']} "
+        f"{'thread' if record['threads'] == 1 else 'threads'}). "
         "Where nothing errs less on the inputs held out, the model stays as it was:"
     )
     rows = [

@@ -16,9 +16,10 @@ from tests.test_perf_report import record
 ROOT = Path(__file__).parents[1]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info")
-# The demo as it is, but for how much of the example it takes.
+# The demo as it is, but for how much of the example it takes, and traced as the tests trace.
 SMALL_DEMO = """
-import sys
+import runpy, sys
+runpy.run_path(sys.argv[2])["look_up_once"]()
 from corp_deploy.demo import run
 from corp_deploy.demo.calls import DemoScale
 from corp_deploy.cli import main
@@ -105,7 +106,7 @@ def test_a_report_from_records(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_on_the_example_that_came_along(python: Path, tmp_path: Path) -> None:
-    printed = run(python, "-c", SMALL_DEMO, "out", cwd=tmp_path)
+    printed = run(python, "-c", SMALL_DEMO, "out", str(ROOT / "tests" / "tracing.py"), cwd=tmp_path)
     assert "report: out/report.html" in printed
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert {"report.html", "reduced/model.fp16.onnx", "parity.json", "bench.json"} <= manifest["files"].keys()
