@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.tracing import look_up_once
+from tests.tracing import look_up_once, trace_once
 
 torch.set_num_threads(1)
 look_up_once()
@@ -31,6 +31,13 @@ LONGEST = (
     "test_bench_scripts.py",
     "test_corp_text_cli.py",
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _graphs_kept(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> None:
+    """One place for the processes that run tests side by side."""
+    own = tmp_path_factory.getbasetemp()
+    trace_once((own if worker_id == "master" else own.parent) / "graphs-kept")
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,13 +1,22 @@
-"""What torch looks up anew for every graph that it traces, looked up once a process: a third of a small graph's time.
+"""What torch looks up or traces anew for every graph, though it is the same, looked up and traced once.
 
 Its thousand translations to ONNX, each with a signature read from its source, and the operators that its own libraries
-register. Nothing here adds to either. Where a later torch calls them otherwise, tests run as they do without this.
+register: once a process, a third of a small graph's time. Where a later torch calls them otherwise, tests run as they
+do without this. And the graphs of models that are the same to the last weight: once for all processes of a run.
 """
 
 import functools
+import hashlib
 import importlib
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import onnx
 import pytest
 import torch
 
@@ -35,3 +44,59 @@ def _keep(module: str, name: str) -> None:
     except (ImportError, AttributeError):
         return
     setattr(place, last, staticmethod(function) if owners else function)
+
+
+def trace_once(directory: Path) -> None:
+    """Trace models that are the same to the last attribute and weight once for all who keep their graphs there."""
+    from export.graph import to_onnx
+
+    to_onnx._trace = _once(to_onnx._trace, directory)
+
+
+def _once(trace: Callable[..., onnx.ModelProto], directory: Path) -> Callable[..., onnx.ModelProto]:
+    @functools.wraps(trace)
+    def kept(*words: Any, **named: Any) -> onnx.ModelProto:
+        key = _digest((words, named))
+        path = directory / f"{key}.onnx"
+        if key is not None and path.is_file():
+            return onnx.load_from_string(path.read_bytes())
+        proto = trace(*words, **named)
+        if key is not None:
+            directory.mkdir(exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(proto.SerializeToString())
+            partial.rename(path)
+        return proto
+
+    return kept
+
+
+class _Pickler(pickle.Pickler):
+    """A tensor by its kind, shape and bytes, as torch's own pickles tell of addresses; hooks without the numbers that a
+    process counts them by; a function within a function by its code and what it closes over.
+    """
+
+    def reducer_override(self, value: object) -> Any:
+        match value:
+            case torch.Tensor():
+                data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                facts = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+                return str, (facts,)
+            case torch.nn.Module():
+                state = {name: list(held.values()) if "hooks" in name else held for name, held in vars(value).items()}
+                return type(value).__name__.format, (type(value), state)
+            case FunctionType() if "<locals>" in value.__qualname__:
+                closed = [cell.cell_contents for cell in value.__closure__ or ()]
+                code = (value.__code__.co_code, value.__code__.co_names, repr(value.__code__.co_consts))
+                return value.__qualname__.format, (code, closed, value.__defaults__, value.__kwdefaults__)
+        return NotImplemented
+
+
+def _digest(value: object) -> str | None:
+    """Of all that makes a value what it is; None where that can't be told."""
+    written = io.BytesIO()
+    try:
+        _Pickler(written).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+        return None
+    return hashlib.sha256(written.getvalue()).hexdigest()
