@@ -12,6 +12,7 @@ from torch import nn
 
 from calib.images import Images
 from corp_deploy.families import timm_hierarchy
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.inspection import inspection_of_model
@@ -22,7 +23,7 @@ from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import named, tokens_to_fit
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 from tests import tiny
@@ -224,3 +225,27 @@ def test_weights_are_timms_of_any_window_and_others_are_refused(tmp_path: Path) 
     name, kwargs = FORMS["hiera"]
     with pytest.raises(BadInput, match=r"don't fit the model"):
         load_dense(name, weights=tmp_path / "other.pth", kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "kept"),
+    [
+        ("hiera_base_plus_224", {"stages": [1, 1, 1, 1]}, set()),
+        ("maxvit_tiny_rw_224", {"depths": [1, 1, 1, 1]}, {"conv"}),
+        ("maxxvitv2_nano_rw_256", {"depths": [1, 1, 1, 1]}, set()),
+        ("coatnet_2_rw_224", {"depths": [1, 1, 1, 1]}, {"0"}),
+        ("tiny_vit_21m_384", {"depths": [1, 1, 1, 1]}, set()),
+        ("efficientformer_l3", {"depths": [1, 1, 1, 5]}, set()),
+        ("efficientformerv2_l", {"depths": [1, 1, 1, 1], "mlp_ratios": 4}, {"token_mixer", "downsample"}),
+    ],
+)
+def test_names_of_timm_have_sites_but_for_what_is_said(name: str, kwargs: dict[str, object], kept: set[str]) -> None:
+    """By the last part of the places that stay; of all names of these classes see the README."""
+    with torch.device("meta"):
+        model = dense_from_architecture(Architecture(name=name, kwargs=kwargs))
+    offered = sites_of(model)
+    assert {refusal.name.rpartition(".")[2] for refusal in offered.refused} == kept
+    blocks = {site.name.rpartition(".")[0] for site in offered.channels}
+    stages = {block.split(".")[1] for block in blocks}
+    assert len(stages) == (2 if name.startswith("coatnet") else 4), stages
+    assert name.startswith("efficientformerv2") or offered.heads
