@@ -59,12 +59,15 @@ def test_heads_are_read_behind_graphs(ready: Path, monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 0, (done.output, done.exception)
     record: dict[str, Any] = json.loads(output.read_text())
     (row,) = record["rows"]
-    torch_maps, graph, fp16 = row["saliency"]
-    assert graph["map_error"] == pytest.approx(torch_maps["map_error"], rel=1e-3)
-    assert fp16["map_error"] == pytest.approx(torch_maps["map_error"], rel=0.2)
-    assert 0.0 < row["linear"]["same_class"] <= 1.0
     links = {link["link"]: link for link in row["links"]}
-    assert len(links) == 8
+    assert len(links) == 12
+    maps, whole = (links[f"{kind} saliency"] for kind in ("features", "whole"))
+    assert maps["relative_error"] == pytest.approx(whole["relative_error"], rel=0.2)
+    assert 0.0 <= maps["iou_worst"] <= maps["iou"] <= 1.0
+    assert [link["kind"] for link in row["links_of_mosaics"]] == ["reduced", "exact", "half", "whole"]
+    assert 0.0 < row["links_of_mosaics"][0]["pixel_agreement"] <= 1.0
+    own = {name: row["linear"][name] for name in ("dense_accuracy", "accuracy")}
+    assert all(0.0 < share <= 1.0 for share in own.values()), own
     assert links["whole patches"]["linear_cka"] > 0.0
     assert links["whole class"]["neighbour_agreement"] is not None
     text = table(record)
