@@ -164,3 +164,28 @@ def test_a_recipe_has_heads_and_limits_of_their_maps(home: Path) -> None:
     (home / "recipe.toml").write_text(RECIPE.replace("[parity]", "[parity]\nmin_iou = 0.5"))
     refused = invoked("release", home / "recipe.toml", "-o", home / "x", code=2)
     assert "[parity]: --min-iou 0.5 is not honoured by no head" in refused.stderr
+
+
+class Spread(nn.Module):
+    """[B,48] -> [B,1,8,8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.places = nn.Linear(48, 64)
+
+    def forward(self, features: Tensor) -> Tensor:
+        maps: Tensor = self.places(features).unflatten(1, (1, 8, 8))
+        return maps
+
+
+def test_one_output_meets_a_heads_one_input_whatever_they_are_called(home: Path) -> None:
+    port, outputs = Port(name="features", shape=(48,)), [OutputPort(name="map", role="feature map")]
+    save(onnx_from_model(Spread().eval(), [port], outputs, precision="fp32", metadata={}), home / "spread.onnx")
+    more = ("--images", home / "held-out.npy", "--head", home / "spread.onnx", "--map-threshold", 0, "--min-iou", 1)
+    invoked("verify", home / "dense", home / "dense", *more, "-o", home / "alone.json")
+    parity = json.loads((home / "alone.json").read_text())
+    (maps,) = (link for link in parity["links"] if link["role"] == "score map")
+    assert (maps["name"], maps["status"]) == ("dense spread", "PASS")
+    assert (maps["measures"]["iou"], maps["measures"]["threshold"]) == (1.0, 0.0)
+    assert parity["heads"][0]["reads"] == ["logits"]
