@@ -17,17 +17,6 @@ from corp_deploy.families.family import sites_of
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "coverage.json"
 ROWS: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 GONE = [row for row in ROWS if "refused" not in row]
-BEHIND_CORP = {
-    "eva02_small_patch14_224": 1.02,
-    "vit_base_patch16_dinov3": 1.1,
-    "vit_small_patch16_dinov3_qkvb": 1.12,
-    "vit_pe_core_base_patch16_224": 1.1,
-    "convnext_atto": 1.04,
-    "mixer_s32_224": 1.1,
-    "resmlp_12_224": 1.15,
-}
-"""Where `best` errs so many times what CORP does, at most: random heads that positions turn leave little to repair, and
-64 inputs are few for thousands of channels of random weights."""
 
 
 def instance_of(row: dict[str, Any]) -> Instance:
@@ -49,8 +38,7 @@ def test_a_row_that_went_through_keeps_the_bounds(row: dict[str, Any]) -> None:
     assert row["graphs"]["fp32"] < 1e-4
     assert row["graphs"]["fp16"] < 2e-2
     assert all(error < 1e-5 for error in row["identity"].values())
-    assert errors["best"] < errors["none"]
-    assert errors["best"] < errors["corp"] * BEHIND_CORP.get(row["name"], 1.0)
+    assert errors["best"] < min(errors["none"], errors["corp"])
     assert engines["reduced"]["fused"] >= engines["dense"]["fused"]
     assert engines["reduced"]["sites"] == engines["dense"]["sites"]
 

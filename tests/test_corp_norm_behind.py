@@ -32,6 +32,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from ground.errors import BadInput
 from tests import tiny, vit_forms, windowed_models
 from tests.small_models import error, outputs
+from tests.test_corp_timm_planted import planted
 from tests.vit_forms import SMALL, method
 
 DEEP = SMALL | {"depth": 4, "init_values": 1.0, "global_pool": "avg"}
@@ -217,6 +218,14 @@ def test_a_budget_is_kept_in_the_closed_loop(form: str) -> None:
     assert any(widths[site.name] < site.size for site in sites_of(model).every)
     assert macs(reduction.model) / dense_cost(model, "macs") <= 0.75
     assert all(report.loop is not None for report in reduction.sites if report.part != "qk")
+
+
+@pytest.mark.parametrize("form", ["residual post-norm", "side by side"])
+def test_planted_redundancy_is_removed_in_the_closed_loop(form: str) -> None:
+    model = planted(form).model
+    done = reduce_closed_loop(model, vit_forms.opened(model), method(geometry="square")).model
+    assert all(site.size <= 96 for site in sites_of(done).every)
+    assert error(done, model, windowed_models.pixels(model, 8, seed=5)) < 1e-3
 
 
 @pytest.mark.parametrize("form", ["residual post-norm", "side by side"])

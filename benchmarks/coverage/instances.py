@@ -206,7 +206,7 @@ TIMM: tuple[Group, ...] = (
             head_dim=None,
         )
         for name, dims in (
-            ("convnext_atto", (40, 80, 160, 320)),
+            ("convnext_atto", (16, 32, 64, 128)),
             ("convnext_femto", (48, 96, 192, 384)),
             ("convnext_tiny", (24, 48, 96, 192)),
             ("convnext_base", (32, 64, 128, 256)),
@@ -288,6 +288,15 @@ TIMM: tuple[Group, ...] = (
             "layer_scale_init_value": 0.5,
         },
         head_dim=None,
+    ),
+    *(
+        Group(
+            family="ConvNeXt V2",
+            names=(name,),
+            kwargs={"depths": (1, 1, 2, 1), "dims": dims, "num_classes": 10, "img_size": 64},
+            head_dim=None,
+        )
+        for name, dims in (("convnextv2_atto", (16, 32, 64, 128)), ("convnextv2_tiny", (24, 48, 96, 192)))
     ),
     Group(family="MLP-Mixer", names=("mixer_s32_224",), kwargs={"num_classes": 10}, head_dim=None),
     Group(family="gMixer", names=("gmixer_12_224",), kwargs={"num_classes": 10}, head_dim=None),

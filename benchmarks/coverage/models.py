@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from calib.input_set import InputSet
 from calib.inputs import Inputs, run_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import image_spec
+from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, texts_for_model
@@ -44,7 +44,9 @@ def spread_(model: nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim < 2 or any(part in name for part in ("embed", "token", "bias")):
+            # Of tokens themselves, not of layers that mix them.
+            is_token = "token" in name.rpartition(".")[2]
+            if parameter.ndim < 2 or is_token or any(part in name for part in ("embed", "bias")):
                 parameter.add_(0.3 * drawn(*parameter.shape))
                 continue
             rows, columns = len(parameter), parameter[0].numel()
@@ -52,6 +54,22 @@ def spread_(model: nn.Module, seed: int) -> None:
             strong = drawn(rows, rank) @ drawn(rank, columns) / rank**0.5
             weights = (0.95 * strong + 0.3 * drawn(rows, columns)) / columns**0.5
             parameter.copy_(weights.view_as(parameter))
+
+
+def strengthen_planes_(model: nn.Module, seed: int) -> None:
+    """Where positions turn queries and keys: a quarter of each head's planes gets most of the logits' energy, as it is
+    in language models (arXiv 2502.01563). No plane can stand for another, so of planes that are all alike half is lost
+    whatever is done.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for site in sites_of(model).heads:
+        if site.in_planes:
+            planes = site.qk // 2
+            strong = torch.rand(site.heads, planes, generator=generator).argsort(dim=1) < -(-planes // 4)
+            factor = torch.where(strong, 1.5, 0.5).repeat(1, 2).flatten().repeat(2)
+            with torch.no_grad():
+                for parameter in site.first.parameters():
+                    parameter[: len(factor)] *= factor.view(-1, *[1] * (parameter.ndim - 1))
 
 
 def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -65,7 +83,7 @@ def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
-def _timm(instance: Instance, **changes: Any) -> Checkpoint:
+def _timm(instance: Instance, seed: int, **changes: Any) -> Checkpoint:
     widths: dict[str, Any] = {}
     if instance.head_dim is not None:
         heads = _own_heads(instance.name, instance.kwargs)
@@ -73,11 +91,11 @@ def _timm(instance: Instance, **changes: Any) -> Checkpoint:
     architecture = Architecture(name=instance.name, kwargs={**instance.kwargs, **widths, **changes})
     torch.manual_seed(0)
     model = dense_from_architecture(architecture)
-    spread_(model, 0)
+    spread_(model, seed)
     return Checkpoint(model=model.requires_grad_(False), architecture=architecture, lineage={})
 
 
-def _transformers(instance: Instance, directory: Path, **changes: Any) -> Checkpoint:
+def _transformers(instance: Instance, directory: Path, seed: int, **changes: Any) -> Checkpoint:
     """Written as a directory, read as anybody's."""
     import transformers as library
 
@@ -88,7 +106,7 @@ def _transformers(instance: Instance, directory: Path, **changes: Any) -> Checkp
     settings = {**instance.kwargs, **changes}
     kind = getattr(library, instance.name)
     model = kind(kind.config_class(**settings)).eval()
-    spread_(model, 0)
+    spread_(model, seed)
     model.save_pretrained(directory)
     if not takes_text(instance):
         return load_dense(f"hf:{directory}", weights=None, kwargs={})
@@ -98,25 +116,31 @@ def _transformers(instance: Instance, directory: Path, **changes: Any) -> Checkp
     return load_dense(f"hf:{directory}", weights=None, kwargs=TEXT)
 
 
-def _torchvision(instance: Instance, directory: Path) -> Checkpoint:
+def _torchvision(instance: Instance, directory: Path, seed: int) -> Checkpoint:
     """Its weights as torchvision saves them, read as anybody's."""
     models: Any = import_module("torchvision.models")
     torch.manual_seed(0)
     kind = models.VisionTransformer if instance.name.startswith("vit") else models.SwinTransformer
     model = kind(**instance.kwargs, num_classes=10).eval()
-    spread_(model, 0)
+    spread_(model, seed)
     torch.save(model.state_dict(), directory / "weights.pth")
     kwargs = TIMM_OF_TORCHVISION[instance.name]
     return load_dense(f"torchvision:{instance.name}", weights=directory / "weights.pth", kwargs=kwargs)
 
 
-def dense(instance: Instance, directory: Path, **changes: Any) -> Checkpoint:
-    """The instance with random weights, some arguments changed. Raises BadInput where no family takes the model."""
+def _built(instance: Instance, directory: Path, seed: int, **changes: Any) -> Checkpoint:
     if instance.source == "transformers":
-        return _transformers(instance, directory, **changes)
+        return _transformers(instance, directory, seed, **changes)
     if instance.source == "torchvision":
-        return _torchvision(instance, directory)
-    return _timm(instance, **changes)
+        return _torchvision(instance, directory, seed)
+    return _timm(instance, seed, **changes)
+
+
+def dense(instance: Instance, directory: Path, *, seed: int = 0, **changes: Any) -> Checkpoint:
+    """The instance with random weights, some arguments changed. Raises BadInput where no family takes the model."""
+    checkpoint = _built(instance, directory, seed, **changes)
+    strengthen_planes_(checkpoint.model, seed)
+    return checkpoint
 
 
 def inputs(instance: Instance, model: nn.Module, count: int, seed: int, directory: Path) -> InputSet:
