@@ -17,9 +17,6 @@ from ground.errors import BadInput
 
 from .sites import SiteKind
 
-MUST_MATCH = ("model", "preprocessing", "dtype", "merging")
-NOT_SUMS = ("eps", "kept_HK")
-
 
 def _refuse_shape(owner: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
     if value.dtype != torch.float64 or tuple(value.shape) != shape:
@@ -195,7 +192,7 @@ def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     return replace(moments, **moved)
 
 
-def _no_ids() -> Tensor:
+def no_ids() -> Tensor:
     return torch.empty(0, dtype=torch.int64)
 
 
@@ -212,8 +209,8 @@ class Moments:
     sites: Mapping[str, SiteMoments]
     lineage: Mapping[str, str]
     images: int
-    image_ids: Tensor = field(default_factory=_no_ids)
-    group_ids: Tensor = field(default_factory=_no_ids)
+    image_ids: Tensor = field(default_factory=no_ids)
+    group_ids: Tensor = field(default_factory=no_ids)
     half: "Moments | None" = None
 
     def __post_init__(self) -> None:
@@ -233,123 +230,3 @@ class Moments:
             raise BadInput("Moments.half: expected the same sites over some of the same images")
         if bool(torch.isin(self.group_ids[inside], self.group_ids[~inside]).any()):
             raise BadInput("Moments.half: a group is in both halves")
-
-
-def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
-    """Equal values stay; `MUST_MATCH` refuses; other differing values become the sorted union `x+y`."""
-    for key in MUST_MATCH:
-        if a.get(key) != b.get(key):
-            raise BadInput(
-                f"moments to merge: {key} differs, got {a.get(key)!r} and {b.get(key)!r}; "
-                f"calibrate both with the same {key}"
-            )
-    parts = {key: {*a.get(key, "").split("+"), *b.get(key, "").split("+")} - {""} for key in sorted({*a, *b})}
-    return {key: a[key] if key in a and a[key] == b.get(key) else "+".join(sorted(parts[key])) for key in parts}
-
-
-def _merge_ids(a: Moments, b: Moments) -> Tensor:
-    if not len(a.image_ids) or not len(b.image_ids):
-        return _no_ids()
-    common = int(torch.isin(a.image_ids, b.image_ids).sum())
-    if common:
-        raise BadInput(
-            f"moments to merge: {common} of {a.images} images are in both, so they would count twice; "
-            "calibrate on image sets that do not overlap"
-        )
-    return torch.cat([a.image_ids, b.image_ids]).sort().values
-
-
-def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
-    """Groups in the order of the merged ids, and both halves as one."""
-    if a.half is None and b.half is None:
-        return _no_ids(), None
-    if a.half is None or b.half is None:
-        raise BadInput("moments to merge: only one of them has groups; calibrate both with or without --groups")
-    half = merge(a.half, b.half)
-    groups = torch.cat([a.group_ids, b.group_ids])[torch.cat([a.image_ids, b.image_ids]).argsort(stable=True)]
-    inside = torch.isin(ids, half.image_ids)
-    both = int(torch.isin(groups[inside].unique(), groups[~inside]).sum())
-    if both:
-        raise BadInput(
-            f"moments to merge: {both} groups of the same name are in both and were held out in one of them alone; "
-            "give different groups different names, or calibrate all images at once"
-        )
-    return groups, half
-
-
-def _differing(left: object, right: object) -> str:
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return "the dims that their attention systems cover; rank both by the moments of one first pass"
-    return f"got {left} and {right}"
-
-
-def added(name: str, a: OneKind, b: OneKind) -> OneKind:
-    """The statistics of the images of both; what is not a sum (eps, the kept dims) must agree."""
-    if type(a) is not type(b):
-        raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
-    merged: dict[str, Any] = {}
-    for f in fields(a):
-        left, right = getattr(a, f.name), getattr(b, f.name)
-        if f.name in NOT_SUMS:
-            same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
-            if not same:
-                raise BadInput(f"{name}: moments to merge differ in {f.name}, {_differing(left, right)}")
-            merged[f.name] = left
-        elif (left is None) != (right is None):
-            raise BadInput(f"{name}: only one of the moments to merge has {f.name}; calibrate both with or without it")
-        elif isinstance(left, Tensor) and left.shape != right.shape:
-            raise BadInput(f"{name}.{f.name}: moments to merge are {list(left.shape)} and {list(right.shape)}")
-        else:
-            merged[f.name] = None if left is None else left + right
-    return replace(a, **merged)
-
-
-def merge(a: Moments, b: Moments) -> Moments:
-    """The moments of both image sets together.
-
-    Raises BadInput for different sites, models, preprocessing or forward dtypes, and for images that are in both.
-    """
-    if set(a.sites) != set(b.sites):
-        odd = sorted(set(a.sites) ^ set(b.sites))
-        raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(odd)}")
-    lineage, ids = _merge_lineage(a.lineage, b.lineage), _merge_ids(a, b)
-    groups, half = _merge_groups(a, b, ids)
-    sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
-    images = a.images + b.images
-    return Moments(sites=sites, lineage=lineage, images=images, image_ids=ids, group_ids=groups, half=half)
-
-
-def without(site: OneKind, half: OneKind) -> OneKind:
-    """The statistics of the images that `half`, of some of the same ones, is not of."""
-    values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
-    left = {
-        name: value - getattr(half, name)
-        for name, value in values.items()
-        if value is not None and name not in NOT_SUMS
-    }
-    return replace(site, **left)
-
-
-def rest(whole: Moments, part: Moments) -> Moments:
-    """The moments of the images of `whole` that are not in `part`: without a half, and without per-image systems.
-
-    Raises BadInput unless all images of `part` are in `whole`, and not all of `whole` in `part`.
-    """
-    inside, stay = torch.isin(part.image_ids, whole.image_ids), ~torch.isin(whole.image_ids, part.image_ids)
-    if not len(inside) or not inside.all() or not stay.any():
-        raise BadInput(
-            f"moments to take apart: {int(inside.sum())} of {part.images} images are among the {whole.images}; "
-            "expected all, and fewer than there are"
-        )
-    sites = {name: without(_plain(whole.sites[name]), _plain(site)) for name, site in part.sites.items()}
-    groups = whole.group_ids[stay] if len(whole.group_ids) else whole.group_ids
-    return Moments(
-        sites=sites, lineage=whole.lineage, images=int(stay.sum()), image_ids=whole.image_ids[stay], group_ids=groups
-    )
-
-
-def _plain(site: SiteMoments) -> SiteMoments:
-    """Without a per-image system."""
-    systems = {"system_HTT", "kept_HK", "target_HKK", "target_energy_H"} & {each.name for each in fields(site)}
-    nothing: dict[str, Any] = dict.fromkeys(systems)
-    return replace(site, **nothing)

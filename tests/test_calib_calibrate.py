@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from calib import memory
 from calib.calibrate import Options, calibrate
+from calib.combination import merge
 from calib.distributed import Ranks, joined_ranks
 from calib.images import Images, open_images
 from calib.inputs import Inputs
 from calib.memory import ChannelShape, HeadShape
-from calib.moments import Moments, merge
+from calib.moments import Moments
 from calib.resume import STATE, ResumeFile
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save

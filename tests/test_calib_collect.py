@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from calib import products
 from calib.collect import collect
+from calib.combination import merge
 from calib.inputs import Inputs
-from calib.moments import ChannelMoments, HeadMoments, Moments, merge
+from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from ground.errors import BadInput
 

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from calib.combination import merge, without
 from calib.groups import group_ids, half_of, joined, parted_by_group
 from calib.images import Images, open_images
-from calib.moments import ChannelMoments, Moments, merge, without
+from calib.moments import ChannelMoments, Moments
 from calib.store import load, save
 from ground.errors import BadInput
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments, merge
+from calib.combination import merge
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from calib.store import load, save
 from ground.errors import BadInput
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from calib import texts as texts_module
 from calib.calibrate import calibrate
+from calib.combination import merge
 from calib.input_set import InputSet, parted
 from calib.memory import ChannelShape, HeadShape, bytes_needed, shapes_of_sites
-from calib.moments import Moments, merge
+from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.texts import Texts, open_texts
 from ground.errors import BadInput

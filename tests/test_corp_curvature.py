@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from calib.moments import ChannelMoments, HeadMoments, Moments, merge, rest
+from calib.combination import merge, rest
+from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import HeadWidths

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.collect import collect
-from calib.moments import HeadMoments, added
+from calib.combination import added
+from calib.moments import HeadMoments
 from calib.sites import HeadTaps, Tap
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.head_site import HeadSite

@@ -20,7 +20,7 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     """
     from functools import reduce
 
-    from calib.moments import merge
+    from calib.combination import merge
     from calib.store import load, save
     from corp_deploy.reduction.moments_files import summary_of_moments
 

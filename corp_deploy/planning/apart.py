@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from calib.combination import rest
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved
-from calib.moments import Moments, rest
+from calib.moments import Moments
 from corp_deploy.families.modules import device
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint

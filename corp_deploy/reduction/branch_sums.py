@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from calib.collect import ACTIVE_EPS
+from calib.combination import added
 from calib.hooks import listening
-from calib.moments import ChannelMoments, HeadMoments, added, on_device
+from calib.moments import ChannelMoments, HeadMoments, on_device
 from calib.products import add_active_
 from calib.sites import Role
 from calib.sums import HeadSums

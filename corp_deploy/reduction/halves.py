@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from calib.combination import merge
 from calib.groups import by_mask, half_of
 from calib.input_set import InputSet
-from calib.moments import Moments, merge
+from calib.moments import Moments
 
 SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 

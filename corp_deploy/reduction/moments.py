@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from calib.moments import Moments, OneKind, SiteMoments, on_device, without
+from calib.combination import without
+from calib.moments import Moments, OneKind, SiteMoments, on_device
 from corp_deploy.families.site import Site
 from corp_deploy.store.inputs import MERGING, merging_text, model_digest, preprocessing_text
 from ground.errors import BadInput
