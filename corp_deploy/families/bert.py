@@ -15,9 +15,10 @@ from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from .architecture import MOST_PARAMETERS, Architecture
+from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
-from .head_site import HeadSite, site_of_attention
+from .head_site import HeadSite
 from .merging import Merging
 from .modules import parameters, replaced
 from .sites import Sites
@@ -84,7 +85,7 @@ def _channel_site(name: str, mlp: nn.Module) -> ChannelSite:
 
 def _head_site(name: str, attention: nn.Module) -> HeadSite:
     assert isinstance(attention, HeadAttention), (name, attention)
-    return site_of_attention(name, attention, mixing="free", norm=None, reason="")
+    return site_of_attention(name, attention)
 
 
 def sites(model: nn.Module) -> Sites:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -305,7 +305,26 @@ class HeadSite:
         return replaced(layer, {"qkv": first})
 
     def of_layer(self, layer: nn.Module) -> "HeadSite":
-        return head_site(self.name, layer, self)
+        """The site of a layer whose modules go by HeadAttention's names, in all else as this one."""
+        qkv, proj = layer.get_submodule("qkv"), layer.get_submodule("proj")
+        assert isinstance(qkv, nn.Linear), (self.name, qkv)
+        assert isinstance(proj, nn.Linear), (self.name, proj)
+        rotary = None if self.rotary is None else layer.get_submodule("rotary")
+        assert rotary is None or isinstance(rotary, Rotary), (self.name, rotary)
+        talk = None if self.talk is None else layer.get_submodule("talk")
+        assert talk is None or isinstance(talk, TalkingHeads), (self.name, talk)
+        return replace(
+            self,
+            module=layer,
+            first=qkv,
+            last=proj,
+            q_norm=layer.get_submodule("q_norm"),
+            k_norm=layer.get_submodule("k_norm"),
+            norm=None if self.norm is None else layer.get_submodule("norm"),
+            rotary=rotary,
+            position_bias=None if self.position_bias is None else layer.get_submodule("position_bias"),
+            talk=talk,
+        )
 
 
 def settle_positions_(module: HeadAttention) -> None:
@@ -314,61 +333,3 @@ def settle_positions_(module: HeadAttention) -> None:
         module.rotary = module.rotary.plain()
     if module.position_bias is not None:
         module.position_bias = FixedBias(module.position_bias())
-
-
-def site_of_attention(
-    name: str, attention: HeadAttention, *, mixing: Mixing, norm: nn.Module | None, reason: str
-) -> HeadSite:
-    """A site in HeadAttention itself; `mixing`, `norm` and `reason` as HeadSite's."""
-    return HeadSite(
-        name=name,
-        module=attention,
-        first=attention.qkv,
-        last=attention.proj,
-        heads=attention.heads,
-        qk=attention.qk,
-        v=attention.v,
-        scale=attention.scale,
-        q_norm=attention.q_norm,
-        k_norm=attention.k_norm,
-        geometry=attention.geometry,
-        mixing=mixing,
-        norm=norm,
-        rotary=attention.rotary,
-        position_bias=attention.position_bias,
-        windows=attention.windows,
-        talk=attention.talk,
-        reason=reason,
-    )
-
-
-def head_site(name: str, layer: nn.Module, like: HeadSite) -> HeadSite:
-    """A site in a layer whose modules go by HeadAttention's names, in all else like another."""
-    qkv, proj = layer.get_submodule("qkv"), layer.get_submodule("proj")
-    assert isinstance(qkv, nn.Linear), (name, qkv)
-    assert isinstance(proj, nn.Linear), (name, proj)
-    rotary = None if like.rotary is None else layer.get_submodule("rotary")
-    assert rotary is None or isinstance(rotary, Rotary), (name, rotary)
-    talk = None if like.talk is None else layer.get_submodule("talk")
-    assert talk is None or isinstance(talk, TalkingHeads), (name, talk)
-    return HeadSite(
-        name=name,
-        module=layer,
-        first=qkv,
-        last=proj,
-        heads=like.heads,
-        qk=like.qk,
-        v=like.v,
-        scale=like.scale,
-        q_norm=layer.get_submodule("q_norm"),
-        k_norm=layer.get_submodule("k_norm"),
-        geometry=like.geometry,
-        mixing=like.mixing,
-        norm=None if like.norm is None else layer.get_submodule("norm"),
-        rotary=rotary,
-        position_bias=None if like.position_bias is None else layer.get_submodule("position_bias"),
-        windows=like.windows,
-        talk=talk,
-        reason=like.reason,
-        merge=like.merge,
-    )

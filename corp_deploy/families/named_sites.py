@@ -16,6 +16,7 @@ from calib.hooks import evaluating
 from ground.errors import BadInput
 from ground.ports import Role
 
+from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
@@ -85,19 +86,7 @@ def _of_mlp(model: nn.Module, name: str, layers: tuple[str, ...]) -> ChannelSite
 def _of_attention(model: nn.Module, name: str) -> HeadSite:
     module = model.get_submodule(name)
     assert isinstance(module, HeadAttention), (name, module)
-    return HeadSite(
-        name=name,
-        module=module,
-        first=module.qkv,
-        last=module.proj,
-        heads=module.heads,
-        qk=module.qk,
-        v=module.v,
-        scale=module.scale,
-        q_norm=module.q_norm,
-        k_norm=module.k_norm,
-        geometry=module.geometry,
-    )
+    return site_of_attention(name, module)
 
 
 def sites_by_name(model: nn.Module, naming: Naming) -> Sites:

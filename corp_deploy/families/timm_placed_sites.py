@@ -7,10 +7,11 @@ from timm.layers import AttentionRope
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
+from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_limits import keeps_all, keeps_qk, keeps_v
-from .head_site import HeadSite, Mixing, site_of_attention
+from .head_site import HeadSite, Mixing
 from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites

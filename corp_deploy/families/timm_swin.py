@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 
 from . import timm_library
+from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .cosine import UnitLength
 from .head_attention import HeadAttention
-from .head_site import HeadSite, site_of_attention
+from .head_site import HeadSite
 from .maps import Grid, OnRows
 from .merging import Merging
 from .modules import replaced
