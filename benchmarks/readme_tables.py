@@ -117,7 +117,8 @@ def text_encoder(record: dict[str, Any]) -> str:
         "A pretrained 6-layer text encoder, where little is redundant: relative error of the pooled output on held-out "
     )
     text += "text by preset corp, and the others' as shares of it (uniform widths but by site; means of the seeds):"
-    return text + "\n\n" + table(["removed from", "share", "calibration tokens", "corp", *names], lines)
+    whole = table(["removed from", "share", "calibration tokens", "corp", *names], lines)
+    return "\n\n".join([text, whole, *record.get("remarks", [])])
 
 
 def engines(record: dict[str, Any]) -> str:

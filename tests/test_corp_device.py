@@ -85,6 +85,8 @@ def test_the_closed_loop_makes_nothing_on_the_default_device(preset: str, images
     class Held:
         """Images that are in memory: reading files is not what is asked about."""
 
+        ids = images.ids
+
         def batches(self, _: int) -> list[Tensor]:
             return held
 

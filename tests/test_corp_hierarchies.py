@@ -36,7 +36,8 @@ ASIDE = ("maxvit_pm",)
 """Whose attentions stand two beside each other, in no branch of their own."""
 TOLD = ("hiera", "maxvit_tf", "coatnet", "efficientformer_v2")
 GRIDS = {"maxvit_tf": (12, 12), "maxxvit": (8, 8), "maxvit_pm": (8, 8), "coatnet": (6, 6), "coatnext": (4, 4)}
-GRIDS |= {"tiny_vit": (3, 3), "efficientformer": (7, 7), "efficientformer_v2": (3, 3)}
+GRIDS |= {"tiny_vit": (3, 3), "efficientformer": (7, 7), "efficientformer_v2": (3, 3), "hiera": (3, 3)}
+GRIDS |= {"hiera_abswin": (2, 3)}
 """Of the last maps, at the last size tried."""
 OTHER_SIZE = {
     "hiera": {"img_size": 96},
@@ -71,7 +72,7 @@ def test_a_model_is_timms_and_its_steps_are_the_model(form: str) -> None:
         torch.testing.assert_close(finished, outputs(ours, images), rtol=1e-5, atol=1e-6)
         assert walk.tokens.x.shape[1] == len(family.token_kinds(ours))
         assert family.normed(ours, walk.tokens.x).shape[1] == len(family.token_kinds(ours))
-    assert family.grid(ours, "") == (None if form.startswith("hiera") else GRIDS[form])
+    assert family.grid(ours, "") == GRIDS[form]
     branches = {step.name for step in family.steps(ours) if isinstance(step, Branch)}
     aside = {site.name for site in sites_of(ours).every} - branches
     assert bool(aside) == (form in ASIDE)

@@ -15,7 +15,6 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra import queries_keys as recover_attention
 from corp_deploy.algebra import scores as select
-from corp_deploy.algebra import values as recover_values
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths
@@ -92,7 +91,6 @@ MUTANTS = [
     ("corp", "padded", "logit", of_recovery("k_map_HRD")),
     ("corp-v1", "padded", "logit_v1", of_recovery("q_map_HRD")),
     ("none", "padded", "select", of_recovery("k_map_HRD")),
-    ("best", "square", "values", of_recovery("weight_OK")),
 ]
 
 
@@ -113,7 +111,6 @@ def test_a_wrong_method_is_not_the_identity(
         **{name: (folded_channels, name) for name in ("fold", "recovered_from_gram", "refit_toward")},
         "swap": (reduce_mlp, "swap"),
         "ranking": (select, "kept_from_scores"),
-        "values": (recover_values, "lowrank"),
     }
     if place == "mlp":
         name = PRESETS[preset].mlp_recovery

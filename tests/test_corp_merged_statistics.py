@@ -132,7 +132,7 @@ def test_the_streams_are_the_models_own_and_the_dense_one_is_dense(
     model = vit.with_merging(dense, Merging(schedule=SCHEDULE, **options))
     kept: list[Streams] = []
     monkeypatch.setattr(
-        "corp_deploy.reduction.closed_loop.Streams",
+        "corp_deploy.reduction.streams.Streams",
         lambda *args, **kwargs: kept.append(Streams(*args, **kwargs)) or kept[-1],  # type: ignore[func-returns-value]
     )
     reduction = reduce_closed_loop(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5))
