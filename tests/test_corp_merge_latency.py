@@ -1,6 +1,7 @@
 """Schedules and widths chosen together by time: few measurements price all schedules, and budgets are held by them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,21 @@ LOSSES = MergeCurves(tokens=17, protected=1, amounts_G=amounts_offered(17, 14), 
 
 
 @pytest.fixture
-def where(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> LatencyTarget:
+def anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> LatencyTarget:
     """On runners of a fake clock: layers take as long as they have parameters and tokens, merges MERGE_MS each."""
     monkeypatch.setattr(merge_latency, "cached_table", vars(latency_grid)["cached_table"])
     return bench.where
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tables")
+
+
+@pytest.fixture
+def where(anew: LatencyTarget, tables: Path) -> LatencyTarget:
+    """The same, of whose measurements those that another test has made are taken."""
+    return replace(anew, cache=tables)
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +108,17 @@ def test_a_few_measurements_price_every_schedule(
     assert prices.whole == pytest.approx(1e6 * WHOLE_MS, rel=2e-3)
 
 
-def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, where: LatencyTarget) -> None:
-    measure_merge_latencies(dense, CHOICES, LOSSES, where)
-    kept = {path: path.stat().st_mtime_ns for path in where.cache.iterdir()}
+def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, anew: LatencyTarget) -> None:
+    measure_merge_latencies(dense, CHOICES, LOSSES, anew)
+    kept = {path: path.stat().st_mtime_ns for path in anew.cache.iterdir()}
     cells = sum(len(latency_table.load_table(path).cells) for path in kept)
     assert len(kept) == 2 * TOKENS + (2 * TOKENS - 1) + 1  # of three tokens a merge has one size
     assert cells <= 48
-    again = measure_merge_latencies(dense, CHOICES, LOSSES, where)
-    assert {path: path.stat().st_mtime_ns for path in where.cache.iterdir()} == kept
+    again = measure_merge_latencies(dense, CHOICES, LOSSES, anew)
+    assert {path: path.stat().st_mtime_ns for path in anew.cache.iterdir()} == kept
     deeper = tiny.checkpoint(depth=4)
-    measure_merge_latencies(deeper, CHOICES, LOSSES, where)
-    assert len(list(where.cache.iterdir())) == len(kept) + 1, "more blocks of the same shape: the whole model alone"
+    measure_merge_latencies(deeper, CHOICES, LOSSES, anew)
+    assert len(list(anew.cache.iterdir())) == len(kept) + 1, "more blocks of the same shape: the whole model alone"
     assert again.merge_ms(17, 0) == 0.0
 
 
@@ -126,7 +138,7 @@ def test_merges_between_those_measured_are_straight() -> None:
 
 
 def test_a_disturbed_measurement_is_refused(
-    dense: Checkpoint, where: LatencyTarget, monkeypatch: pytest.MonkeyPatch
+    dense: Checkpoint, anew: LatencyTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = vars(merge_latency)["cached_table"]
 
@@ -136,7 +148,7 @@ def test_a_disturbed_measurement_is_refused(
 
     monkeypatch.setattr(merge_latency, "cached_table", disturbed)
     with pytest.raises(BadInput, match="other programs had the machine"):
-        measure_merge_latencies(dense, CHOICES, LOSSES, where)
+        measure_merge_latencies(dense, CHOICES, LOSSES, anew)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75])
