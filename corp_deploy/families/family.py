@@ -154,7 +154,7 @@ class Family(Protocol):
 
     def grid(self, model: nn.Module, layer: str) -> Grid | None:
         """Height and width of the map that patch tokens make, row by row, behind the layer of this path, an empty one
-        for the last stream; None where they make none.
+        for the last stream; None where they make none. Raises BadInput where they stand in another order.
         """
         ...
 

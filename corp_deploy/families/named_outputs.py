@@ -147,9 +147,16 @@ def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[St
         return f"the model has no such layer; it has {', '.join(_layers(steps))}"
     if output.layer.startswith("stages.") and output.normed:
         return "a stage's channels aren't those of the last norm"
-    if output.part == "map" and family.grid(model, _own_layer(output.layer, steps)) is None:
-        return "the model's tokens make no map"
-    return ""
+    return _refusal_of_places(output, model, family, steps) if output.has_patches else ""
+
+
+def _refusal_of_places(output: Output, model: nn.Module, family: OwnFamily, steps: list[Step]) -> str:
+    """Why what the output gives is in no order of the image, or makes no map."""
+    try:
+        grid = family.grid(model, _own_layer(output.layer, steps))
+    except BadInput as error:
+        return str(error)
+    return "the model's tokens make no map" if output.part == "map" and grid is None else ""
 
 
 def _refuse_misfit(model: nn.Module, family: OwnFamily, outputs: Outputs) -> None:

@@ -5,25 +5,22 @@ In evaluation a batch norm is a part of the 1x1 convolution before it, and both 
 
 from collections.abc import Mapping
 
-from timm.models.efficientformer import Attention, Downsample, MetaBlock1d, MetaBlock2d
+from timm.models.efficientformer import Downsample, MetaBlock1d, MetaBlock2d
 from timm.models.efficientformer_v2 import Downsample as DownsampleV2
 from timm.models.efficientformer_v2 import EfficientFormerV2Block
-from torch import Tensor, nn
+from torch import nn
 
 from .channel_site import ChannelSite
 from .depthwise import DepthwiseMlp
-from .head_attention import HeadAttention
 from .head_site import HeadSite
 from .maps import Grid, OnMap
-from .position_bias import TableBias
 from .timm_folds import (
     as_linear,
     depthwise,
     has_activation,
-    head_attention,
     is_folded,
+    levit_attention,
     pointwise_mlp,
-    weights_of,
 )
 from .token_blocks import Conversion, Kept, Part, Place, TokenBlock, whole
 
@@ -34,25 +31,10 @@ _ACTIVE = (
 _CONVOLVED = "what stands between the layers of the MLP is no convolution of each channel by itself"
 
 
-def _attention(theirs: Attention) -> HeadAttention:
-    index_NN = theirs.attention_bias_idxs
-    assert isinstance(index_NN, Tensor), theirs
-    return head_attention(
-        weights_of(theirs.qkv),
-        weights_of(theirs.proj),
-        heads=theirs.num_heads,
-        qk=theirs.key_dim,
-        v=theirs.val_dim,
-        scale=float(theirs.scale),
-        by_head=True,
-        position_bias=TableBias(theirs.attention_biases.T, index_NN),
-    )
-
-
 def _of_tokens(block: nn.Module, place: Place) -> TokenBlock:
     assert isinstance(block, MetaBlock1d), block
     modules = {name: block.get_submodule(name) for name in ("norm1", "ls1", "norm2", "mlp", "ls2")}
-    modules["token_mixer"] = _attention(block.token_mixer)
+    modules["token_mixer"] = levit_attention(block.token_mixer)
     parts = (
         Part(layer="token_mixer", norm="norm1", scale="ls1.gamma"),
         Part(layer="mlp", norm="norm2", scale="ls2.gamma"),

@@ -6,6 +6,7 @@ Legend: I inputs and O outputs of a layer, H heads.
 
 import torch
 from timm.layers import BatchNormAct2d, LayerNorm2d, RelPosBias, RelPosBiasTf, RelPosMlp
+from timm.models import efficientformer, tiny_vit
 from torch import Tensor, nn
 
 from .depthwise import Depthwise, convolution
@@ -147,6 +148,24 @@ def head_attention(
     ours.position_bias = position_bias
     ours.windows = None if windows is None else windows.to(weight_RI.device)
     return ours
+
+
+def levit_attention(theirs: nn.Module, windows: Windows | None = None) -> HeadAttention:
+    """LeViT's attention, as TinyViT and EfficientFormer have it: rows head after head, a table of biases."""
+    assert isinstance(theirs, efficientformer.Attention | tiny_vit.Attention), theirs
+    index_NN = theirs.attention_bias_idxs
+    assert isinstance(index_NN, Tensor), theirs
+    return head_attention(
+        weights_of(theirs.qkv),
+        weights_of(theirs.proj),
+        heads=theirs.num_heads,
+        qk=theirs.key_dim,
+        v=theirs.val_dim,
+        scale=float(theirs.scale),
+        by_head=True,
+        position_bias=TableBias(theirs.attention_biases.T, index_NN),
+        windows=windows,
+    )
 
 
 @torch.no_grad()

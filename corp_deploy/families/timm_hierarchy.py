@@ -20,6 +20,7 @@ from timm.models.tiny_vit import TinyVit
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
+from ground.errors import BadInput
 
 from . import timm_library
 from .attention_site import site_of_attention
@@ -186,15 +187,17 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 
 
 def grid(model: nn.Module, layer: str) -> Grid | None:
-    """That of the last block of the layer; Hiera's tokens stand by mask units, and so by rows where one is left of
-    each.
+    """That of the last block of the layer. Hiera's tokens stand by mask units, and so by rows where one is left of
+    each; raises BadInput where more are.
     """
     blocks = token_blocks(_hierarchy(model))
     last = max((place for place, (name, _) in enumerate(blocks) if f"{name}.".startswith(f"{layer}.")), default=-1)
     before = blocks[: last + 1] if layer and last >= 0 else blocks
     if isinstance(model, Hiera):
         height, width = model.mask_spatial_shape
-        return (height, width) if height * width == before[-1][1].place.left else None
+        if height * width != before[-1][1].place.left:
+            raise BadInput("tokens stand there by mask units, not by rows of the image; choose a later layer")
+        return height, width
     maps = [block.place.behind for _, block in before if block.place.layout != "tokens"]
     return maps[-1] if maps and math.prod(maps[-1]) == before[-1][1].place.left else None
 

@@ -7,14 +7,13 @@ attention. timm pads a map before its norm, so that padding is that norm's bias.
 from collections.abc import Mapping
 
 from timm.models.tiny_vit import Attention, MBConv, PatchMerging, TinyVitBlock
-from torch import Tensor, nn
+from torch import nn
 
 from .channel_site import ChannelSite
 from .depthwise import DepthwiseMlp
 from .head_attention import HeadAttention
 from .maps import Grid, OnMap
-from .position_bias import TableBias
-from .timm_folds import as_linear, depthwise, head_attention, pointwise_mlp, weights_of
+from .timm_folds import as_linear, depthwise, levit_attention, pointwise_mlp
 from .token_blocks import Conversion, Kept, Part, Place, TokenBlock, whole
 from .windows import WindowPlan, Windows
 
@@ -22,22 +21,10 @@ _CONVOLVED = "block is MBConv: what stands between its 1x1 convolutions is no co
 
 
 def _attention(theirs: Attention, grid: Grid, window: int) -> HeadAttention:
-    index_NN = theirs.attention_bias_idxs
-    assert isinstance(index_NN, Tensor), theirs
     plan = WindowPlan(grid=grid, window=(window, window))
     is_padded = plan.padded != grid
     windows = Windows(plan, filling_C=theirs.norm.bias if is_padded else None)
-    return head_attention(
-        weights_of(theirs.qkv),
-        weights_of(theirs.proj),
-        heads=theirs.num_heads,
-        qk=theirs.key_dim,
-        v=theirs.val_dim,
-        scale=float(theirs.scale),
-        by_head=True,
-        position_bias=TableBias(theirs.attention_biases.T, index_NN),
-        windows=None if plan.count == 1 and not is_padded else windows,
-    )
+    return levit_attention(theirs, None if plan.count == 1 and not is_padded else windows)
 
 
 def _of_tiny_vit(block: nn.Module, place: Place) -> TokenBlock:
