@@ -42,7 +42,7 @@ def _pruned(kept_K: Tensor, channels: int) -> Tensor:
     return mask_F.nonzero().squeeze(1)
 
 
-def _judged(
+def judged(
     mean_F: Tensor,
     second_FF: Tensor,
     weight_OF: Tensor,
@@ -81,7 +81,7 @@ def none(
 ) -> ChannelRecovery:
     """Drop the columns and nothing else. `ridge_rel` has no part in it."""
     old_O = _bias_or_zero(bias_O, weight_OF)
-    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], old_O.clone(), None)
+    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], old_O.clone(), None)
 
 
 def bias(
@@ -91,7 +91,7 @@ def bias(
     old_O = _bias_or_zero(bias_O, weight_OF)
     pruned_P = _pruned(kept_K, mean_F.numel())
     new_O = old_O + weight_OF[:, pruned_P] @ mean_F[pruned_P]
-    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], new_O, None)
+    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], new_O, None)
 
 
 def gram(
@@ -105,7 +105,7 @@ def gram(
     old_O = _bias_or_zero(bias_O, weight_OF)
     cross_OK = weight_OF @ second_FF[:, kept_K]
     solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)
-    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, solved.solution_OK, old_O.clone(), solved)
+    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, solved.solution_OK, old_O.clone(), solved)
 
 
 def affine_v1(
@@ -122,7 +122,7 @@ def affine_v1(
     solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)  # W_P B
     new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_F[kept_K]
     new_OK = weight_OF[:, kept_K] + solved.solution_OK
-    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
+    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
 
 
 def affine(
@@ -140,4 +140,4 @@ def affine(
     solved = solve_ridge(dropped_OP @ cross_PK, covariance_KK, ridge_rel=ridge_rel)  # W_P B, without forming B
     new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_K
     new_OK = weight_OF[:, kept_K] + solved.solution_OK
-    return _judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
+    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
