@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from ground.errors import BadInput
 from .hooks import evaluating, listening, listening_to_merges
 from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
 from .moments import Moments
+from .patch_sums import PatchSums
 from .products import Kernel, kernel_for
-from .sites import Role, Site, SiteKind
+from .sites import HeadTaps, Role, Site, SiteKind
 from .sums import ChannelSums, HeadSums, SiteSums
 from .weights import TokenWeights, Weights, weights_by_tokens, weights_of
 
@@ -41,13 +42,13 @@ class _AllHeard(Exception):
 class Collector:
     """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
 
-    Where tokens are merged before a site, each counts there as often as tokens stand in it.
+    Where tokens are merged before a site, each counts there as often as tokens stand in it; maps have no weights.
     On a CPU every batch is cut into pieces of 8 inputs and the last one is filled up with repeats that are not
     counted, so that no kernel sees a shape that depends on the batch size; that is also faster than large batches.
     Elsewhere a forward pass takes a whole batch. The inputs of a piece share their float32 products: the same pieces
     in any order, or added up from several collectors, give the same sums to float64 rounding; inputs that are grouped
-    otherwise move the Grams of MLPs and of z by float32 rounding, about 1e-7 of their scale. `kernel` makes those
-    products on a CPU; the faster one is found on entering.
+    otherwise move the Grams of MLPs, of z and of patches by float32 rounding, about 1e-7 of their scale. `kernel` makes
+    those products on a CPU; the faster one is found on entering.
     The first pass runs to its end, which shows that every site runs once; later ones stop when all sites were heard.
     """
 
@@ -69,6 +70,7 @@ class Collector:
         self._model, self._sites, self._precision = model, sites, precision
         self._token_weights = token_weights
         self._weights: Mapping[int, Weights] | None = None
+        self._without_tokens = {site.name for site in sites if not site.by_token}
         self._merges = {site.name: site.merge for site in sites if site.merge is not None}
         self._merged: dict[nn.Module, Weights | None] = {}
         self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
@@ -141,7 +143,11 @@ class Collector:
 
     def _weights_of(self, inputs: Inputs) -> Mapping[int, Weights] | None:
         weight_BN = None if self._token_weights is None else self._token_weights(inputs)
-        return None if weight_BN is None else weights_by_tokens(weight_BN, batch_size(inputs), self.device)
+        if weight_BN is None:
+            return None
+        for name in sorted(self._without_tokens):
+            raise BadInput(f"{name}: a convolution reads a map, whose places have no weights; calibrate without them")
+        return weights_by_tokens(weight_BN, batch_size(inputs), self.device)
 
     def _forward(self, inputs: Inputs) -> None:
         self._heard, self._ran = [], batch_size(inputs)
@@ -159,11 +165,11 @@ class Collector:
         if not activation.is_floating_point() or len(activation) != self._ran or not activation.shape[-2]:
             raise BadInput(
                 f"{name}: {role} is {activation.dtype} {list(activation.shape)} for a batch of {self._ran}, "
-                "expected floating point with the batch in front and at least one token"
+                "expected floating point with the batch in front and at least one token or place"
             )
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
-            weights = self._weights_at(name, role, activation.shape[-2])
+            weights = None if name in self._without_tokens else self._weights_at(name, role, activation.shape[-2])
             if weights is not None and activation.ndim > 4:
                 raise BadInput(f"{name}: {role} comes in windows, of whose tokens none may have a weight of its own")
             self.sums[name].add(role, activation[: self._counted], weights)
@@ -189,17 +195,17 @@ def _new_sums(
     odd = [name for name in kept if name not in names]
     if odd:
         raise BadInput(f"kept dims: no such sites {', '.join(odd)}; there are {', '.join(names)}")
-    slots = {site.name: site.slots_WN for site in sites}
 
-    def of_heads(name: str) -> HeadSums:
-        system = attention_system or name in kept
-        return HeadSums(system=system, kept_HK=kept.get(name), slots_WN=slots[name])
+    def of_heads(site: HeadTaps) -> HeadSums:
+        system = attention_system or site.name in kept
+        return HeadSums(system=system, kept_HK=kept.get(site.name), slots_WN=site.slots_WN)
 
-    empty: dict[SiteKind, Callable[[str], SiteSums]] = {
-        "mlp": lambda name: ChannelSums(eps=eps),
+    empty: dict[SiteKind, Callable[[Any], SiteSums]] = {
+        "mlp": lambda site: ChannelSums(eps=eps),
         "attention": of_heads,
+        "convolution": lambda site: PatchSums(site, eps=eps),
     }
-    return {site.name: empty[site.kind](site.name) for site in sites}
+    return {site.name: empty[site.kind](site) for site in sites}
 
 
 def _weights_for(tokens: int, by_tokens: Mapping[int, Weights] | None, where: str) -> Weights | None:
@@ -246,7 +252,7 @@ def collect(
 
     `model` must be on `device`; its weights and modes are left as they were. `precision` is the forward pass's; the
     statistics are always float32 products of a few images, float64 sums. `attention_system` also keeps system_HTT;
-    `kept` (site name -> kept_HK, sorted dims per head) restricts it to those dims. An MLP channel is active where
+    `kept` (site name -> kept_HK, sorted dims per head) restricts it to those dims. A channel is active where
     |x| > `eps`. `token_weights` gives every batch's weights [B,N]: each token then counts by its own in all statistics.
     `progress` hears the number of inputs done so far. Raises BadInput for inputs that are empty, disagree in their
     batch or are of another precision than float32, for none at all, for weights that don't fit, and for the first site

@@ -12,7 +12,7 @@ from ground.errors import BadInput
 from .moments import Moments, OneKind, SiteMoments, no_ids
 
 MUST_MATCH = ("model", "preprocessing", "dtype", "merging")
-NOT_SUMS = ("eps", "kept_HK")
+NOT_SUMS = ("eps", "kept_HK", "taps", "channels_GR")
 
 
 def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
@@ -59,12 +59,12 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
 
 def _differing(left: object, right: object) -> str:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return "the dims that their attention systems cover; rank both by the moments of one first pass"
+        return "the dims or channels that they cover; choose both by the moments of one first pass"
     return f"got {left} and {right}"
 
 
 def added(name: str, a: OneKind, b: OneKind) -> OneKind:
-    """The statistics of the images of both; what is not a sum (eps, the kept dims) must agree."""
+    """The statistics of the images of both; what is not a sum (eps, the kept dims and channels) must agree."""
     if type(a) is not type(b):
         raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
     merged: dict[str, Any] = {}

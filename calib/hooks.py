@@ -14,7 +14,7 @@ Hear = Callable[[str, Role, Tensor], None]
 @contextmanager
 def listening(sites: Sequence[Site], hear: Hear) -> Iterator[None]:
     """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D] or in
-    windows [B,W,H,N,D]."""
+    windows [B,W,H,N,D]; of a convolution the maps x [B,C,H,W] and y [B,O,H,W]."""
     with ExitStack() as stack:
         for site in sites:
             for role, tap in site.taps.items():

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from ground.errors import BadInput
 
 from .hooks import evaluating, listening
 from .inputs import Inputs, moved, run_model
-from .sites import Role, Site, SiteKind
+from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind
 
 FLOAT64_BYTES = 8
+LEAST_CHANNELS = 8
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,8 +30,8 @@ class ChannelShape:
     hidden: int
 
     @classmethod
-    def of(cls, seen: Seen) -> Self:
-        _, tokens, hidden = seen("x")
+    def of(cls, _: ChannelTaps, seen: Seen) -> Self:
+        tokens, hidden = seen("x")[1:]
         return cls(tokens=tokens, hidden=hidden)
 
     def bytes_of_moments(self) -> int:
@@ -52,7 +53,7 @@ class HeadShape:
     channels: int
 
     @classmethod
-    def of(cls, seen: Seen) -> Self:
+    def of(cls, _: HeadTaps, seen: Seen) -> Self:
         heads, tokens, dim = seen("q")[-3:]
         return cls(tokens=tokens, heads=heads, dim=dim, channels=seen("z")[-1])
 
@@ -68,8 +69,50 @@ class HeadShape:
         return FLOAT64_BYTES * self.heads * ((width * (width + 1) // 2) ** 2 + restricted)
 
 
-Shape = ChannelShape | HeadShape
-_SHAPES: Mapping[SiteKind, Callable[[Seen], Shape]] = {"mlp": ChannelShape.of, "attention": HeadShape.of}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchShape:
+    """`tokens` are the places that a convolution gives; `channels` of each group, `chosen` of them (None: all) in
+    patches of `taps` places; `outputs` of all groups."""
+
+    tokens: int
+    groups: int
+    channels: int
+    chosen: int | None
+    taps: int
+    outputs: int
+
+    @classmethod
+    def of(cls, site: PatchTaps, seen: Seen) -> Self:
+        *_, outputs, rows, columns = seen("y")
+        chosen = None if site.channels_GR is None else site.chosen
+        return cls(
+            tokens=rows * columns, groups=site.output.groups, channels=site.group_width, chosen=chosen,
+            taps=site.places, outputs=outputs,
+        )  # fmt: skip
+
+    @property
+    def summed(self) -> int:
+        """Channels of a group in patches."""
+        return self.channels if self.chosen is None else self.chosen
+
+    def bytes_of_moments(self) -> int:
+        """Float64 sums of one site."""
+        columns = self.summed * self.taps
+        numbers = self.groups * (columns**2 + columns + self.channels**2 + 2 * self.channels) + 2 * self.outputs
+        cross = 0 if self.chosen is None else self.outputs * columns
+        return FLOAT64_BYTES * (numbers + cross)
+
+    def bytes_of_system(self, *, kept: int | None = None) -> int:
+        """Convolutions have no such system."""
+        return 0
+
+
+Shape = ChannelShape | HeadShape | PatchShape
+_SHAPES: Mapping[SiteKind, Callable[[Any, Seen], Shape]] = {
+    "mlp": ChannelShape.of,
+    "attention": HeadShape.of,
+    "convolution": PatchShape.of,
+}
 
 
 def shapes_of_sites(
@@ -88,7 +131,7 @@ def shapes_of_sites(
 
 def _shape_of(site: Site, sizes: Mapping[tuple[str, Role], torch.Size]) -> Shape:
     try:
-        return _SHAPES[site.kind](lambda role: sizes[site.name, role])
+        return _SHAPES[site.kind](site, lambda role: sizes[site.name, role])
     except KeyError as error:
         raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
 
@@ -103,6 +146,40 @@ def bytes_needed(
         if attention_system or name in kept:
             needed[name] += shape.bytes_of_system(kept=kept.get(name))
     return needed
+
+
+def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapping[str, int]:
+    """How many channels a group convolutions may keep in patches, so that all sums take `available` bytes at most.
+
+    As few sites as possible are named, those with the largest sums, and of these the larger ones give up channels
+    first; none keeps fewer than LEAST_CHANNELS. Empty where everything fits. Raises BadInput where even that doesn't.
+    """
+    total = sum(bytes_needed(shapes).values())
+    named = _to_restrict(shapes, total - available)
+    while total > available:
+        name = max(named, key=lambda each: (named[each].summed > LEAST_CHANNELS, named[each].bytes_of_moments()))
+        fewer = replace(named[name], chosen=named[name].summed - 1)
+        total += fewer.bytes_of_moments() - named[name].bytes_of_moments()
+        named[name] = fewer
+    return {name: shape.chosen for name, shape in named.items() if shape.chosen is not None}
+
+
+def _to_restrict(shapes: Mapping[str, Shape], excess: int) -> dict[str, PatchShape]:
+    """The largest convolutions, as few as save that many bytes with patches of the fewest channels."""
+    wide = {name: shape for name, shape in shapes.items() if isinstance(shape, PatchShape)}
+    least = {name: replace(shape, chosen=LEAST_CHANNELS) for name, shape in wide.items()}
+    saved = {name: wide[name].bytes_of_moments() - least[name].bytes_of_moments() for name in wide}
+    order = sorted((name for name in wide if saved[name] > 0), key=lambda name: -wide[name].bytes_of_moments())
+    count = next(
+        (count for count in range(len(order) + 1) if sum(saved[name] for name in order[:count]) >= excess), None
+    )
+    if count is None:
+        short = (excess - sum(saved[name] for name in order)) / 1e9
+        raise BadInput(
+            f"moments: {len(shapes)} sites need {short:.2f} GB more than are available, with patches of "
+            f"{LEAST_CHANNELS} channels a group; calibrate fewer sites at a time, or use a larger machine"
+        )
+    return {name: wide[name] for name in order[:count]}
 
 
 def bytes_available(device: torch.device | str) -> int:

@@ -5,7 +5,6 @@ the attention's output projection (all heads together); T = D (D + 1) / 2, the e
 D x D matrix in row-major order (torch.triu_indices), not scaled by sqrt(2).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -15,22 +14,9 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
+from .impossible import refuse_count, refuse_eps, refuse_shape, refuse_tokens
+from .patch_moments import PatchMoments
 from .sites import SiteKind
-
-
-def _refuse_shape(owner: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    if value.dtype != torch.float64 or tuple(value.shape) != shape:
-        raise BadInput(f"{owner}.{name}: got {value.dtype} {list(value.shape)}, expected float64 {list(shape)}")
-
-
-def _refuse_count(owner: str, name: str, value: int) -> None:
-    if value < 1:
-        raise BadInput(f"{owner}.{name}: got {value}, expected at least 1")
-
-
-def _refuse_tokens(owner: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise BadInput(f"{owner}.tokens: got {value}, expected more than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,11 +35,10 @@ class ChannelMoments:
 
     def __post_init__(self) -> None:
         width = self.sum_F.shape[-1]
-        _refuse_tokens("ChannelMoments", self.tokens)
-        if not self.eps >= 0:
-            raise BadInput(f"ChannelMoments.eps: got {self.eps}, expected zero or more")
+        refuse_tokens("ChannelMoments", self.tokens)
+        refuse_eps("ChannelMoments", self.eps)
         for name, shape in (("sum_F", (width,)), ("gram_FF", (width, width)), ("active_F", (width,))):
-            _refuse_shape("ChannelMoments", name, getattr(self, name), shape)
+            refuse_shape("ChannelMoments", name, getattr(self, name), shape)
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
@@ -118,8 +103,8 @@ class HeadMoments:
     target_energy_H: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _refuse_count("HeadMoments", "images", self.images)
-        _refuse_tokens("HeadMoments", self.tokens)
+        refuse_count("HeadMoments", "images", self.images)
+        refuse_tokens("HeadMoments", self.tokens)
         heads, dim, channels = (*self.q_sum_HD.shape[-2:], self.z_sum_C.shape[-1])
         self._refuse({"q_sum_HD": (heads, dim), "k_sum_HD": (heads, dim), "energy_HD": (heads, dim)})
         self._refuse(dict.fromkeys(("qq_HDD", "kk_HDD", "kk_centred_HDD"), (heads, dim, dim)))
@@ -139,7 +124,7 @@ class HeadMoments:
             value = getattr(self, name)
             if value is None:
                 raise BadInput(f"HeadMoments.{name}: missing, expected float64 {list(shape)}")
-            _refuse_shape("HeadMoments", name, value, shape)
+            refuse_shape("HeadMoments", name, value, shape)
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
@@ -179,7 +164,7 @@ class HeadMoments:
         return self.z_second_CC.addr_(self.z_mean_C, self.z_mean_C, alpha=-1)
 
 
-SiteMoments = ChannelMoments | HeadMoments
+SiteMoments = ChannelMoments | HeadMoments | PatchMoments
 OneKind = TypeVar("OneKind", bound=SiteMoments)
 
 
@@ -214,7 +199,7 @@ class Moments:
     half: "Moments | None" = None
 
     def __post_init__(self) -> None:
-        _refuse_count("Moments", "images", self.images)
+        refuse_count("Moments", "images", self.images)
         if not self.sites:
             raise BadInput("Moments.sites: got none, expected at least one site")
         if len(self.image_ids) not in (0, self.images):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .moments import ChannelMoments, HeadMoments, Moments
+from .patch_moments import PatchMoments
 from .sites import SiteKind
 
 KIND = "calib.redundancy"
@@ -71,6 +72,13 @@ class HeadRedundancy:
         return {"k99_ratio": self.k99_ratio}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchRedundancy(ChannelRedundancy):
+    """The same of the channels that enter a convolution, over all places of their map; none between its groups."""
+
+    kind: ClassVar[SiteKind] = "convolution"
+
+
 Redundancy = ChannelRedundancy | HeadRedundancy
 
 
@@ -104,18 +112,20 @@ def _root(second_HDD: Tensor) -> Tensor:
     return root_HDD
 
 
+def _of_channels(share_F: Tensor, active_share: Tensor) -> dict[str, Any]:
+    return {
+        "dim": len(share_F),
+        "effective_rank": effective_rank(share_F),
+        "k95": count_holding(share_F, 0.95),
+        "activation_sparsity": 1.0 - float(active_share.mean()),
+        "spectrum": tuple(share_F.tolist()),
+    }
+
+
 def of_mlp(site: str, moments: ChannelMoments) -> ChannelRedundancy:
     """Spectrum of the covariance of x."""
     share_F = shares_from_energies(torch.linalg.eigvalsh(moments.covariance_FF))
-    return ChannelRedundancy(
-        site=site,
-        dim=len(share_F),
-        effective_rank=effective_rank(share_F),
-        k95=count_holding(share_F, 0.95),
-        activation_sparsity=1.0 - float(moments.active_share_F.mean()),
-        eps=moments.eps,
-        spectrum=tuple(share_F.tolist()),
-    )
+    return ChannelRedundancy(site=site, eps=moments.eps, **_of_channels(share_F, moments.active_share_F))
 
 
 def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
@@ -132,7 +142,17 @@ def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
     )
 
 
-_OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {"mlp": of_mlp, "attention": of_attention}
+def of_convolution(site: str, moments: PatchMoments) -> PatchRedundancy:
+    """Spectrum of the covariances of all groups together."""
+    share_C = shares_from_energies(torch.linalg.eigvalsh(moments.map_covariance_GCC).flatten())
+    return PatchRedundancy(site=site, eps=moments.eps, **_of_channels(share_C, moments.active_share_GC))
+
+
+_OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
+    "mlp": of_mlp,
+    "attention": of_attention,
+    "convolution": of_convolution,
+}
 
 
 def redundancy(moments: Moments) -> list[Redundancy]:

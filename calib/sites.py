@@ -1,20 +1,23 @@
 """Where to listen: the modules of a model whose inputs or outputs are statistics' raw material.
 
 Shapes: B inputs, W windows of an input, H heads, N tokens, D dims, F and C channels. The batch is in front of every
-activation, whatever a model does inside: windows are an axis of their own.
+activation, whatever a model does inside: windows are an axis of their own. Of a convolution's maps: C channels in, O
+out, H rows, W columns, G groups, R channels of a group.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ground.errors import BadInput
 
-Role = Literal["x", "q", "k", "z"]
-SiteKind = Literal["mlp", "attention"]
+Role = Literal["x", "q", "k", "z", "y"]
+SiteKind = Literal["mlp", "attention", "convolution"]
+Edges = tuple[int, int, int, int]
 """As files name it."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -71,6 +74,7 @@ class ChannelTaps:
     """x [B,N,F] is the input of `output`, the MLP's last linear layer. `merge`: see HeadTaps."""
 
     kind: ClassVar[SiteKind] = "mlp"
+    by_token: ClassVar[bool] = True
     slots_WN: ClassVar[Tensor | None] = None
     name: str
     output: nn.Linear
@@ -97,6 +101,7 @@ class HeadTaps:
     """
 
     kind: ClassVar[SiteKind] = "attention"
+    by_token: ClassVar[bool] = True
     name: str
     queries: Tap
     keys: Tap
@@ -115,4 +120,95 @@ class HeadTaps:
         return {"q": self.queries, "k": self.keys, "z": InputTap(module=self.output)}
 
 
-Site = ChannelTaps | HeadTaps
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MapTap:
+    """The map [B,C,H,W] that enters `module`, or the one [B,O,H,W] that it gives."""
+
+    module: nn.Conv2d
+    given: bool = False
+
+    def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
+        def entering(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            hear(_map(site, inputs[0], self.module.in_channels))
+
+        def leaving(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            hear(_map(site, output, self.module.out_channels))
+
+        if self.given:
+            return self.module.register_forward_hook(leaving)
+        return self.module.register_forward_pre_hook(entering)
+
+
+def _map(site: str, x: Tensor, channels: int) -> Tensor:
+    if x.ndim != 4 or x.shape[1] != channels or not x.shape[-1]:
+        raise BadInput(f"{site}: got {list(x.shape)}, expected a map [batch, {channels} channels, rows, columns]")
+    return x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PatchTaps:
+    """x is the map [B,C,H,W] that enters `output`, a convolution, and y [B,O,H',W'] the map that it gives.
+
+    `edges`: zeros put left, right, above and below the map where that is not output.padding (TensorFlow's SAME).
+    `channels_GR`: int64, sorted, those of each group whose patches are summed; None for all.
+    """
+
+    kind: ClassVar[SiteKind] = "convolution"
+    by_token: ClassVar[bool] = False
+    slots_WN: ClassVar[Tensor | None] = None
+    merge: ClassVar[nn.Module | None] = None
+    name: str
+    output: nn.Conv2d
+    edges: Edges | None = None
+    channels_GR: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.output.padding_mode != "zeros":
+            raise BadInput(
+                f"{self.name}: pads by {self.output.padding_mode!r}; there are statistics of zero padding alone: leave "
+                "this site out"
+            )
+        if self.edges is not None and min(self.edges) < 0:
+            raise BadInput(f"{self.name}: edges of {self.edges} zeros, expected none below 0")
+        if self.channels_GR is not None:
+            self._refuse_channels(self.channels_GR)
+
+    def _refuse_channels(self, channels_GR: Tensor) -> None:
+        groups, width = self.output.groups, self.group_width
+        shape = list(channels_GR.shape)
+        good = channels_GR.dtype == torch.int64 and len(shape) == 2 and shape[0] == groups and shape[1] > 0
+        inside_GR = (channels_GR >= 0) & (channels_GR < width)
+        if not good or not bool(inside_GR.all() & (channels_GR.diff(dim=1) > 0).all()):
+            raise BadInput(
+                f"{self.name}: channels of patches are {channels_GR.dtype} {shape}, expected int64 [{groups}, any], "
+                f"sorted, of the {width} of each group"
+            )
+
+    @property
+    def group_width(self) -> int:
+        """Channels of a group."""
+        return self.output.in_channels // self.output.groups
+
+    @property
+    def chosen(self) -> int:
+        """Channels of a group whose patches are summed."""
+        return self.group_width if self.channels_GR is None else self.channels_GR.shape[1]
+
+    @property
+    def places(self) -> int:
+        """Places of the kernel."""
+        rows, columns = self.output.kernel_size
+        return rows * columns
+
+    @property
+    def summed_width(self) -> int:
+        """Columns of a patch, whose products are summed in one piece."""
+        return self.chosen * self.places
+
+    @property
+    def taps(self) -> Mapping[Role, MapTap]:
+        """What one forward pass must bring, each exactly once."""
+        return {"x": MapTap(module=self.output), "y": MapTap(module=self.output, given=True)}
+
+
+Site = ChannelTaps | HeadTaps | PatchTaps

@@ -18,6 +18,7 @@ from ground.files import regular, replacing
 from ground.records import record_from_text, record_from_value
 
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from .patch_moments import PatchMoments
 
 KIND = "calib.moments"
 VERSION = 1
@@ -82,7 +83,19 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens: int | float
 
 
-_MOMENTS: dict[type, type[SiteMoments]] = {_Channels: ChannelMoments, _Heads: HeadMoments}
+class _Patches(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="convolution"
+):
+    """What is no tensor of PatchMoments."""
+
+    taps: int
+    tokens: int | float
+    eps: float
+    map_tokens: int | float
+
+
+_Entry = _Channels | _Heads | _Patches
+_MOMENTS: dict[type, type[SiteMoments]] = {_Channels: ChannelMoments, _Heads: HeadMoments, _Patches: PatchMoments}
 
 
 class _Sites(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +103,7 @@ class _Sites(msgspec.Struct, frozen=True, kw_only=True):
 
     images: int
     order: tuple[str, ...]
-    sites: dict[str, _Channels | _Heads]
+    sites: dict[str, _Entry]
 
     def __post_init__(self) -> None:
         if sorted(self.order) != sorted(self.sites):
@@ -141,7 +154,7 @@ def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
     return tensor
 
 
-def _built(entry: _Channels | _Heads, tensors: Mapping[str, Any], where: str) -> SiteMoments:
+def _built(entry: _Entry, tensors: Mapping[str, Any], where: str) -> SiteMoments:
     kind = _MOMENTS[type(entry)]
     counts: dict[str, Any] = msgspec.structs.asdict(entry)
     known = {each.name for each in fields(kind)} - counts.keys()

@@ -4,34 +4,16 @@ Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D qu
 z, T = D (D + 1) / 2.
 """
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
+from .patch_sums import PatchSums
 from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, mirror_, upper_triangle
 from .sites import Role
+from .totals import on_host, totals_of, zeros
 from .weights import Weights, rooted, token_count, weighted, weights_of
-
-
-def _zeros(*shape: int, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64, device=device)
-
-
-def _totals(moments: SiteMoments, device: torch.device) -> dict[str, Tensor]:
-    """The sums of moments, as copies on `device`."""
-    values = {field.name: getattr(moments, field.name) for field in fields(moments)}
-    return {
-        name: value.to(device, copy=True)
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-
-
-def _host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: total.cpu() for name, total in totals.items()}
 
 
 def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
@@ -68,8 +50,8 @@ class ChannelSums:
         assert role == "x", role
         width, device = x_BNF.shape[-1], x_BNF.device
         if not self.totals:
-            self.totals = {name: _zeros(width, device=device) for name in ("sum_F", "active_F")}
-            self.totals["gram_FF"] = _zeros(width, width, device=device)
+            self.totals = {name: zeros(width, device=device) for name in ("sum_F", "active_F")}
+            self.totals["gram_FF"] = zeros(width, width, device=device)
         add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
         add_active_(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
         add_gram_(self.totals["gram_FF"], rooted(x_BNF, weights), self.kernel)
@@ -84,7 +66,7 @@ class ChannelSums:
 
     def set_to(self, moments: SiteMoments, device: torch.device) -> None:
         assert isinstance(moments, ChannelMoments), moments
-        self.tokens, self.totals = moments.tokens, _totals(moments, device)
+        self.tokens, self.totals = moments.tokens, totals_of(moments, device)
 
     def counts(self) -> tuple[int, float]:
         """Images (not counted for an MLP) and tokens."""
@@ -95,7 +77,7 @@ class ChannelSums:
 
     def moments(self) -> ChannelMoments:
         mirror_(self.totals["gram_FF"])
-        return ChannelMoments(tokens=self.tokens, eps=self.eps, **_host(self.totals))
+        return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.totals))
 
 
 class HeadSums:
@@ -147,8 +129,8 @@ class HeadSums:
     def _add_outputs(self, z_BNC: Tensor, weights: Weights | None) -> None:
         channels, device = z_BNC.shape[-1], z_BNC.device
         if "z_sum_C" not in self.totals:
-            self.totals["z_sum_C"] = _zeros(channels, device=device)
-            self.totals["zz_CC"] = _zeros(channels, channels, device=device)
+            self.totals["z_sum_C"] = zeros(channels, device=device)
+            self.totals["zz_CC"] = zeros(channels, channels, device=device)
         add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
         add_gram_(self.totals["zz_CC"], rooted(z_BNC, weights), self.kernel)
         self.images += z_BNC.shape[0]
@@ -159,17 +141,17 @@ class HeadSums:
             return
         heads, dim, device = x_BHND.shape[1], x_BHND.shape[3], x_BHND.device
         for name in ("q_sum_HD", "k_sum_HD", "energy_HD"):
-            self.totals[name] = _zeros(heads, dim, device=device)
+            self.totals[name] = zeros(heads, dim, device=device)
         for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD"):
-            self.totals[name] = _zeros(heads, dim, dim, device=device)
+            self.totals[name] = zeros(heads, dim, dim, device=device)
         width = dim if self.kept_HK is None else self.kept_HK.shape[1]
         if self.system:
-            self.totals["system_HTT"] = _zeros(heads, *[width * (width + 1) // 2] * 2, device=device)
+            self.totals["system_HTT"] = zeros(heads, *[width * (width + 1) // 2] * 2, device=device)
         if self.kept_HK is not None:
             self.kept_HK = self.kept_HK.to(device)
             self._removed_HD = _ones_outside(self.kept_HK, dim)
-            self.totals["target_HKK"] = _zeros(heads, width, width, device=device)
-            self.totals["target_energy_H"] = _zeros(heads, device=device)
+            self.totals["target_HKK"] = zeros(heads, width, width, device=device)
+            self.totals["target_energy_H"] = zeros(heads, device=device)
 
     def _join(self) -> None:
         """Once both Grams of the same images are in."""
@@ -215,7 +197,7 @@ class HeadSums:
 
     def set_to(self, moments: SiteMoments, device: torch.device) -> None:
         assert isinstance(moments, HeadMoments), moments
-        self.images, self.tokens, self.totals = moments.images, moments.tokens, _totals(moments, device)
+        self.images, self.tokens, self.totals = moments.images, moments.tokens, totals_of(moments, device)
         if moments.kept_HK is not None:
             self.kept_HK = moments.kept_HK.to(device)
             self._removed_HD = _ones_outside(self.kept_HK, moments.q_sum_HD.shape[1])
@@ -230,7 +212,7 @@ class HeadSums:
     def moments(self) -> HeadMoments:
         mirror_(self.totals["zz_CC"])
         kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
-        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **_host(self.totals))
+        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.totals))
 
 
-SiteSums = ChannelSums | HeadSums
+SiteSums = ChannelSums | HeadSums | PatchSums

@@ -101,6 +101,7 @@ def _assert_same(one: Moments, other: Moments) -> None:
             torch.testing.assert_close(left.gram_FF, right.gram_FF, rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(left.active_F, right.active_F)
         else:
+            assert isinstance(left, HeadMoments)
             assert isinstance(right, HeadMoments)
             torch.testing.assert_close(left.kk_centred_HDD, right.kk_centred_HDD, rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(left.z_sum_C, right.z_sum_C, rtol=1e-5, atol=1e-4)

@@ -68,6 +68,7 @@ def test_moments_count_each_token_by_its_size() -> None:
         expected = sums_by_loops()
     moments = moments_of(merged_tiny(), tiny.images(9))
     for name, sums in moments.sites.items():
+        assert isinstance(sums, ChannelMoments | HeadMoments)
         gram = sums.gram_FF if isinstance(sums, ChannelMoments) else sums.zz_CC
         mean = sums.sum_F if isinstance(sums, ChannelMoments) else sums.z_sum_C
         assert sums.tokens == pytest.approx(float(expected[name][-1, -1])) == 9 * 17

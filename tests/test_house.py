@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 # Modules of timm's and of this project's own families; what a site is made of goes by other names outside of families.
 OF_FAMILIES = {"fc1", "fc2", "qkv", "proj", "patch_embed", "pos_embed", "cls_token", "ls1", "ls2", "norm1", "norm2"}
-KINDS = {"ChannelSite", "HeadSite", "ChannelKind", "HeadKind", "ChannelTaps", "HeadTaps"}
+KINDS = {"ChannelSite", "HeadSite", "ChannelKind", "HeadKind", "ChannelTaps", "HeadTaps", "PatchTaps"}
 
 
 @pytest.fixture(scope="module")

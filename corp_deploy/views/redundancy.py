@@ -11,18 +11,20 @@ Entry = ChannelRedundancy | HeadRedundancy
 
 
 def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
-    """The paper's Table 9 for MLPs, and the same for Q/K (largest head); none of what the model hasn't."""
-    mlps = Table("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity", title="MLP")
+    """The paper's Table 9 for MLPs, the same for convolutions and for Q/K (largest head); none of what the model
+    hasn't."""
+    columns = ("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity")
+    channels = {"mlp": Table(*columns, title="MLP"), "convolution": Table(*columns, title="Convolutions")}
     heads = Table("site", "head dim", "effective rank", "95 % of logit energy", "99 %", title="Q/K, largest head")
     for entry in entries:
         if isinstance(entry, ChannelRedundancy):
             rank = f"{entry.effective_rank:.1f}", f"{entry.effective_rank_ratio:.3f}"
             held = str(entry.k95), f"{entry.k95_ratio:.3f}", f"{entry.activation_sparsity:.2f}"
-            mlps.add_row(entry.site, str(entry.dim), *rank, *held)
+            channels[entry.kind].add_row(entry.site, str(entry.dim), *rank, *held)
         else:
             rank_of_heads = f"{max(entry.effective_rank):.1f}"
             heads.add_row(entry.site, str(entry.dim), rank_of_heads, str(max(entry.k95)), str(max(entry.k99)))
-    return [table for table in (mlps, heads) if table.row_count]
+    return [table for table in (*channels.values(), heads) if table.row_count]
 
 
 def _share(entry: Entry) -> float:
@@ -37,9 +39,9 @@ def _point(entry: Entry) -> Point:
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:
     """Share of dimensions that hold 95 % of the energy, block by block, as an SVG file."""
-    mlps = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
+    channels = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
     heads = tuple(_point(entry) for entry in entries if isinstance(entry, HeadRedundancy))
-    series = [Series(name="MLP", tone="dense", points=mlps), Series(name="Q/K", tone="reduced", points=heads)]
+    series = [Series(name="MLP", tone="dense", points=channels), Series(name="Q/K", tone="reduced", points=heads)]
     shown = [each for each in series if each.points]
     title = "Share of dimensions that hold 95 % of the energy"
     return curve(shown, title=title, unit="share", across="block", log=False).standalone

@@ -1,0 +1,121 @@
+"""Second-order statistics of what a convolution reads: patches for least squares over them, channels for GRAIL's Gram.
+
+Shapes: G groups, C channels of a group, R of them chosen, T places of the kernel, U = C T (or R T) columns of a patch
+in the order of the weights (see patches), O outputs, P = O / G of a group.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+
+from .impossible import refuse_count, refuse_eps, refuse_shape, refuse_tokens
+from .sites import SiteKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PatchMoments:
+    """Sums of patches u and outputs y (bias included) over the `tokens` places that a convolution gives, and of the map
+    x that enters it over its `map_tokens` places; `taps` is T, `active_GC` counts |x| > eps.
+
+    With `channels_GR` (sorted channels of each group) patches are of these channels alone, and cross_GPU, the sum of
+    y u^T, stands in for the others: with all channels it follows from the weights.
+    """
+
+    kind: ClassVar[SiteKind] = "convolution"
+    taps: int
+    tokens: float
+    eps: float
+    sum_GU: Tensor
+    gram_GUU: Tensor
+    map_tokens: float
+    map_sum_GC: Tensor
+    map_gram_GCC: Tensor
+    active_GC: Tensor
+    target_sum_O: Tensor
+    target_square_O: Tensor
+    channels_GR: Tensor | None = None
+    cross_GPU: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        owner, (groups, width), outputs = "PatchMoments", self.map_sum_GC.shape[-2:], self.target_sum_O.shape[-1]
+        refuse_count(owner, "taps", self.taps)
+        refuse_tokens(owner, self.tokens)
+        refuse_tokens(owner, self.map_tokens, "map_tokens")
+        refuse_eps(owner, self.eps)
+        columns = self._chosen(groups, width) * self.taps
+        shapes = {
+            "sum_GU": (groups, columns), "gram_GUU": (groups, columns, columns), "map_sum_GC": (groups, width),
+            "map_gram_GCC": (groups, width, width), "active_GC": (groups, width), "target_sum_O": (outputs,),
+            "target_square_O": (outputs,),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            refuse_shape(owner, name, getattr(self, name), shape)
+        if (self.cross_GPU is None) != (self.channels_GR is None):
+            raise BadInput("PatchMoments.cross_GPU: expected with channels_GR, and with them alone")
+        if self.cross_GPU is not None:
+            refuse_shape(owner, "cross_GPU", self.cross_GPU, (groups, outputs // groups, columns))
+
+    def _chosen(self, groups: int, width: int) -> int:
+        if self.channels_GR is None:
+            return width
+        shape = tuple(self.channels_GR.shape)
+        if self.channels_GR.dtype != torch.int64 or len(shape) != 2 or shape[0] != groups:
+            got = f"{self.channels_GR.dtype} {list(shape)}"
+            raise BadInput(f"PatchMoments.channels_GR: got {got}, expected int64 of {groups} groups")
+        return shape[1]
+
+    @property
+    def entering(self) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the channels that enter the convolution; none between its groups."""
+        return self.map_mean_GC.flatten(), torch.block_diag(*self.map_covariance_GCC)
+
+    @property
+    def system_width(self) -> int | None:
+        """Channels have no per-image system."""
+        return None
+
+    @property
+    def mean_GU(self) -> Tensor:
+        return self.sum_GU / self.tokens
+
+    @property
+    def second_GUU(self) -> Tensor:
+        """E[u u^T]."""
+        return self.gram_GUU / self.tokens
+
+    @property
+    def covariance_GUU(self) -> Tensor:
+        """E[u u^T] - E[u] E[u]^T, divided by the number of places."""
+        return self.second_GUU.baddbmm_(self.mean_GU[:, :, None], self.mean_GU[:, None], alpha=-1)
+
+    @property
+    def map_mean_GC(self) -> Tensor:
+        return self.map_sum_GC / self.map_tokens
+
+    @property
+    def map_second_GCC(self) -> Tensor:
+        """E[x x^T]."""
+        return self.map_gram_GCC / self.map_tokens
+
+    @property
+    def map_covariance_GCC(self) -> Tensor:
+        """E[x x^T] - E[x] E[x]^T, divided by the number of places."""
+        return self.map_second_GCC.baddbmm_(self.map_mean_GC[:, :, None], self.map_mean_GC[:, None], alpha=-1)
+
+    @property
+    def active_share_GC(self) -> Tensor:
+        """P(|x| > eps)."""
+        return self.active_GC / self.map_tokens
+
+    @property
+    def target_mean_O(self) -> Tensor:
+        return self.target_sum_O / self.tokens
+
+    @property
+    def target_variance_O(self) -> Tensor:
+        """E[y^2] - E[y]^2."""
+        return self.target_square_O / self.tokens - self.target_mean_O.square()

@@ -1,0 +1,175 @@
+"""The running float64 sums of what one convolution reads and gives, on the device that computes them.
+
+Patches are made for a few images, or a few rows of one, at a time. Shapes: B images, C all channels of the map, H rows,
+W columns, O outputs; N places, G groups, R channels of a group, U columns of a patch, P outputs of a group, n places of
+several images.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+
+from .moments import SiteMoments
+from .patch_moments import PatchMoments
+from .patches import grid_of, padded, patches_of_rows
+from .products import CPU_ROWS, TERMS, Kernel, add_gram_, mirror_
+from .sites import PatchTaps, Role
+from .totals import on_host, totals_of, zeros
+from .weights import Weights
+
+PATCH_BYTES = 64 * 1024**2
+FLOAT32_BYTES = 4
+
+
+def _add_grams_(total_GUU: Tensor, u_BNGU: Tensor, kernel: Kernel) -> None:
+    """Of each group: narrow ones all at once, others as wide activations are."""
+    groups, width = total_GUU.shape[:2]
+    if groups == 1 or width > CPU_ROWS:
+        for group in range(groups):
+            add_gram_(total_GUU[group], u_BNGU[:, :, group], kernel)
+        return
+    for u_GUn in u_BNGU.permute(2, 3, 0, 1).flatten(2).split(TERMS, dim=2):
+        total_GUU.add_(torch.bmm(u_GUn, u_GUn.mT))
+
+
+def _per_channel(x_BCHW: Tensor) -> Tensor:
+    return x_BCHW.sum((2, 3)).double().sum(0)
+
+
+def _portions(images: int, rows: int, most: int) -> Iterator[tuple[slice, range]]:
+    """Images of which at most `most` rows of output are taken at a time, or rows of one image: equal parts."""
+    if rows > most:
+        parts = math.ceil(rows / most)
+        spans = [range(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
+        yield from ((slice(image, image + 1), span) for image in range(images) for span in spans)
+        return
+    parts = math.ceil(images / (most // rows))
+    for part in range(parts):
+        yield slice(images * part // parts, images * (part + 1) // parts), range(rows)
+
+
+class PatchSums:
+    """Sums of the map x [B,C,H,W] that enters a convolution, of its patches, and of y [B,O,H',W'] that comes out."""
+
+    def __init__(self, site: PatchTaps, *, eps: float) -> None:
+        self.site, self.eps = site, eps
+        self.tokens: float = 0
+        self.map_tokens = 0
+        self.kernel: Kernel = "blas"
+        self.totals: dict[str, Tensor] = {}
+        self._x_BCHW: Tensor | None = None
+
+    def add(self, role: Role, map_BCHW: Tensor, weights: Weights | None = None) -> None:
+        assert weights is None, self.site.name
+        if role == "x":
+            self._x_BCHW = map_BCHW
+            return
+        assert role == "y", role
+        x_BCHW, self._x_BCHW = self._x_BCHW, None
+        assert x_BCHW is not None, self.site.name
+        self._allocate(x_BCHW.device)
+        self._add_map(x_BCHW.float())
+        self._add_outputs(map_BCHW.float())
+        self._add_patches(x_BCHW, map_BCHW.float())
+
+    def _allocate(self, device: torch.device) -> None:
+        if self.totals:
+            return
+        conv, site = self.site.output, self.site
+        groups, width, columns = conv.groups, site.group_width, site.summed_width
+        shapes = {
+            "sum_GU": (groups, columns), "gram_GUU": (groups, columns, columns), "map_sum_GC": (groups, width),
+            "map_gram_GCC": (groups, width, width), "active_GC": (groups, width), "target_sum_O": (conv.out_channels,),
+            "target_square_O": (conv.out_channels,),
+        }  # fmt: skip
+        if site.channels_GR is not None:
+            shapes["cross_GPU"] = groups, conv.out_channels // groups, columns
+        self.totals = {name: zeros(*shape, device=device) for name, shape in shapes.items()}
+
+    def _add_map(self, x_BCHW: Tensor) -> None:
+        groups = self.site.output.groups
+        self.totals["map_sum_GC"].add_(_per_channel(x_BCHW).view(groups, -1))
+        above_BCHW = (x_BCHW.abs() > self.eps).float()
+        self.totals["active_GC"].add_(_per_channel(above_BCHW).view(groups, -1))
+        x_BNGC = x_BCHW.flatten(2).mT.unflatten(2, (groups, -1))
+        _add_grams_(self.totals["map_gram_GCC"], x_BNGC, self.kernel)
+        self.map_tokens += x_BNGC.shape[0] * x_BNGC.shape[1]
+
+    def _add_outputs(self, y_BOHW: Tensor) -> None:
+        self.totals["target_sum_O"].add_(_per_channel(y_BOHW))
+        self.totals["target_square_O"].add_(_per_channel(y_BOHW.square()))
+        self.tokens += y_BOHW.shape[0] * y_BOHW.shape[2] * y_BOHW.shape[3]
+
+    def _add_patches(self, x_BCHW: Tensor, y_BOHW: Tensor) -> None:
+        conv = self.site.output
+        x_BCHW = padded(self._chosen(x_BCHW), conv, self.site.edges)
+        rows, columns = grid_of(x_BCHW, conv)
+        self._refuse_grid((rows, columns), tuple(y_BOHW.shape[2:]))
+        most = PATCH_BYTES // (FLOAT32_BYTES * x_BCHW.shape[1] * self.site.places)
+        if x_BCHW.device.type == "cpu":
+            most = min(most, TERMS)
+        for images, span in _portions(len(x_BCHW), rows, max(1, most // columns)):
+            u_BNGU = patches_of_rows(x_BCHW[images], conv, span)
+            self.totals["sum_GU"].add_(u_BNGU.sum(1).double().sum(0))
+            _add_grams_(self.totals["gram_GUU"], u_BNGU, self.kernel)
+            if "cross_GPU" in self.totals:
+                self._add_cross(y_BOHW[images, :, span.start : span.stop], u_BNGU)
+
+    def _add_cross(self, y_BOHW: Tensor, u_BNGU: Tensor) -> None:
+        groups = self.site.output.groups
+        y_GPn = y_BOHW.unflatten(1, (groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)
+        u_GUn = u_BNGU.permute(2, 3, 0, 1).flatten(2)
+        for left_GPn, right_GUn in zip(y_GPn.split(TERMS, dim=2), u_GUn.split(TERMS, dim=2), strict=True):
+            self.totals["cross_GPU"].add_(torch.bmm(left_GPn, right_GUn.mT))
+
+    def _chosen(self, x_BCHW: Tensor) -> Tensor:
+        if self.site.channels_GR is None:
+            return x_BCHW
+        channels_GR = self.site.channels_GR.to(x_BCHW.device)
+        first_G1 = torch.arange(len(channels_GR), device=x_BCHW.device)[:, None] * self.site.group_width
+        return x_BCHW[:, (channels_GR + first_G1).flatten()]
+
+    def _refuse_grid(self, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+        if got != expected:
+            raise BadInput(
+                f"{self.site.name}: gives a map of {list(got)}, expected {list(expected)} with edges of "
+                f"{self.site.edges or self.site.output.padding} zeros; tell the zeros that are put around its input"
+            )
+
+    def finite(self) -> Tensor:
+        """Whether nothing infinite or NaN has entered or come out."""
+        small = [self.totals[name] for name in ("map_sum_GC", "sum_GU", "target_square_O")]
+        small.extend(self.totals[name].diagonal(dim1=1, dim2=2) for name in ("map_gram_GCC", "gram_GUU"))
+        return torch.stack([torch.isfinite(total).all() for total in small]).all()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def set_to(self, moments: SiteMoments, device: torch.device) -> None:
+        assert isinstance(moments, PatchMoments), moments
+        own, theirs = self.site.channels_GR, moments.channels_GR
+        if (None if own is None else own.tolist()) != (None if theirs is None else theirs.tolist()):
+            raise BadInput(f"{self.site.name}: the sums so far have patches of other channels; start afresh")
+        self.tokens, self.map_tokens = moments.tokens, int(moments.map_tokens)
+        self.totals = totals_of(moments, device)
+
+    def counts(self) -> tuple[int, float]:
+        """Places of the map that enters and of the one that comes out."""
+        return self.map_tokens, self.tokens
+
+    def set_counts(self, map_tokens: int, tokens: float) -> None:
+        self.map_tokens, self.tokens = map_tokens, tokens
+
+    def moments(self) -> PatchMoments:
+        for name in ("gram_GUU", "map_gram_GCC"):
+            for total_UU in self.totals[name]:
+                mirror_(total_UU)
+        channels_GR = None if self.site.channels_GR is None else self.site.channels_GR.cpu()
+        return PatchMoments(
+            taps=self.site.places, tokens=self.tokens, map_tokens=self.map_tokens, eps=self.eps,
+            channels_GR=channels_GR, **on_host(self.totals),
+        )  # fmt: skip

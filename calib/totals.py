@@ -1,0 +1,28 @@
+"""Float64 sums by name, as one site keeps them while it listens."""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from .moments import SiteMoments
+
+
+def zeros(*shape: int, device: torch.device) -> Tensor:
+    """Nothing summed yet."""
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def totals_of(moments: SiteMoments, device: torch.device) -> dict[str, Tensor]:
+    """The sums of moments, as copies on `device`."""
+    values = {field.name: getattr(moments, field.name) for field in fields(moments)}
+    return {
+        name: value.to(device, copy=True)
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same on the CPU; what is there already is not copied."""
+    return {name: total.cpu() for name, total in totals.items()}
