@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from corp_deploy.algebra import channels
+from corp_deploy.algebra import channels, scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns, rescaled
@@ -290,3 +290,24 @@ def test_a_channel_constant_on_the_map_is_not_constant_in_padded_patches() -> No
         assert (result.residual < 1e-12 * result.residual_uncompensated) == lossless
         eliminated = eliminate_channels(stats.covariance_UU, weight.flatten(1), 9, ridge_rel=1e-6)
         assert (2 in eliminated.order_F[:3].tolist() and eliminated.error_at(3) < 1e-9) == lossless
+
+
+def test_scores_of_channels_are_sums_over_their_columns() -> None:
+    maps, (weight, _) = hard_maps("dead"), conv_of(3, 6, 3)
+    u, flat = patches_by_hand(maps, 3, 1), weight.flatten(1)
+    second_U = u.square().mean(dim=0)
+    expected = {name: np.zeros(6) for name in ("energy", "magnitude", "combined", "wanda")}
+    for channel in range(6):
+        for i in range(3):
+            for j in range(3):
+                seen = float(u.view(-1, 6, 3, 3)[:, channel, i, j].square().mean())
+                tap: Array = weight[:, channel, i, j].numpy()
+                expected["energy"][channel] += seen
+                expected["magnitude"][channel] += float(np.square(tap).sum())
+                expected["combined"][channel] += seen * float(np.square(tap).sum()) ** 0.5
+                expected["wanda"][channel] += seen**0.5 * float(np.abs(tap).sum())
+    np.testing.assert_allclose(scores.energy_patches(second_U, 9), expected["energy"], rtol=1e-12)
+    np.testing.assert_allclose(scores.magnitude_patches(flat, 9), expected["magnitude"] ** 0.5, rtol=1e-12)
+    np.testing.assert_allclose(scores.combined_patches(second_U, flat, 9), expected["combined"], rtol=1e-12)
+    np.testing.assert_allclose(scores.wanda_patches(second_U, flat, 9), expected["wanda"], rtol=1e-12)
+    assert scores.wanda_patches(second_U, flat, 9).argsort()[:2].sort().values.tolist() == [3, 5]

@@ -1,6 +1,7 @@
 """Scores that rank what to keep, and the ranking itself.
 
-Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, K kept.
+Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, K kept; C input
+channels of a convolution, U = C T columns of its patches, T taps of each channel in a row.
 Higher scores are kept. The eliminations that look at channels together live in obs.py.
 """
 
@@ -48,6 +49,31 @@ def variance(covariance_F: Tensor) -> Tensor:
 def wanda(second_F: Tensor, weight_OF: Tensor) -> Tensor:
     """sum_o |W_oi| * ||x_i||, with the root mean square of x_i for its norm (Wanda, per channel)."""
     return weight_OF.abs().sum(dim=0) * second_F.clamp_min(0.0).sqrt()
+
+
+def _over_taps(score_U: Tensor, taps: int) -> Tensor:
+    """[C T] -> [C], the sum over a channel's columns."""
+    return score_U.view(-1, taps).sum(dim=1)
+
+
+def energy_patches(second_U: Tensor, taps: int) -> Tensor:
+    """sum_t E[u_ct^2]: `energy` of what the kernel's places see, which padding and strides weigh."""
+    return _over_taps(second_U, taps)
+
+
+def magnitude_patches(weight_OU: Tensor, taps: int) -> Tensor:
+    """||W_:,c,:||_F: `magnitude` over all of a channel's columns; weight_OU is conv.weight.flatten(1)."""
+    return _over_taps(weight_OU.square().sum(dim=0), taps).sqrt()
+
+
+def combined_patches(second_U: Tensor, weight_OU: Tensor, taps: int) -> Tensor:
+    """sum_t E[u_ct^2] * ||W_:,ct||: `combined` added up over a channel's columns."""
+    return _over_taps(combined(second_U, weight_OU), taps)
+
+
+def wanda_patches(second_U: Tensor, weight_OU: Tensor, taps: int) -> Tensor:
+    """sum_t sum_o |W_oct| * rms(u_ct): `wanda` added up over a channel's columns."""
+    return _over_taps(wanda(second_U, weight_OU), taps)
 
 
 def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
