@@ -109,7 +109,7 @@ def hard_maps(kind: str) -> Tensor:
         maps[:, 4] = 2.0 * maps[:, 1] + 1e-7 * maps[:, 0]
         maps[:, 5] = 0.5 * maps[:, 2]
     if kind == "dead":
-        maps[:, 3], maps[:, 5], maps[:, 2] = 0.0, 0.0, 1.5
+        maps[:, 3], maps[:, 5], maps[:, 2] = 0.0, 0.0, 0.7
     return maps
 
 

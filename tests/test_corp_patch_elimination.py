@@ -232,12 +232,12 @@ def test_where_nothing_varies_channels_leave_in_rounds_at_no_cost() -> None:
 
 @pytest.mark.parametrize("places", [30, 1000])
 def test_singular_patches_with_next_to_no_ridge(places: int) -> None:
-    """Ten times more columns than directions, and a ridge at the floor: errors still add up to the whole."""
+    """More columns than places, and a ridge at the floor: only matrices formed anew keep the errors right."""
     u, weight = patches_of(40, 9, places, seed=12, rank=36), weight_of(8, 360)
     cov = covariance_of(u)
     result = eliminate_channels(cov, weight, 9, ridge_rel=0.0)
     whole = ridge_loss(cov, weight, [], 0.0)
-    assert result.error_at(0) == pytest.approx(whole, rel=1e-5)
+    assert result.error_at(0) == pytest.approx(whole, rel=5e-7)
     assert bool((result.error_F.diff() >= 0.0).all())
     for width in (4, 10, 20, 30):
         kept = [channel * 9 + tap for channel in result.kept(width).tolist() for tap in range(9)]
