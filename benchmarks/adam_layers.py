@@ -65,7 +65,7 @@ def fit_by_adam_(branch: Branch, layers: Sequence[nn.Linear], pairs: Sequence[Pa
 @torch.no_grad()
 def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Adam, read: Tensor | None) -> float:
     """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
-    sites, seconds = sites_of(model).by_name, [0.0]
+    sites, seconds = sites_of(model).linear_by_name, [0.0]
 
     def fit(branch: Branch, name: str, both: list[Pair]) -> None:
         start = time.process_time()

@@ -28,13 +28,13 @@ from benchmarks.procedural_images import made
 from calib.collect import collect
 from calib.images import Images
 from calib.moments import ChannelMoments, Moments
-from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import timm_vit
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.families.widths import HeadWidths, Widths
 from corp_deploy.reduction.channel_modules import layers_of
 from corp_deploy.reduction.channels import elimination
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
@@ -150,7 +150,7 @@ class Bench:
         self.dense = logits(subject.checkpoint.model, subject.images)
         self.eliminations = dict(self._eliminations())
 
-    def _eliminations(self) -> Iterator[tuple[str, Elimination]]:
+    def _eliminations(self) -> Iterator[tuple[str, Order]]:
         for part in timm_vit.sites(self.subject.checkpoint.model).channels:
             moments = self.moments.sites[part.name]
             assert isinstance(moments, ChannelMoments), part.name

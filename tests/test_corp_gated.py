@@ -13,7 +13,7 @@ from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.counting import count
 from corp_deploy.families.modules import parameters, replaced
 from corp_deploy.families.timm_mlps import channel_site, mlp_refusal
-from corp_deploy.reduction.kind import Reduced
+from corp_deploy.reduction.kind import LinearReduced
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.model import reduce
 from ground.ports import Port
@@ -92,11 +92,12 @@ def moments_of(model: Alone, x_BNC: Tensor) -> ChannelMoments:
     return ChannelMoments(tokens=len(x_XF), eps=1e-3, sum_F=x_XF.sum(0), gram_FF=x_XF.mT @ x_XF, active_F=active_F)
 
 
-def reduced(model: Alone, preset: str = "best", width: int = KEPT, **changes: object) -> tuple[Alone, Reduced]:
+def reduced(model: Alone, preset: str = "best", width: int = KEPT, **changes: object) -> tuple[Alone, LinearReduced]:
     site = site_of(model)
     new = kind_of(site).reduced(site, moments_of(model, tokens(80)), method(preset, **changes), width)
     narrower = replaced(model, new.modules).requires_grad_(False)
     assert isinstance(narrower, Alone)
+    assert isinstance(new, LinearReduced)
     return narrower, new
 
 

@@ -86,7 +86,7 @@ def test_each_weight_counts() -> None:
         model = copy.deepcopy(checkpoint(form).model)
         images = pixels(model, 2)
         before = outputs(model, images)
-        for site in sites_of(model).every:
+        for site in sites_of(model).linear:
             for layer in (*site.firsts, site.last):
                 weight = layer.weight.clone()
                 layer.weight.mul_(1.5)

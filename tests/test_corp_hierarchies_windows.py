@@ -230,7 +230,7 @@ def test_a_step_of_the_first_layer_is_the_derivative(form: str, name: str) -> No
     model = checkpoint(form).model.double()
     (branch,) = (step for step in family_of(model).steps(model) if step.name == name)
     assert isinstance(branch, Branch)
-    site = sites_of(model).by_name[name]
+    site = sites_of(model).linear_by_name[name]
     assert isinstance(site, HeadSite)
     assert branch.shortcut is not None
     generator = torch.Generator().manual_seed(3)
@@ -266,7 +266,7 @@ def test_a_step_of_a_first_layer_is_the_derivative_through_a_convolution() -> No
     name = "stages.1.blocks.0.mlp"
     (branch,) = (step for step in family_of(model).steps(model) if step.name == name)
     assert isinstance(branch, Branch)
-    site = sites_of(model).by_name[name]
+    site = sites_of(model).linear_by_name[name]
     generator = torch.Generator().manual_seed(3)
     x_BNC = torch.randn(2, 64, 24, generator=generator).double()
     dense_BNC = branch(x_BNC) + 1.0

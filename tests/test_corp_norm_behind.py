@@ -147,7 +147,7 @@ def test_sums_are_those_of_a_loop_over_tokens(form: str, name: str) -> None:
     """Token by token in float64: what enters the last layer, the target in front of the norm, and how it counts."""
     model = checkpoint(form).model
     branch, streams = shifted(model, name)
-    site = sites_of(model).by_name[name]
+    site = sites_of(model).linear_by_name[name]
     x, t, w = (list[Tensor]() for _ in range(3))
     heard: list[Tensor] = []
     handle = site.last.register_forward_pre_hook(lambda _, args: heard.append(args[0]))

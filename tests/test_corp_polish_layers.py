@@ -13,7 +13,7 @@ from calib.images import Images
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
-from corp_deploy.families.site import Site
+from corp_deploy.families.site import LinearSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.polish.descent import Pace
@@ -50,7 +50,7 @@ def errors(dense: nn.Module, model: nn.Module, pairs: list[Pair]) -> dict[bool, 
     return out
 
 
-def move_(site: Site, step_RD: Tensor) -> None:
+def move_(site: LinearSite, step_RD: Tensor) -> None:
     """The first layers by so much; the rows of each in turn."""
     for first, rows in zip(site.firsts, step_RD.split([first.out_features for first in site.firsts]), strict=True):
         first.weight.add_(rows[:, :-1])
@@ -69,7 +69,7 @@ def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -
     looked_at = []
 
     def compare(branch: Branch, name: str, pairs: list[Pair]) -> None:
-        site = family_of(model).sites(model).by_name[name]
+        site = family_of(model).sites(model).linear_by_name[name]
         (piece,) = Linearised(branch, site, pairs)
         step_RD = torch.randn(
             sum(first.out_features for first in site.firsts),
@@ -136,7 +136,7 @@ def test_planted_layers_come_back() -> None:
     """
     dense = tiny.checkpoint(depth=1).model
     family = family_of(dense)
-    mlp, attention = (family.sites(dense).by_name[f"blocks.0.{part}"] for part in ("mlp", "attn"))
+    mlp, attention = (family.sites(dense).linear_by_name[f"blocks.0.{part}"] for part in ("mlp", "attn"))
     mlp.last.weight[:, 96:] = 0.0
     rows = attention.first.weight[:96].view(2, 3, 16, 48)
     rows[:, :, 8:] = 0.0
@@ -144,7 +144,7 @@ def test_planted_layers_come_back() -> None:
     widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}
     method = method_from_preset("best", align_hidden=8, align_head=8)
     model = reduce_closed_loop(dense, opened(dense, 24), method, widths=widths).model
-    for site in family.sites(model).every:
+    for site in family.sites(model).linear:
         noise = torch.randn(site.first.weight.shape, generator=torch.Generator().manual_seed(2))
         site.first.weight.add_(0.1 * noise / site.first.in_features**0.5)
     pairs = pairs_of(dense, opened(dense, 64), opened(dense, 8, 1))

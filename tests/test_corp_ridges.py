@@ -198,7 +198,7 @@ def test_corps_maps_choose_theirs(moments: Moments) -> None:
     for report in reduction.sites:
         assert report.ridge_fit is not None
         own, other = halves_at(moments, report.site)
-        rows = sites_of(tiny.checkpoint().model).by_name[report.site].first.weight.detach().double()
+        rows = sites_of(tiny.checkpoint().model).linear_by_name[report.site].first.weight.detach().double()
         tried = replace(method, ridge_rel=report.ridge_fit.strength_whole)
         both = moments.sites[report.site]
         assert isinstance(both, HeadMoments)

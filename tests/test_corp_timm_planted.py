@@ -86,7 +86,7 @@ def test_statistics_are_those_of_a_loop_over_images(form: str) -> None:
     pixels = next(iter(opened(model).batches(24)))
     assert isinstance(pixels, Tensor)
     taken = moments(form)
-    for site in sites_of(model).every:
+    for site in sites_of(model).linear:
         statistics, x_XK = taken.sites[site.name], heard(model, site.last, pixels)
         if isinstance(statistics, ChannelMoments):
             assert statistics.tokens == len(x_XK)

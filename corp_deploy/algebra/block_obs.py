@@ -151,7 +151,8 @@ def eliminate_blocks(
         weight_OU.new_zeros(weight_OU.shape[1] // size, dtype=torch.int64) if group_of_C is None else group_of_C
     )
     count_G = group_of_C.bincount()
-    assert int(count_G.min()) == int(count_G.max()), count_G.tolist()
+    counts = count_G.unique().tolist()
+    assert len(counts) == 1, counts
     variance_U = covariance_UU.diagonal()
     read_OU = weight_OU * (variance_U > _STILL_VARIANCE_REL * variance_U.mean())
     if not bool(read_OU.any()):

@@ -81,6 +81,9 @@ class ChannelSite:
         between = (each for each in (self.between, self.norm) if each is not None)
         return *self.firsts, *between, self.last
 
+    def entering(self, tokens: int) -> tuple[int, ...]:
+        return tokens, self.first.in_features
+
     def tokens_before(self, tokens: int) -> int:
         return tokens
 
@@ -91,9 +94,10 @@ class ChannelSite:
     def taps(self) -> ChannelTaps:
         return ChannelTaps(name=self.name, output=self.last, merge=self.merge)
 
-    def norm_taps(self) -> ChannelTaps | None:
-        """Where calibration listens to the channels' norms."""
-        return None if self.norm is None else ChannelTaps(name=self.norm_name, output=self.norm.mean)
+    def listening(self) -> tuple[ChannelTaps, ...]:
+        """To the channels, and to their norms where they are scaled by those."""
+        of_norm = () if self.norm is None else (ChannelTaps(name=self.norm_name, output=self.norm.mean),)
+        return (self.taps(), *of_norm)
 
     def words(self) -> str:
         return f"hidden {self.width}"

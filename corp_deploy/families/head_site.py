@@ -110,6 +110,9 @@ class HeadSite:
         """How many tokens' queries become one."""
         return pooled_by(self.q_norm)
 
+    def entering(self, tokens: int) -> tuple[int, ...]:
+        return tokens, self.first.in_features
+
     def tokens_before(self, tokens: int) -> int:
         """How many enter where so many leave."""
         return self.pooled * tokens
@@ -129,6 +132,9 @@ class HeadSite:
     def _rows(self, start: int) -> Callable[[Tensor], Tensor]:
         """Take rows start .. start + heads * qk of the qkv output by head."""
         return lambda qkv: rows_by_head(qkv[..., start : start + self.heads * self.qk], self.heads, self.windows)
+
+    def listening(self) -> tuple[HeadTaps, ...]:
+        return (self.taps(),)
 
     def taps(self) -> HeadTaps:
         """q and k as they enter the dot product, and the input of the output projection. In windows those of each part

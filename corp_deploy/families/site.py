@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from torch import nn
 
-from calib.sites import ChannelTaps, HeadTaps
+from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .widths import HeadGeometry, Width
 
@@ -36,23 +36,17 @@ class Site(Protocol):
         ...
 
     @property
-    def first(self) -> nn.Linear:
-        """The linear layer that the site's inputs meet first, or one of several side by side."""
-        ...
-
-    @property
-    def firsts(self) -> tuple[nn.Linear, ...]:
-        """All linear layers that the site's inputs meet first."""
-        ...
-
-    @property
-    def last(self) -> nn.Linear:
-        """The linear layer that gives the site's outputs."""
+    def last(self) -> nn.Linear | nn.Conv2d:
+        """The layer that gives the site's outputs."""
         ...
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """All that the site's parameters are in."""
+        ...
+
+    def entering(self, tokens: int) -> tuple[int, ...]:
+        """The shape, behind the batch, of so many tokens that enter the site's layer alone."""
         ...
 
     def tokens_before(self, tokens: int) -> int:
@@ -63,7 +57,7 @@ class Site(Protocol):
         """The one number that other widths of this site stand for."""
         ...
 
-    def taps(self) -> ChannelTaps | HeadTaps:
+    def listening(self) -> tuple[ChannelTaps | HeadTaps | PatchTaps, ...]:
         """Where calibration listens."""
         ...
 
@@ -97,14 +91,33 @@ class Site(Protocol):
         """
         ...
 
+    def of_layer(self, layer: nn.Module) -> "Site":
+        """The same site in a copy of its layer."""
+        ...
+
+
+class LinearSite(Site, Protocol):
+    """One of linear layers over tokens, each for itself or mixed between the first and the last layer."""
+
+    @property
+    def first(self) -> nn.Linear:
+        """The linear layer that the site's inputs meet first, or one of several side by side."""
+        ...
+
+    @property
+    def firsts(self) -> tuple[nn.Linear, ...]:
+        """All linear layers that the site's inputs meet first."""
+        ...
+
+    @property
+    def last(self) -> nn.Linear: ...
+
+    def of_layer(self, layer: nn.Module) -> "LinearSite": ...
+
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:
         """A copy of the site's layer with another first linear layer of the same widths, several as one."""
         ...
 
     def stacked_first(self) -> nn.Linear:
         """A copy of the first linear layers as one, the rows of each in turn."""
-        ...
-
-    def of_layer(self, layer: nn.Module) -> "Site":
-        """The same site in a copy of its layer."""
         ...

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from calib.sites import ChannelTaps, HeadTaps
+from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .channel_site import ChannelSite
 from .head_site import HeadSite
-from .site import Site
+from .site import LinearSite, Site
 from .widths import is_empty
 
 
@@ -46,6 +46,15 @@ class Sites:
         return {site.name: site for site in self.every}
 
     @property
+    def linear(self) -> tuple[LinearSite, ...]:
+        """Of linear layers over tokens."""
+        return *self.channels, *self.heads
+
+    @property
+    def linear_by_name(self) -> dict[str, LinearSite]:
+        return {site.name: site for site in self.linear}
+
+    @property
     def channels(self) -> tuple[ChannelSite, ...]:
         return tuple(site for site in self.every if isinstance(site, ChannelSite))
 
@@ -54,10 +63,8 @@ class Sites:
         return tuple(site for site in self.every if isinstance(site, HeadSite))
 
 
-def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps]:
+def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:
     """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     listened = [site for site in sites.every if not is_empty(site.width)]
-    taps = [site.taps() for site in sorted(listened, key=lambda site: order[site.name])]
-    norms = (site.norm_taps() for site in sites.channels if not is_empty(site.width))
-    return [*taps, *(each for each in norms if each is not None)]
+    return [tap for site in sorted(listened, key=lambda site: order[site.name]) for tap in site.listening()]

@@ -115,6 +115,20 @@ class Branch:
         return self.through(self.layer, x_BNC, weights_BN)
 
 
+class Nothing(nn.Module):
+    """Zeros for tokens [B,N,C], as many of them and of their channels as are asked for: what a layer's results are
+    added to where that is nothing.
+    """
+
+    def __init__(self, tokens: int | None, channels: int) -> None:
+        """`tokens`: None for as many as there are."""
+        super().__init__()
+        self.tokens, self.channels = tokens, channels
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        return x_BNC.new_zeros(len(x_BNC), self.tokens or x_BNC.shape[1], self.channels)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
     """What is no branch of a model and is run as it is: a norm after a sum, a block that can't be taken apart."""

@@ -20,6 +20,7 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
+from .timm_convnets import with_conv_blocks
 from .timm_hierarchies import Hierarchy, with_token_blocks
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
@@ -176,7 +177,7 @@ def build(architecture: Architecture) -> nn.Module:
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
     own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(model))))
-    return with_token_blocks(own, configured_size(model))
+    return with_conv_blocks(with_token_blocks(own, configured_size(model)), configured_size(model))
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

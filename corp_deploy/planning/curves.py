@@ -13,14 +13,13 @@ import numpy as np
 from torch import nn
 
 from calib.moments import Moments
-from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.site import Currency, Site
 from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.kind import ErrorCurve
+from corp_deploy.reduction.kind import ErrorCurve, Order
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
@@ -51,11 +50,11 @@ def narrowable(model: nn.Module) -> list[Site]:
     return [site for site in sites_of(model).every if not is_empty(site.width)]
 
 
-def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
+def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Order]:
     """Every order of removal; made once, it serves every width of a sweep or a budget."""
     where = device(model)
 
-    def at_site(site: Site) -> Elimination | None:
+    def at_site(site: Site) -> Order | None:
         kind = kind_of(site)
         return kind.elimination(site, site_moments(site, moments, where), method) if kind.eliminates else None
 

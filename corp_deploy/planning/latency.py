@@ -132,7 +132,7 @@ def grid_of_site(
     """A site's layer alone over `points` of its widths, with random weights: time doesn't depend on their values."""
     kind, layer = kind_of(site), model.get_submodule(site.name)
     by_size = {site.size_of(width): width for width in kind.widths(site, method)}
-    inputs = (Port(name="tokens", shape=(tokens, site.first.in_features)),)
+    inputs = (Port(name="tokens", shape=site.entering(tokens)),)
 
     def open_width(size: int) -> ModuleRunner | OnnxRunner:
         torch.manual_seed(0)
@@ -231,7 +231,7 @@ def measure_tables(
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
         grids, names = _grids_of_sites(model, method, tokens, where, at)
-        channels = sites_of(model).every[0].first.in_features if merges else 0
+        channels = sites_of(model).every[0].entering(1)[-1] if merges else 0
         for step, (merge, entering) in merges.items():
             of_merges[step] = name = merge_name(merge, entering, channels)
             inputs = (Port(name="tokens", shape=(entering, channels)),)

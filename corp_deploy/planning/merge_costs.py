@@ -63,7 +63,7 @@ def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
     running_LG = np.array(
         [[_running_macs(sites.by_name, place.behind, n, now, curves.tokens) for n in left] for place in places]
     )
-    channels = sites.every[0].first.in_features
+    channels = sites.every[0].entering(1)[-1]
     merging_GG = np.full((len(left), len(left)), np.inf)
     for one, tokens in enumerate(left):
         for other in range(one, len(left)):

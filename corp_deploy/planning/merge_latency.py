@@ -85,7 +85,7 @@ def measure_merge_latencies(
     every = [site for site in sites if not is_empty(site.width)]
     counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
     shapes = {site.name: table_name(site, method, model) for site in every}
-    channels = every[0].first.in_features
+    channels = every[0].entering(1)[-1]
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
 

@@ -15,7 +15,6 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, each, run_model
 from calib.moments import Moments
-from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import answers, family_of, sites_of, steps_to_outputs
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import device, with_modules
@@ -23,7 +22,7 @@ from corp_deploy.families.steps import Branch, Step, Walk
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.closed_loop import Loop
-from corp_deploy.reduction.kind import Reduced
+from corp_deploy.reduction.kind import Order, Reduced
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
@@ -54,7 +53,7 @@ class Probe:
     moments: Moments
     method: Method
     inputs: Inputs
-    eliminations: Mapping[str, Elimination]
+    eliminations: Mapping[str, Order]
     others: InputSet | None = None
     loop: Loop | None = None
 

@@ -12,9 +12,9 @@ from torch import nn
 from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, joined, pieces, run_model
 from calib.moments import Moments
-from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from ground.errors import BadInput
@@ -176,7 +176,7 @@ def sweep(
     of probes every budget of a geometry. `calibration`: the images that presets which merge channels are fitted to.
     Raises BadInput for moments of another model and budgets out of reach.
     """
-    known: dict[float, dict[str, Elimination]] = {}
+    known: dict[float, dict[str, Order]] = {}
     curves: dict[str, list[CostCurve]] = {}
     dense_macs = macs(model)
     trials: list[SweepPoint] = []

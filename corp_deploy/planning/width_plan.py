@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.widths import Widths, is_empty
+from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 
 
@@ -51,6 +51,6 @@ class WidthPlan:
     said: tuple[str, ...]
     predicted_speedup: float | None = None
     ways: tuple[ProbedAllocation, ...] = ()
-    eliminations: Mapping[str, Elimination] | None = None
+    eliminations: Mapping[str, Order] | None = None
     within: Mapping[str, Any] | None = None
     merging: Merging | None = None

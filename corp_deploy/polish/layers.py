@@ -76,7 +76,7 @@ def fit_layers_(
     read: Tensor | None = None,
 ) -> list[PartReport]:
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
-    sites, reports = sites_of(model).by_name, list[PartReport]()
+    sites, reports = sites_of(model).linear_by_name, list[PartReport]()
 
     def fit(branch: Branch, name: str, both: list[Pair]) -> None:
         fitted = Sweeps(branch, sites[name], both, how, Pace(steps=sweeps, seconds=None))
@@ -91,7 +91,7 @@ def fit_layers_(
 def polish_layers_(subject: Subject, parts: Parts) -> None:
     """Each reduced sublayer, in order, both its layers in turn; a step is a sweep over both."""
     model, count = subject.model, len(reduced_sites(subject.dense, subject.model))
-    sites = sites_of(model).by_name
+    sites = sites_of(model).linear_by_name
 
     def fit(branch: Branch, name: str, both: list[Pair]) -> None:
         sweeps = Sweeps(branch, sites[name], both, Newton(), parts.pace(count), subject.ranks)

@@ -18,14 +18,14 @@ from corp_deploy.algebra.tangents import ChannelTangent, HeadTangent, RunTangent
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_attention import key_bias, placed_bias, rows_by_head
 from corp_deploy.families.head_site import HeadSite
-from corp_deploy.families.site import Site
+from corp_deploy.families.site import LinearSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.reduction.streams import Pair
 
 _CACHED_BYTES = 2**30
 
 
-def _entering(site: Site, x_BNC: Tensor) -> Tensor:
+def _entering(site: LinearSite, x_BNC: Tensor) -> Tensor:
     """The first layers' inputs, with a one that carries their bias where they have one."""
     return x_BNC if site.first.bias is None else with_one(x_BNC)
 
@@ -34,7 +34,7 @@ class _Heard(Exception):
     """Ends a layer whose rest is not asked for."""
 
 
-def last_through_scale(branch: Branch, site: Site) -> Tensor:
+def last_through_scale(branch: Branch, site: LinearSite) -> Tensor:
     """The last layer's weight as it enters the residual stream, through the layer scale [C,K]."""
     weight_CK: Tensor = site.last.weight.detach()
     return weight_CK if branch.scale_C is None else weight_CK * branch.scale_C[:, None]
@@ -201,7 +201,7 @@ def _size(lacking: Lacking) -> int:
 class Linearised:
     """A branch linearised on some pairs; what doesn't fit in a gigabyte is computed again at each look."""
 
-    def __init__(self, branch: Branch, site: Site, pairs: Sequence[Pair]) -> None:
+    def __init__(self, branch: Branch, site: LinearSite, pairs: Sequence[Pair]) -> None:
         self._branch, self._site, self._pairs = branch, site, pairs
         self._cached: dict[int, Lacking] = {}
         self._left = _CACHED_BYTES

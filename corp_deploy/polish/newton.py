@@ -20,11 +20,11 @@ from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import gauss_newton
 from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.families.modules import fill_rows_
-from corp_deploy.families.site import Site
+from corp_deploy.families.site import LinearSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.reduction.branch_sums import StreamEnergy, inputs_sums
-from corp_deploy.reduction.closed_loop import through_scale
 from corp_deploy.reduction.correct import STRENGTHS, add_to_, divided_by_scale
+from corp_deploy.reduction.linear_loop import through_scale
 from corp_deploy.reduction.streams import Pair
 
 from .descent import Descent, Pace, Position
@@ -75,13 +75,13 @@ class _Judge:
         return math.sqrt(error / self.energy) if self.energy > 0.0 else math.sqrt(error)
 
 
-def _set_(site: Site, first_RD: Tensor) -> None:
+def _set_(site: LinearSite, first_RD: Tensor) -> None:
     """The first layers' weights and, where they have one, their biases."""
     inputs, has_bias = site.first.in_features, site.first.bias is not None
     fill_rows_(site.firsts, first_RD[:, :inputs], first_RD[:, -1] if has_bias else None)
 
 
-def _first(site: Site) -> Tensor:
+def _first(site: LinearSite) -> Tensor:
     whole = site.stacked_first()
     return whole.weight if whole.bias is None else torch.cat((whole.weight, whole.bias[:, None]), dim=1)
 
@@ -93,7 +93,9 @@ def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]
     return pairs[sweep % stride :: stride]
 
 
-def step_first_(branch: Branch, site: Site, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float) -> float:
+def step_first_(
+    branch: Branch, site: LinearSite, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float
+) -> float:
     """The first layer one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
     start_RD = best_RD = _first(site)
     steps = gauss_newton(Linearised(branch, site, pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
@@ -113,7 +115,7 @@ def step_first_(branch: Branch, site: Site, pairs: Sequence[Pair], judge: _Judge
     return error
 
 
-def _refit(branch: Branch, site: Site, pairs: Iterable[Pair], how: Newton) -> tuple[Tensor, Tensor] | None:
+def _refit(branch: Branch, site: LinearSite, pairs: Iterable[Pair], how: Newton) -> tuple[Tensor, Tensor] | None:
     """The change of the last layer's weight and bias by the regression that errs least on the held-out inputs; None
     where no change is best. Solved on the others alone, so that those held out can go on judging.
     """
@@ -128,7 +130,9 @@ def _refit(branch: Branch, site: Site, pairs: Iterable[Pair], how: Newton) -> tu
     return divided_by_scale(best.weight_OK, branch.scale_C), divided_by_scale(best.bias_O, branch.scale_C)
 
 
-def refit_last_(branch: Branch, site: Site, pairs: Iterable[Pair], judge: _Judge, how: Newton, error: float) -> float:
+def refit_last_(
+    branch: Branch, site: LinearSite, pairs: Iterable[Pair], judge: _Judge, how: Newton, error: float
+) -> float:
     """The last layer refitted, unless that errs more on the held-out inputs; their error."""
     change = _refit(branch, site, pairs, how)
     if change is None:
@@ -152,7 +156,7 @@ class Sweeps:
     """
 
     def __init__(
-        self, branch: Branch, site: Site, pairs: Sequence[Pair], how: Newton, pace: Pace, ranks: Ranks = ALONE
+        self, branch: Branch, site: LinearSite, pairs: Sequence[Pair], how: Newton, pace: Pace, ranks: Ranks = ALONE
     ) -> None:
         self.branch, self.site, self.pairs, self.how, self.pace, self.ranks = branch, site, pairs, how, pace, ranks
         self.fitted = [pair for pair in pairs if not pair.held_out]

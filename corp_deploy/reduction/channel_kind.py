@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from calib.moments import ChannelMoments, Moments, SiteMoments
+from calib.combination import without
+from calib.moments import ChannelMoments, Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.modules import with_modules
@@ -18,9 +19,13 @@ from .channel_modules import built, channel_report, emptied, layers_of
 from .channel_target import refitted
 from .channels import Halves, channels_at_site, elimination, output_energy
 from .folded_channels import See, folded_channels, judged_folds
-from .kind import ErrorCurve, OnStreams, Reduced
+from .kind import ErrorCurve, LinearReduced, Reduced
+from .linear_loop import OnStreams, fitted_linear
+from .loop import Loop
 from .method import Method
+from .report import SiteReport
 from .response_norms import norm_moments_of, with_norm
+from .statistics import statistics_at
 from .streams import Streams
 
 
@@ -28,8 +33,13 @@ class ChannelKind:
     """See Kind."""
 
     eliminates: ClassVar[bool] = True
-    moments_type: ClassVar[type[SiteMoments]] = ChannelMoments
     reads_every_token: ClassVar[bool] = False
+
+    def moments_at(self, site: ChannelSite, moments: Moments, device: torch.device) -> ChannelMoments:
+        return statistics_at(site, moments, ChannelMoments, device)
+
+    def rest_of(self, own: ChannelMoments, half: ChannelMoments) -> ChannelMoments:
+        return without(own, half)
 
     def sparsity(self, method: Method) -> float | None:
         return method.mlp_sparsity
@@ -69,15 +79,15 @@ class ChannelKind:
         known: Elimination | None = None,
         held_out: ChannelMoments | None = None,
         halves: Halves | None = None,
-    ) -> Reduced:
+    ) -> LinearReduced:
         if width == 0:
             return emptied(site, moments, method, held_out)
         new = channels_at_site(moments, layers_of(site), method, width, known, halves)
         return built(site, new, moments, method, held_out)
 
     def completed(
-        self, site: ChannelSite, new: Reduced, moments: Moments, method: Method, where: torch.device
-    ) -> Reduced:
+        self, site: ChannelSite, new: LinearReduced, moments: Moments, method: Method, where: torch.device
+    ) -> LinearReduced:
         if site.norm is None:
             return new
         return with_norm(site, new, norm_moments_of(site, moments, where))
@@ -97,11 +107,16 @@ class ChannelKind:
     def layer(self, site: ChannelSite, layer: nn.Module, method: Method, width: int) -> nn.Module:
         return with_modules(layer, site.name, site.at_width(width, output_bias=True)).eval()
 
-    def rebuilt(self, branch: Branch, site: ChannelSite, streams: Streams, method: Method, width: int) -> Reduced:
+    def rebuilt(self, branch: Branch, site: ChannelSite, streams: Streams, method: Method, width: int) -> LinearReduced:
         moments, _ = channel_sums(branch, site, streams)
         if method.merges:
             return _merged(branch, site, moments, streams, method, width)
         return _with_norm(branch, site, streams, self.reduced(site, moments, method, width))
+
+    def fitted(
+        self, step: Branch, site: ChannelSite, streams: Streams, method: Method, width: int, loop: Loop
+    ) -> tuple[Reduced, list[SiteReport]]:
+        return fitted_linear(self, step, site, streams, method, width, loop)
 
     def on_streams(
         self,
@@ -141,7 +156,7 @@ class ChannelKind:
         return OnStreams(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
 
 
-def _with_norm(branch: Branch, site: ChannelSite, streams: Streams, new: Reduced) -> Reduced:
+def _with_norm(branch: Branch, site: ChannelSite, streams: Streams, new: LinearReduced) -> LinearReduced:
     """With the norm of the channels that stay, where the site has one, by what the reduced stream gives."""
     if site.norm is None:
         return new
@@ -150,7 +165,7 @@ def _with_norm(branch: Branch, site: ChannelSite, streams: Streams, new: Reduced
 
 def _merged(
     branch: Branch, site: ChannelSite, moments: ChannelMoments, streams: Streams, method: Method, width: int
-) -> Reduced:
+) -> LinearReduced:
     """Fitted and judged on the reduced stream."""
     folded = folded_channels(site, branch.layer, moments, method, width)
 
@@ -161,4 +176,4 @@ def _merged(
 
     judged = judged_folds({site.name: folded}, method, show)[site.name]
     report = channel_report(site, method, judged.recovery, output_energy(moments, folded.layers), None)
-    return Reduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])
+    return LinearReduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])

@@ -13,7 +13,7 @@ from corp_deploy.families.modules import fill_, fill_rows_
 from . import channels
 from .channels import ChannelLayers, ChannelsAtSite, output_energy
 from .emptied import constant_report, mean_given
-from .kind import Reduced
+from .kind import LinearReduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 
@@ -70,7 +70,7 @@ def channel_report(
 
 def emptied(
     site: ChannelSite, moments: ChannelMoments, method: Method, held_out: ChannelMoments | None = None
-) -> Reduced:
+) -> LinearReduced:
     """Both layers without channels: the mean of what the MLP gives stays."""
     layers, mean_O = layers_of(site), mean_given(site.last, moments.mean_F)
     bias_K = None if layers.first_bias_F is None else layers.first_bias_F[:0]
@@ -87,7 +87,7 @@ def emptied(
     )
     kept_K = moments.sum_F.new_zeros(0, dtype=torch.int64)
     modules_and_between = {**modules, **site.between_kept(kept_K)}
-    return Reduced(modules=modules_and_between, last=modules[site.last_name], reports=[report], kept_K=kept_K)
+    return LinearReduced(modules=modules_and_between, last=modules[site.last_name], reports=[report], kept_K=kept_K)
 
 
 def built(
@@ -97,7 +97,7 @@ def built(
     method: Method,
     held_out: ChannelMoments | None = None,
     layers: ChannelLayers | None = None,
-) -> Reduced:
+) -> LinearReduced:
     """The linear layers that were decided on as modules, and the site's report; `layers` are what they stand for, by
     default the dense ones.
     """
@@ -110,4 +110,4 @@ def built(
     report = channel_report(site, method, new.recovery, output_energy(moments, layers), judged)
     report = replace(report, ridge_fit=ridge_fit(new.ridge))
     modules_and_between = {**modules, **site.between_kept(new.kept_K)}
-    return Reduced(modules=modules_and_between, last=modules[site.last_name], reports=[report], kept_K=new.kept_K)
+    return LinearReduced(modules=modules_and_between, last=modules[site.last_name], reports=[report], kept_K=new.kept_K)

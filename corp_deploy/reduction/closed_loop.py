@@ -9,15 +9,13 @@ aligned: fitted to make of the reduced stream what it made of the dense one.
 Legend: B images, N tokens, C channels.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import replaced, with_modules
 from corp_deploy.families.site import Site
@@ -25,92 +23,22 @@ from corp_deploy.families.steps import Branch, Step
 from corp_deploy.families.widths import Width, Widths
 from ground.errors import BadInput
 
-from .branch_sums import alignment_sums
-from .correct import STRENGTHS, correct_, correct_through_
 from .coverage import coverage
-from .kind import OnStreams, Reduced
+from .kind import Reduced
 from .kinds import kind_of
+from .loop import Loop as Loop
 from .method import Method
 from .model import Reduction, notes_on, uniform_widths
-from .read_tokens import Reads, named, tokens_to_fit
-from .report import LoopFit, SiteReport, as_allocated
-from .streams import HELD_OUT_EVERY, Embedded, Streams, entering_first, streams_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """How a closed loop fits: the ridges it may choose among, which images choose, whether first layers are aligned,
-    and which tokens behind the last block count (see tokens_to_fit).
-
-    `half_ids`: content ids of the images in one of two halves that split no group (moments' own half); without them
-    each `held_out_every`-th image chooses. `refit_first`: whether the last layer of an MLP is fitted to the dense
-    stream before its channels are chosen, too.
-    """
-
-    strengths: Sequence[float] = STRENGTHS
-    held_out_every: int = HELD_OUT_EVERY
-    align_inputs: bool = True
-    reads: Reads | None = None
-    half_ids: Tensor | None = None
-    refit_first: bool = False
-
-    def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
-        """Both streams of the images, with what is held out."""
-        return self.streams_of(entering_first(model), images, batch_size)
-
-    def streams_of(self, enter: Callable[[Inputs], Embedded], images: InputSet, batch_size: int) -> Streams:
-        """The same of what `enter` makes of a batch."""
-        return streams_of(enter, images, batch_size, half_ids=self.half_ids, held_out_every=self.held_out_every)
-
-
-def _aligned(branch: Branch, site: Site, streams: Streams, loop: Loop) -> tuple[Branch, Site, LoopFit]:
-    """The branch with a first layer of its own that is fitted to the dense stream's results."""
-    first = site.stacked_first()
-    read = None if kind_of(site).reads_every_token else branch.read
-    sums = alignment_sums(branch, site.first.in_features, streams, read)
-    fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths, both_ways=streams.in_halves)
-    layer = site.with_first(branch.layer, first)
-    return replace(branch, layer=layer), site.of_layer(layer), fit
-
-
-def through_scale(last: nn.Linear, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weight and bias with which a last layer enters the residual stream, through the layer scale."""
-    weight_CK = last.weight.detach().double()
-    bias_C = weight_CK.new_zeros(len(weight_CK)) if last.bias is None else last.bias.detach().double()
-    return (
-        (weight_CK, bias_C) if scale_C is None else (weight_CK * scale_C.double()[:, None], bias_C * scale_C.double())
-    )
-
-
-def _fitted(branch: Branch, reduced: OnStreams, loop: Loop, *, both_ways: bool) -> LoopFit:
-    """The new layer's last linear layer is made to give what the reduced stream lacks still."""
-    last = reduced.new.last
-    weight_CK, bias_C = through_scale(last, branch.gain_C)
-    left = reduced.lacking.each(lambda sums: sums.less(weight_CK, bias_C))
-    return correct_(
-        last,
-        left.fit,
-        left.held_out,
-        scale_C=branch.gain_C,
-        energy=reduced.energy,
-        strengths=loop.strengths,
-        both_ways=both_ways,
-    )
+from .read_tokens import named, tokens_to_fit
+from .report import SiteReport, as_allocated
+from .streams import Streams
 
 
 def fitted_site(
     step: Branch, site: Site, streams: Streams, method: Method, width: Width, loop: Loop
 ) -> tuple[Reduced, list[SiteReport]]:
-    """Align, reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
-    branch, alignment = step, None
-    if loop.align_inputs:
-        branch, site, alignment = _aligned(step, site, streams, loop)
-    refit = loop.strengths if loop.refit_first else None
-    reduced = kind_of(site).on_streams(branch, site, step, streams, method, width, refit=refit)
-    fit = _fitted(branch, reduced, loop, both_ways=streams.in_halves)
-    first, *rest = reduced.new.reports
-    reports = [replace(first, alignment=alignment), *rest]
-    return reduced.new, [*reports[:-1], replace(reports[-1], loop=fit)]
+    """Reduce and fit one branch; the dense stream is behind it then, the reduced one still before it."""
+    return kind_of(site).fitted(step, site, streams, method, width, loop)
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
     """What these widths do to the sites that were to shrink: all of them by a budget (`by_site`), else those that a
     sparsity asks for, or where none does, all.
     """
-    asks_nothing = not (method.mlp_sparsity or method.attention_sparsity)
+    asks_nothing = not method.asks_to_remove
 
     def counts(kind: Kind) -> bool:
         return by_site or asks_nothing or bool(kind.sparsity(method))
@@ -73,12 +73,12 @@ def _by_reason(refused: Mapping[str, str]) -> str:
 
 def require_as_asked(covered: Coverage, method: Method) -> None:
     """Raise BadInput where sparsities would remove less than asked because sites are refused, or nothing at all."""
-    if covered.refused and (method.mlp_sparsity or method.attention_sparsity):
+    if covered.refused and method.asks_to_remove:
         raise BadInput(
             f"less than was asked for can be removed, {covered.verdict}; these can't be:\n"
             f"{_by_reason(covered.refused)}\n--allow-partial (recipes: allow_partial = true) reduces the others"
         )
-    if not covered.reduced and (method.mlp_sparsity or method.attention_sparsity):
+    if not covered.reduced and method.asks_to_remove:
         why = (
             "this preset's method reduces MLPs only"
             if method.attention_sparsity and method.qk_recovery == "keep"

@@ -20,7 +20,7 @@ from ground.errors import BadInput
 from .channel_modules import channel_report, layers_of
 from .channels import output_energy
 from .folded_channels import FoldedChannels, See, folded_channels, judged_folds
-from .kind import Reduced
+from .kind import LinearReduced
 from .method import Method
 from .moments import site_moments
 from .report import HeldOut
@@ -102,7 +102,7 @@ def _folded(
     held_out: Moments | None,
     method: Method,
     shown: ShownInputs,
-) -> dict[str, Reduced]:
+) -> dict[str, LinearReduced]:
     """Every site's new modules and report, by name."""
     folded: dict[str, FoldedChannels] = {}
     energies: dict[str, tuple[float, float | None]] = {}
@@ -120,7 +120,7 @@ def _folded(
         if judged.error_held_out is not None and energy_held_out is not None:
             elsewhere = HeldOut(energy=energy_held_out, error=judged.error_held_out)
         report = channel_report(site, method, judged.recovery, energy, elsewhere)
-        reduced[name] = Reduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])
+        reduced[name] = LinearReduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])
     return reduced
 
 
@@ -137,7 +137,7 @@ def merged_sites(
     method: Method,
     images: InputSet | None,
     held_out: Moments | None,
-) -> tuple[dict[str, Reduced], tuple[str, ...]]:
+) -> tuple[dict[str, LinearReduced], tuple[str, ...]]:
     """The channel sites, by name, where channels are merged, and what is to be said of the images."""
     if not method.merges:
         return {}, ()

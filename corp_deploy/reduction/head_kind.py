@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from calib.moments import HeadMoments, Moments, SiteMoments
+from calib.combination import without
+from calib.moments import HeadMoments, Moments
 from corp_deploy.algebra import planes, queries_keys, values
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.head_site import HeadSite, settle_positions_
@@ -26,8 +27,12 @@ from corp_deploy.families.widths import (
 from .branch_sums import dense_advanced, head_moments_in_halves, inputs_sums
 from .head_modules import emptied_heads, reduced_heads
 from .heads import Halves
-from .kind import ErrorCurve, OnStreams, Reduced
+from .kind import ErrorCurve, LinearReduced, Reduced
+from .linear_loop import OnStreams, fitted_linear
+from .loop import Loop
 from .method import Method
+from .report import SiteReport
+from .statistics import statistics_at
 from .streams import Streams
 
 
@@ -35,8 +40,13 @@ class HeadKind:
     """See Kind."""
 
     eliminates: ClassVar[bool] = False
-    moments_type: ClassVar[type[SiteMoments]] = HeadMoments
     reads_every_token: ClassVar[bool] = True
+
+    def moments_at(self, site: HeadSite, moments: Moments, device: torch.device) -> HeadMoments:
+        return statistics_at(site, moments, HeadMoments, device)
+
+    def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
+        return without(own, half)
 
     def sparsity(self, method: Method) -> float | None:
         return method.attention_sparsity
@@ -85,12 +95,14 @@ class HeadKind:
         known: Elimination | None = None,
         held_out: HeadMoments | None = None,
         halves: Halves | None = None,
-    ) -> Reduced:
+    ) -> LinearReduced:
         if width == EMPTY_HEADS:
             return emptied_heads(site, moments, method, held_out)
         return reduced_heads(site, moments, method, width, held_out, halves)
 
-    def completed(self, site: HeadSite, new: Reduced, moments: Moments, method: Method, where: torch.device) -> Reduced:
+    def completed(
+        self, site: HeadSite, new: LinearReduced, moments: Moments, method: Method, where: torch.device
+    ) -> LinearReduced:
         return new
 
     def elimination(self, site: HeadSite, moments: HeadMoments, method: Method) -> None:
@@ -122,10 +134,17 @@ class HeadKind:
         settle_positions_(module)
         return module.eval()
 
-    def rebuilt(self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths) -> Reduced:
+    def rebuilt(
+        self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths
+    ) -> LinearReduced:
         system = method.needs_attention_system
         moments, halves = head_moments_in_halves(branch, site, streams, system=system)
         return self.reduced(site, moments, method, width, halves=halves)
+
+    def fitted(
+        self, step: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths, loop: Loop
+    ) -> tuple[Reduced, list[SiteReport]]:
+        return fitted_linear(self, step, site, streams, method, width, loop)
 
     def on_streams(
         self,

@@ -13,7 +13,7 @@ from corp_deploy.families.widths import EMPTY_HEADS, HeadWidths
 from . import heads
 from .emptied import constant_report, mean_given
 from .heads import Halves, HeadMaps, QkAtSite, ValuesAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
-from .kind import Reduced
+from .kind import LinearReduced
 from .logits import logit_error, logit_scale
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
@@ -91,7 +91,7 @@ def reduced_heads(
     widths: HeadWidths,
     held_out: HeadMoments | None = None,
     halves: Halves | None = None,
-) -> Reduced:
+) -> LinearReduced:
     """The new attention module, and a report for Q/K, unless they must stay, and for values that change."""
     assert widths.qk == site.qk or not site.keeps_qk, (site.name, widths)
     assert widths.v == site.v or not site.keeps_v, (site.name, widths)
@@ -120,10 +120,12 @@ def reduced_heads(
         (values.weight_OK, values.bias_O if needs_bias else None),
         recovery.planes_HK,
     )
-    return Reduced(modules={site.name: module}, last=last, reports=reports)
+    return LinearReduced(modules={site.name: module}, last=last, reports=reports)
 
 
-def emptied_heads(site: HeadSite, moments: HeadMoments, method: Method, held_out: HeadMoments | None = None) -> Reduced:
+def emptied_heads(
+    site: HeadSite, moments: HeadMoments, method: Method, held_out: HeadMoments | None = None
+) -> LinearReduced:
     """The mean of what the attention gives stays."""
     weight, bias = site.first.weight.detach(), site.first.bias
     module, last = site.placed(
@@ -142,7 +144,7 @@ def emptied_heads(site: HeadSite, moments: HeadMoments, method: Method, held_out
         covariance_KK=_covariance(moments),
         held_out=None if held_out is None else (held_out.z_mean_C, _covariance(held_out)),
     )
-    return Reduced(modules={site.name: module}, last=last, reports=[report])
+    return LinearReduced(modules={site.name: module}, last=last, reports=[report])
 
 
 def _covariance(moments: HeadMoments) -> Tensor:

@@ -1,46 +1,39 @@
 """What a kind of site has to offer: a reduction is (site, moments, method, width) -> Reduced."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from calib.moments import Moments, SiteMoments
+from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import Width
 
-from .branch_sums import Halves
+from .loop import Loop
 from .method import Method
 from .report import SiteReport
 from .streams import Streams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """The new modules of one site by name, the last linear layer among them, and what to report.
+    """The new modules of one site by name, and what to report."""
+
+    modules: dict[str, nn.Module]
+    reports: list[SiteReport]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearReduced(Reduced):
+    """Of a site of linear layers: the last one is among the modules.
 
     `kept_K`: the channels that stay, None where none are kept as they were.
     """
 
-    modules: dict[str, nn.Module]
     last: nn.Linear
-    reports: list[SiteReport]
     kept_K: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnStreams:
-    """A site reduced on the streams of a closed loop: its new layer, and what the reduced stream lacks of the dense one
-    behind it, on what enters its last linear layer. `energy` is the dense stream's there.
-    """
-
-    new: Reduced
-    lacking: Halves[RegressionSums]
-    energy: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +53,23 @@ class ErrorCurve:
         assert all(place < len(self.errors) for place in self.places), self
 
 
+Order = Elimination | tuple[Elimination, ...]
+"""Of removal: of a site's channels, or at each place of a row of convolutions."""
+
+
 class Kind(Protocol):
     """What can be done to sites of one kind; every function is given such a site alone."""
 
     eliminates: ClassVar[bool]
     """Whether there is an order of removal that serves every width."""
-    moments_type: ClassVar[type[SiteMoments]]
-    reads_every_token: ClassVar[bool]
-    """Whether a branch's layer reads all tokens, whichever are read behind the branch."""
+
+    def moments_at(self, site: Any, moments: Moments, device: torch.device) -> Any:
+        """The statistics of one site, on the device. Raises BadInput when the moments were taken without it."""
+        ...
+
+    def rest_of(self, own: Any, half: Any) -> Any:
+        """Statistics of a site's own images without those that `half`, of some of the same ones, is of."""
+        ...
 
     def sparsity(self, method: Method) -> float | None:
         """The share that uniform sparsities remove here."""
@@ -100,7 +102,7 @@ class Kind(Protocol):
         method: Method,
         width: Any,
         *,
-        known: Elimination | None = None,
+        known: Any = None,
         held_out: Any = None,
         halves: Any = None,
     ) -> Reduced:
@@ -109,15 +111,15 @@ class Kind(Protocol):
         """
         ...
 
-    def completed(self, site: Any, new: Reduced, moments: Moments, method: Method, where: torch.device) -> Reduced:
+    def completed(self, site: Any, new: Any, moments: Moments, method: Method, where: torch.device) -> Reduced:
         """With what else of the site is fitted, by statistics of its own."""
         ...
 
-    def elimination(self, site: Any, moments: Any, method: Method) -> Elimination | None:
+    def elimination(self, site: Any, moments: Any, method: Method) -> Order | None:
         """The whole order of removal, which serves every width; None where the kind has none."""
         ...
 
-    def curves(self, site: Any, moments: Any, method: Method, known: Elimination | None) -> list[ErrorCurve]:
+    def curves(self, site: Any, moments: Any, method: Method, known: Any) -> list[ErrorCurve]:
         """What each width loses, a curve a part; none where there is no choice of width."""
         ...
 
@@ -129,19 +131,8 @@ class Kind(Protocol):
         """Reduced by the statistics of what enters the branch on the model as reduced so far."""
         ...
 
-    def on_streams(
-        self,
-        branch: Branch,
-        site: Any,
-        step: Branch,
-        streams: Streams,
-        method: Method,
-        width: Any,
-        *,
-        refit: Sequence[float] | None = None,
-    ) -> OnStreams:
-        """The same, the dense stream taken through `step` on the way; `branch` may have an aligned layer of its own.
-
-        `refit`: the ridges by one of which a dense last layer is fitted to that stream before anything is chosen by it.
-        """
+    def fitted(
+        self, step: Branch, site: Any, streams: Streams, method: Method, width: Any, loop: Loop
+    ) -> tuple[Reduced, list[SiteReport]]:
+        """Reduced and fitted to the dense stream, which is behind the branch then, the reduced one still before it."""
         ...

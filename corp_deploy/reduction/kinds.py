@@ -1,4 +1,4 @@
-"""Which kind a site is of: the one place where that is decided. A third kind is a file like the two and a line here."""
+"""Which kind a site is of: the one place where that is decided. A further kind is a file like these and a line here."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,10 +6,13 @@ from types import MappingProxyType
 from corp_deploy.families.site import Site
 
 from .channel_kind import ChannelKind
+from .conv_kind import ConvKind
 from .head_kind import HeadKind
 from .kind import Kind
 
-KINDS: Mapping[str, Kind] = MappingProxyType({"channels": ChannelKind(), "heads": HeadKind()})
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {"channels": ChannelKind(), "convolutions": ConvKind(), "heads": HeadKind()}
+)
 
 
 def kind_of(site: Site) -> Kind:

@@ -13,7 +13,9 @@ from corp_deploy.families.widths import HeadGeometry
 MlpRanking = Literal[
     "obs", "combined", "energy", "magnitude", "active", "variance", "wanda", "producer-l1", "producer-l2"
 ]
+ConvRanking = MlpRanking
 MlpSelection = MlpRanking | Literal["fold"]
+ConvRecoveryName = Literal["keep", "none", "bias", "gram", "affine", "im2col"]
 ChannelRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
@@ -21,6 +23,7 @@ ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
+CONV_RANKINGS: tuple[str, ...] = get_args(ConvRanking)
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
 LOOPS: tuple[LoopName, ...] = get_args(LoopName)
 NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
@@ -47,21 +50,27 @@ class Method:
     qk_recovery: QkRecoveryName
     qk_selection: QkRanking = "energy"
     value_recovery: ValueRecoveryName = "keep"
+    conv_selection: ConvRanking = "obs"
+    conv_recovery: ConvRecoveryName = "keep"
     mlp_sparsity: float | None = None
     attention_sparsity: float | None = None
+    conv_sparsity: float | None = None
     mlp_swaps: bool = True
     empties: bool = True
     geometry: HeadGeometry = "padded"
     align_hidden: int = 64
     align_head: int = 16
+    align_conv: int = 32
     ridge_rel: float = DEFAULT_RIDGE_REL
 
     def __post_init__(self) -> None:
-        for name, value in (("mlp", self.mlp_sparsity), ("attention", self.attention_sparsity)):
+        sparsities = {"mlp": self.mlp_sparsity, "attention": self.attention_sparsity, "conv": self.conv_sparsity}
+        for name, value in sparsities.items():
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} sparsity {value}: expected a share removed in [0, 1)")
-        if min(self.align_hidden, self.align_head) < 1:
-            raise ValueError(f"alignment: got hidden {self.align_hidden}, head {self.align_head}, expected at least 1")
+        if min(self.align_hidden, self.align_head, self.align_conv) < 1:
+            got = f"hidden {self.align_hidden}, head {self.align_head}, conv {self.align_conv}"
+            raise ValueError(f"alignment: got {got}, expected at least 1")
         if not self.ridge_rel > 0.0:
             raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
         if self.merges and self.mlp_recovery not in ("gram", "refit"):
@@ -90,6 +99,16 @@ class Method:
         return 1.0 - (self.attention_sparsity or 0.0)
 
     @property
+    def conv_kept(self) -> float:
+        """Share of the channels between convolutions that stay."""
+        return 1.0 - (self.conv_sparsity or 0.0)
+
+    @property
+    def asks_to_remove(self) -> bool:
+        """Whether a sparsity of more than nothing is asked for."""
+        return bool(self.mlp_sparsity or self.attention_sparsity or self.conv_sparsity)
+
+    @property
     def reduces_attention(self) -> bool:
         """Whether attention sites go through the method at all."""
         return self.attention_sparsity is not None and self.qk_recovery != "keep"
@@ -107,14 +126,45 @@ class Method:
 
 PRESETS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": Method(mlp_selection="obs", mlp_recovery="affine", qk_recovery="lowrank", value_recovery="lowrank"),
-        "corp": Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="logit"),
+        "best": Method(
+            mlp_selection="obs",
+            mlp_recovery="affine",
+            qk_recovery="lowrank",
+            value_recovery="lowrank",
+            conv_selection="obs",
+            conv_recovery="im2col",
+        ),
+        "corp": Method(
+            mlp_selection="combined",
+            mlp_recovery="affine",
+            qk_recovery="logit",
+            conv_selection="combined",
+            conv_recovery="affine",
+        ),
         "corp-v1": Method(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
-        "grail": Method(mlp_selection="wanda", mlp_recovery="gram", qk_recovery="keep"),
+        "grail": Method(
+            mlp_selection="wanda",
+            mlp_recovery="gram",
+            qk_recovery="keep",
+            conv_selection="wanda",
+            conv_recovery="gram",
+        ),
         "grail-fold": Method(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
         "fold": Method(mlp_selection="fold", mlp_recovery="refit", qk_recovery="keep"),
-        "vbp": Method(mlp_selection="variance", mlp_recovery="bias", qk_recovery="keep"),
-        "none": Method(mlp_selection="combined", mlp_recovery="none", qk_recovery="select"),
+        "vbp": Method(
+            mlp_selection="variance",
+            mlp_recovery="bias",
+            qk_recovery="keep",
+            conv_selection="variance",
+            conv_recovery="bias",
+        ),
+        "none": Method(
+            mlp_selection="combined",
+            mlp_recovery="none",
+            qk_recovery="select",
+            conv_selection="combined",
+            conv_recovery="none",
+        ),
     }
 )
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from calib.input_set import InputSet
 from calib.moments import Moments
-from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.site import Site
@@ -21,7 +20,7 @@ from corp_deploy.families.widths import Width, Widths
 from . import pool
 from .coverage import Coverage, coverage
 from .folded import merged_sites
-from .kind import Reduced
+from .kind import Order, Reduced
 from .kinds import kind_of
 from .method import Method
 from .moments import halves_at, require_apart, require_same_model, site_moments
@@ -80,7 +79,7 @@ def reduced_site(
     method: Method,
     width: Width,
     *,
-    known: Elimination | None = None,
+    known: Order | None = None,
     held_out: Moments | None = None,
 ) -> Reduced:
     """One site at one width. `known` spares `obs` its elimination."""
@@ -98,7 +97,7 @@ def reduce(
     method: Method,
     *,
     widths: Widths | None = None,
-    eliminations: Mapping[str, Elimination] | None = None,
+    eliminations: Mapping[str, Order] | None = None,
     held_out: Moments | None = None,
     images: InputSet | None = None,
     done: Callable[[int], None] | None = None,

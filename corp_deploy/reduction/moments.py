@@ -1,34 +1,32 @@
 """The statistics of one site out of a moments file, and whether the file is of this model."""
 
+from typing import Any, TypeVar
+
 import torch
 from torch import nn
 
-from calib.combination import without
-from calib.moments import Moments, OneKind, SiteMoments, on_device
+from calib.moments import Moments
 from corp_deploy.families.site import Site
 from corp_deploy.store.inputs import MERGING, merging_text, model_digest, preprocessing_text
 from ground.errors import BadInput
 
 from .kinds import kind_of
 
+OfSite = TypeVar("OfSite")
 
-def site_moments(site: Site, moments: Moments, device: torch.device) -> SiteMoments:
+
+def site_moments(site: Site, moments: Moments, device: torch.device) -> Any:
     """The statistics of one site, on the device. Raises BadInput when the moments were taken without it."""
-    statistics = moments.sites.get(site.name)
-    if statistics is None or not isinstance(statistics, kind_of(site).moments_type):
-        raise BadInput(
-            f"{site.name}: the moments hold no statistics of this site; calibrate again without leaving it out"
-        )
-    return on_device(statistics, device)
+    return kind_of(site).moments_at(site, moments, device)
 
 
-def halves_at(site: Site, moments: Moments, own: OneKind, device: torch.device) -> tuple[OneKind, OneKind] | None:
+def halves_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -> tuple[OfSite, OfSite] | None:
     """The site's statistics `own` by halves of the images that split no group; None where there are no groups."""
     if moments.half is None:
         return None
-    half = on_device(moments.half.sites[site.name], device)
+    half: OfSite = site_moments(site, moments.half, device)
     assert type(half) is type(own), site.name
-    return half, without(own, half)
+    return half, kind_of(site).rest_of(own, half)
 
 
 def require_apart(moments: Moments, held_out: Moments) -> None:

@@ -20,9 +20,9 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, moved
 from corp_deploy.families.family import family_of, is_run_whole
 from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.site import Site
+from corp_deploy.families.site import LinearSite
 from corp_deploy.families.sites import Sites
-from corp_deploy.families.steps import Branch
+from corp_deploy.families.steps import Branch, Nothing
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 
@@ -37,17 +37,6 @@ from .symmetric_loop import reduce_symmetric_loop
 
 Done = Callable[[int], None] | None
 Hook = Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]
-
-
-class _Nothing(nn.Module):
-    """Zeros of so many channels: what a layer's results are added to where nothing is known of it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-
-    def forward(self, x_BNC: Tensor) -> Tensor:
-        return x_BNC.new_zeros(*x_BNC.shape[:-1], self.channels)
 
 
 class _Reached(Exception):
@@ -126,7 +115,7 @@ def _order(model: nn.Module, names: Sequence[str], batch: Inputs) -> _Order:
     return _Order(names=tuple(came))
 
 
-def _refuse_more_than_layers(model: nn.Module, site: Site, batch: Inputs) -> None:
+def _refuse_more_than_layers(model: nn.Module, site: LinearSite, batch: Inputs) -> None:
     """Raise BadInput where a site's module does more than its linear layers and what lies between them."""
     module, entering, inside = model.get_submodule(site.name), list[object](), list[object]()
     given: list[object] = []
@@ -197,7 +186,7 @@ def reduce_in_order(
         first = moved(next(iter(images.batches(min(batch_size, 4)))), device(model))
         order = _order(model, list(asked), first)
         for name in order.names:
-            _refuse_more_than_layers(model, sites.by_name[name], first)
+            _refuse_more_than_layers(model, sites.linear_by_name[name], first)
         for place, name in enumerate(order.names):
             reduced = replaced(model, modules).eval() if modules else model
             enter = _entering_both(order, model, reduced, name)
@@ -227,13 +216,13 @@ def _reduced_site(
     asked: Widths,
     loop: Loop | None,
 ) -> tuple[dict[str, nn.Module], list[SiteReport]]:
-    site = sites.by_name[name]
+    site = sites.linear_by_name[name]
     step = Branch(
         name=name,
         norm=nn.Identity(),
         layer=model.get_submodule(name),
         scale_C=None,
-        shortcut=_Nothing(site.last.out_features),
+        shortcut=Nothing(None, site.last.out_features),
     )
     if loop is not None:
         new, reports = fitted_site(step, site, streams, method, asked[name], loop)

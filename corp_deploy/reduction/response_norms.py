@@ -13,7 +13,7 @@ from corp_deploy.algebra.shares import mean_from_kept
 from corp_deploy.families.channel_site import ChannelSite
 from ground.errors import BadInput
 
-from .kind import Reduced
+from .kind import LinearReduced
 
 
 def norm_moments_of(site: ChannelSite, moments: Moments, device: torch.device) -> ChannelMoments:
@@ -27,7 +27,7 @@ def norm_moments_of(site: ChannelSite, moments: Moments, device: torch.device) -
     return on_device(statistics, device)
 
 
-def with_norm(site: ChannelSite, new: Reduced, norms: ChannelMoments) -> Reduced:
+def with_norm(site: ChannelSite, new: LinearReduced, norms: ChannelMoments) -> LinearReduced:
     """The site's new modules with its norm of the channels that stay."""
     assert site.norm is not None, site.name
     assert new.kept_K is not None, site.name

@@ -39,6 +39,10 @@ class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise BadInput(f"qk is {self.qk} and v is {self.v}; expected both or none to be 0")
 
 
+class _Convolutions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    channels: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1, max_length=64)]
+
+
 class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model merges tokens, an entry a block."""
 
@@ -101,11 +105,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
+_ENTRIES: dict[str, type[_Channels | _Convolutions | _Heads]] = {
+    "hidden": _Channels,
+    "channels": _Convolutions,
+    "heads": _Heads,
+}
+"""Of a site, by a key that no other kind has."""
+
+
 def load_model_config(directory: Path) -> ModelConfig:
     """Raises BadInput, naming the entry, for one that is missing, of another type or impossible."""
     path = directory / CONFIG
     config = record_from_file(path, ModelConfig, kind=KIND, remedy=REMEDY)
     for name, site in config.sites.items():
-        entries: type[_Channels | _Heads] = _Channels if "hidden" in site else _Heads
+        entries = next((kind for key, kind in _ENTRIES.items() if key in site), _Heads)
         record_from_value(site, entries, where=f"{path}: sites: {name[:100]}", remedy=REMEDY)
     return config

@@ -1,0 +1,195 @@
+"""timm's convolutional networks: rows of convolutions beside shortcuts, in stages of ever fewer tokens.
+
+Their blocks are made rows of convolutions without norms (timm_convnets.py), for the one image size that the model is
+built for.
+
+Legend: B images, N tokens of a stage, C channels.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from calib.inputs import Inputs
+
+from . import timm_library
+from .conv_block import ConvBlock, ConvRow, conv_blocks
+from .conv_site import ConvSite
+from .maps import Grid, OnMap, map_from_tokens, tokens_from_map
+from .merging import Merging
+from .modules import replaced
+from .site import Site
+from .sites import Refusal, Sites
+from .steps import Branch, Nothing, Passage, Step
+from .timm_convnets import ConvNet, blocks_of, plan_of, why_kept
+from .timm_convnets import own_state as own_state
+from .timm_images import ImageSpec
+from .timm_library import beside as beside
+from .timm_library import build as build
+from .timm_library import classes as classes
+from .timm_library import output_ports as output_ports
+from .timm_library import take_beside_ as take_beside_
+from .timm_library import unused as unused
+from .unmergeable import copy_without_merging
+from .widths import HeadGeometry
+
+NAME = "timm-convnet"
+FIXED_PARTS: tuple[str, ...] = ()
+
+
+def accepts(model: nn.Module) -> bool:
+    return isinstance(model, ConvNet)
+
+
+def _network(model: nn.Module) -> Any:
+    """Of which timm's classes have the same methods."""
+    assert isinstance(model, ConvNet), type(model)
+    return model
+
+
+def sites(model: nn.Module) -> Sites:
+    """The rows of convolutions in the order they run, dense or already reduced; those of deep stems first."""
+    every: list[Site] = []
+    refused: list[Refusal] = []
+    blocks = blocks_of(model)
+    named = {name for name, _ in blocks}
+    for name, block in [*(each for each in conv_blocks(model) if each[0] not in named), *blocks]:
+        reason = ConvSite.refusal_of(block) if isinstance(block, ConvBlock) else why_kept(name, block, model)
+        if reason:
+            refused.append(Refusal(name=name, reason=reason, sites={name: ConvSite.kind}))
+        elif isinstance(block, ConvBlock):
+            every.append(ConvSite(name=name, block=block))
+    return Sites(every=tuple(every), refused=tuple(refused))
+
+
+def _steps_of(name: str, block: ConvBlock) -> Iterator[Step]:
+    shortcut: nn.Module | None = None
+    if not block.adds:
+        shortcut = Nothing(block.left[0] * block.left[1], block.last.out_channels)
+    elif not isinstance(block.shortcut, nn.Identity):
+        shortcut = OnMap(block.shortcut, block.grid)
+    layer = ConvRow(block.row, block.grid)
+    yield Branch(name=name, norm=nn.Identity(), layer=layer, scale_C=None, shortcut=shortcut)
+    if not isinstance(block.act, nn.Identity):
+        yield Passage(module=block.act, name=f"{name}.{block.act_name}")
+
+
+def _stem_steps(model: nn.Module) -> Iterator[Step]:
+    """What stands in front of the blocks, where it has a row of convolutions of its own."""
+    names = plan_of(model).stem
+    grid = timm_library.configured_size(model)
+    for name in names:
+        part = model.get_submodule(name)
+        if isinstance(part, ConvBlock):
+            yield from _steps_of(name, part)
+            grid = part.left
+        elif not isinstance(part, nn.Identity):
+            yield Passage(module=OnMap(part, grid), name=name)
+
+
+def _has_steps(model: nn.Module) -> bool:
+    return isinstance(model.get_submodule(plan_of(model).stem[0]), ConvBlock)
+
+
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+    """The blocks in the order they run, behind the stem where that has steps of its own."""
+    if _has_steps(model):
+        yield from _stem_steps(model)
+    grid = _first_grid(model)
+    for name, block in blocks_of(model):
+        if isinstance(block, ConvBlock):
+            yield from _steps_of(name, block)
+            grid = block.left
+        else:
+            yield Passage(module=OnMap(block, grid), name=name)
+
+
+def _first_grid(model: nn.Module) -> Grid:
+    """Of the map that enters the first block."""
+    first = blocks_of(model)[0][1]
+    assert isinstance(first, ConvBlock), first
+    return first.grid
+
+
+def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The residual stream [B,N,C] that enters the first step: the image where the stem has steps."""
+    assert isinstance(inputs, Tensor), type(inputs)
+    if _has_steps(model):
+        return tokens_from_map(inputs)
+    x = inputs
+    for name in plan_of(model).stem:
+        x = model.get_submodule(name)(x)
+    return tokens_from_map(x)
+
+
+def token_weights(model: nn.Module, inputs: Inputs) -> None:
+    """Every position of an image counts alike."""
+
+
+def _last_grid(model: nn.Module) -> Grid:
+    return conv_blocks(model)[-1][1].left
+
+
+def _behind(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """The map behind what stands between the last block and the head."""
+    x = map_from_tokens(x_BNC, _last_grid(model))
+    for name in plan_of(model).tail:
+        x = model.get_submodule(name)(x)
+    return x
+
+
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
+    """The model's output for the residual stream behind its last block."""
+    outputs: Tensor = _network(model).forward_head(_behind(model, x_BNC))
+    return outputs
+
+
+def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
+    """The last stage's map before the head's pooling."""
+    return tokens_from_map(_behind(model, x_BNC))
+
+
+def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
+    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
+    return copy_without_merging(model, merging, merging_refusal(model))
+
+
+def merging_of(model: nn.Module) -> Merging | None:
+    return None
+
+
+def merging_refusal(model: nn.Module) -> str:
+    return "a convolution needs its positions in rows and columns, so none can be merged away"
+
+
+def token_kinds(model: nn.Module) -> tuple[str, ...]:
+    """Of the last stage's tokens, all of them positions of its map."""
+    height, width = _last_grid(model)
+    return ("position",) * (height * width)
+
+
+def grid(model: nn.Module, layer: str) -> Grid | None:
+    """That of the last block of the layer."""
+    inside = [block for name, block in conv_blocks(model) if f"{name}.".startswith(f"{layer}." if layer else "")]
+    return inside[-1].left if inside else _last_grid(model)
+
+
+def depth(model: nn.Module) -> int:
+    """Blocks of all stages."""
+    return len(blocks_of(model))
+
+
+def input_spec(model: nn.Module) -> ImageSpec:
+    """Images of the size that the model was built for, the rest of the preprocessing from timm's data config."""
+    return timm_library.image_spec(model, timm_library.configured_size(model))
+
+
+def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
+    """A copy in eval mode; there are no heads whose geometry could be chosen."""
+    return replaced(model, {}).eval().requires_grad_(False)
+
+
+def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """timm has nothing to adapt."""
+    return dict(state)

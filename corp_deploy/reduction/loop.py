@@ -1,0 +1,39 @@
+"""How a closed loop fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from calib.input_set import InputSet
+from calib.inputs import Inputs
+
+from .correct import STRENGTHS
+from .read_tokens import Reads
+from .streams import HELD_OUT_EVERY, Embedded, Streams, entering_first, streams_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a closed loop fits: the ridges it may choose among, which images choose, whether first layers are aligned,
+    and which tokens behind the last block count (see tokens_to_fit).
+
+    `half_ids`: content ids of the images in one of two halves that split no group (moments' own half); without them
+    each `held_out_every`-th image chooses. `refit_first`: whether the last layer of an MLP is fitted to the dense
+    stream before its channels are chosen, too.
+    """
+
+    strengths: Sequence[float] = STRENGTHS
+    held_out_every: int = HELD_OUT_EVERY
+    align_inputs: bool = True
+    reads: Reads | None = None
+    half_ids: Tensor | None = None
+    refit_first: bool = False
+
+    def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
+        """Both streams of the images, with what is held out."""
+        return self.streams_of(entering_first(model), images, batch_size)
+
+    def streams_of(self, enter: Callable[[Inputs], Embedded], images: InputSet, batch_size: int) -> Streams:
+        """The same of what `enter` makes of a batch."""
+        return streams_of(enter, images, batch_size, half_ids=self.half_ids, held_out_every=self.held_out_every)
