@@ -103,7 +103,8 @@ def _refuse_memory(model: nn.Module, sites: Sequence[Site], inputs: InputSet, op
 def _add_up(collector: Collector, ranks: Ranks) -> None:
     """Makes every rank's sums and counts those of all ranks."""
     for sums in collector.sums.values():
-        ranks.add_up([sums.totals[name] for name in sorted(sums.totals)])
+        totals = sums.settled()
+        ranks.add_up([totals[name] for name in sorted(totals)])
     counts = ranks.gathered((collector.images, [sums.counts() for sums in collector.sums.values()]))
     collector.images = sum(images for images, _ in counts)
     for index, sums in enumerate(collector.sums.values()):

@@ -75,9 +75,13 @@ class ChannelSums:
     def set_counts(self, images: int, tokens: float) -> None:
         self.tokens = tokens
 
-    def moments(self) -> ChannelMoments:
+    def settled(self) -> dict[str, Tensor]:
+        """The totals as moments have them."""
         mirror_(self.totals["gram_FF"])
-        return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.totals))
+        return self.totals
+
+    def moments(self) -> ChannelMoments:
+        return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.settled()))
 
 
 class HeadSums:
@@ -209,10 +213,14 @@ class HeadSums:
     def set_counts(self, images: int, tokens: float) -> None:
         self.images, self.tokens = images, tokens
 
-    def moments(self) -> HeadMoments:
+    def settled(self) -> dict[str, Tensor]:
+        """The totals as moments have them."""
         mirror_(self.totals["zz_CC"])
+        return self.totals
+
+    def moments(self) -> HeadMoments:
         kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
-        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.totals))
+        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.settled()))
 
 
 SiteSums = ChannelSums | HeadSums | PatchSums
