@@ -100,9 +100,9 @@ class PatchSums:
         self.totals["map_sum_GC"].add_(_per_channel(x_BCHW).view(groups, -1))
         above_BCHW = (x_BCHW.abs() > self.eps).float()
         self.totals["active_GC"].add_(_per_channel(above_BCHW).view(groups, -1))
-        x_GCn = x_BCHW.unflatten(1, (groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)
-        _add_grams_(self.totals["map_gram_GCC"], x_GCn.permute(2, 0, 1)[None], self.kernel)
-        self.map_tokens += x_GCn.shape[2]
+        x_GCBN = x_BCHW.flatten(2).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
+        _add_grams_(self.totals["map_gram_GCC"], x_GCBN.permute(2, 3, 0, 1), self.kernel)
+        self.map_tokens += x_GCBN.shape[2] * x_GCBN.shape[3]
 
     def _add_outputs(self, y_BOHW: Tensor) -> None:
         self.totals["target_sum_O"].add_(_per_channel(y_BOHW))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib import patch_sums
 from calib.collect import Collector, collect
-from calib.combination import merge, rest
+from calib.combination import merge, rest, without
 from calib.moments import Moments, on_device
 from calib.patch_moments import PatchMoments
 from calib.redundancy import PatchRedundancy, redundancy
@@ -167,6 +167,20 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
     assert_equal_to_rounding(both, collected(images, 8), 1e-12)
     assert_equal_to_rounding(rest(both, b), a, 1e-9)
     assert patch_moments(both, "some").taps == patch_moments(rest(both, b), "some").taps == 6
+
+
+def test_a_half_comes_back_and_the_other_is_what_it_leaves(tmp_path: Path) -> None:
+    images = images_of(16)
+    a, b = (with_ids(collected(part, 8), first) for part, first in ((images[:8], 0), (images[8:], 8)))
+    save(replace(merge(a, b), group_ids=torch.arange(16), half=b), tmp_path / "moments.safetensors")
+    got = load(tmp_path / "moments.safetensors")
+    assert got.half is not None
+    for name in NAMES:
+        half = patch_moments(got.half, name)
+        left = without(patch_moments(got, name), half)
+        for field, value in sums_of(left).items():
+            assert torch.equal(sums_of(half)[field], sums_of(patch_moments(b, name))[field])
+            assert relative(value, sums_of(patch_moments(a, name))[field]) < 1e-9, (name, field)
 
 
 def test_moments_of_other_channels_do_not_merge() -> None:
