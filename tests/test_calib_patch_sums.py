@@ -18,6 +18,7 @@ from calib.patch_moments import PatchMoments
 from calib.redundancy import PatchRedundancy, redundancy
 from calib.sites import PatchTaps
 from calib.store import load, save
+from corp_deploy.views.redundancy import redundancy_tables
 from ground.errors import BadInput
 from tests.tiny_maps import (
     CHANNELS_GR,
@@ -316,3 +317,6 @@ def test_redundancy_of_a_planted_map() -> None:
     assert isinstance(row, PatchRedundancy)
     assert (row.kind, row.dim, row.k95, row.activation_sparsity) == ("convolution", 12, 1, 1.0)
     assert row.effective_rank == pytest.approx(1.0)
+    (table,) = redundancy_tables([row])
+    assert table.title == "Convolutions"
+    assert [next(iter(column.cells)) for column in table.columns][:2] == ["conv", "12"]
