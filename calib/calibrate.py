@@ -103,8 +103,7 @@ def _refuse_memory(model: nn.Module, sites: Sequence[Site], inputs: InputSet, op
 def _add_up(collector: Collector, ranks: Ranks) -> None:
     """Makes every rank's sums and counts those of all ranks."""
     for sums in collector.sums.values():
-        totals = sums.settled()
-        ranks.add_up([totals[name] for name in sorted(totals)])
+        ranks.add_up([sums.totals[name] for name in sorted(sums.totals)])
     counts = ranks.gathered((collector.images, [sums.counts() for sums in collector.sums.values()]))
     collector.images = sum(images for images, _ in counts)
     for index, sums in enumerate(collector.sums.values()):

@@ -59,7 +59,7 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
 
 def _differing(left: object, right: object) -> str:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return "the dims or channels that they cover; rank both by the moments of one first pass"
+        return "the dims or channels that they cover; choose both by the moments of one first pass"
     return f"got {left} and {right}"
 
 

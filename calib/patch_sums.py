@@ -1,11 +1,8 @@
 """The running float64 sums of what one convolution reads and gives, on the device that computes them.
 
-Patches are made for a few images, or a few rows of one, at a time. On a CPU blocks of their Gram share products where
-rows follow each other (see row_grams), which leaves 5/9 of the multiplications for kernels of 3 rows and 9/25 for 5.
-What is pointwise has the map's Gram.
-
-Shapes: B images, C all channels of the map, H rows, W columns, O outputs; N places, G groups, R channels of a group, U
-columns of a patch, P outputs of a group, n places of several images, V and H as in row_grams.
+Patches are made for a few images, or a few rows of one, at a time. Shapes: B images, C all channels of the map, H rows,
+W columns, O outputs; N places, G groups, R channels of a group, U columns of a patch, P outputs of a group, n places of
+several images.
 """
 
 import math
@@ -18,10 +15,9 @@ from ground.errors import BadInput
 
 from .moments import SiteMoments
 from .patch_moments import PatchMoments
-from .patches import edges_of, grid_of, padded, patches_of_rows
+from .patches import grid_of, padded, patches_of_rows
 from .products import CPU_ROWS, TERMS, Kernel, add_gram_, mirror_
-from .row_grams import add_gram_by_rows_, by_row_columns, mirror_rows_, reorder_, row_patches, takes_every_row
-from .sites import Edges, PatchTaps, Role
+from .sites import PatchTaps, Role
 from .totals import on_host, totals_of, zeros
 from .weights import Weights
 
@@ -66,7 +62,6 @@ class PatchSums:
         self.kernel: Kernel = "blas"
         self.totals: dict[str, Tensor] = {}
         self._x_BCHW: Tensor | None = None
-        self._by_row: bool | None = None  # in which order the Gram's columns are, None while it is empty
 
     def add(self, role: Role, map_BCHW: Tensor, weights: Weights | None = None) -> None:
         assert weights is None, self.site.name
@@ -100,9 +95,9 @@ class PatchSums:
         self.totals["map_sum_GC"].add_(_per_channel(x_BCHW).view(groups, -1))
         above_BCHW = (x_BCHW.abs() > self.eps).float()
         self.totals["active_GC"].add_(_per_channel(above_BCHW).view(groups, -1))
-        x_GCBN = x_BCHW.flatten(2).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
-        _add_grams_(self.totals["map_gram_GCC"], x_GCBN.permute(2, 3, 0, 1), self.kernel)
-        self.map_tokens += x_GCBN.shape[2] * x_GCBN.shape[3]
+        x_BNGC = x_BCHW.flatten(2).mT.unflatten(2, (groups, -1))
+        _add_grams_(self.totals["map_gram_GCC"], x_BNGC, self.kernel)
+        self.map_tokens += x_BNGC.shape[0] * x_BNGC.shape[1]
 
     def _add_outputs(self, y_BOHW: Tensor) -> None:
         self.totals["target_sum_O"].add_(_per_channel(y_BOHW))
@@ -114,77 +109,15 @@ class PatchSums:
         x_BCHW = padded(self._chosen(x_BCHW), conv, self.site.edges)
         rows, columns = grid_of(x_BCHW, conv)
         self._refuse_grid((rows, columns), tuple(y_BOHW.shape[2:]))
-        if self._is_pointwise:
-            return
-        by_row = self._shares_products(x_BCHW, rows, columns)
-        self._arrange(by_row)
-        if by_row:
-            self._add_by_rows(x_BCHW)
-        if by_row and self.site.channels_GR is None:
-            return
         most = PATCH_BYTES // (FLOAT32_BYTES * x_BCHW.shape[1] * self.site.places)
         if x_BCHW.device.type == "cpu":
             most = min(most, TERMS)
         for images, span in _portions(len(x_BCHW), rows, max(1, most // columns)):
             u_BNGU = patches_of_rows(x_BCHW[images], conv, span)
-            if not by_row:
-                self.totals["sum_GU"].add_(u_BNGU.sum(1).double().sum(0))
-                _add_grams_(self.totals["gram_GUU"], u_BNGU, self.kernel)
-            if self.site.channels_GR is not None:
+            self.totals["sum_GU"].add_(u_BNGU.sum(1).double().sum(0))
+            _add_grams_(self.totals["gram_GUU"], u_BNGU, self.kernel)
+            if "cross_GPU" in self.totals:
                 self._add_cross(y_BOHW[images, :, span.start : span.stop], u_BNGU)
-
-    @property
-    def _is_pointwise(self) -> bool:
-        """Whether patches are the places of the map."""
-        conv = self.site.output
-        plain = (conv.kernel_size, conv.stride, self._edges) == ((1, 1), (1, 1), (0, 0, 0, 0))
-        return plain and self.site.channels_GR is None
-
-    @property
-    def _edges(self) -> Edges:
-        return edges_of(self.site.output) if self.site.edges is None else self.site.edges
-
-    def _shares_products(self, x_BCHW: Tensor, rows: int, columns: int) -> bool:
-        """Where that is faster, and one image has room."""
-        of_image = FLOAT32_BYTES * x_BCHW.shape[1] * x_BCHW.shape[2] * columns * self.site.output.kernel_size[1]
-        wide = self.site.summed_width > CPU_ROWS and x_BCHW.device.type == "cpu"
-        return wide and of_image <= PATCH_BYTES and takes_every_row(self.site.output, rows)
-
-    def _add_by_rows(self, x_BCHW: Tensor) -> None:
-        conv, (_, _, above, below) = self.site.output, self._edges
-        columns, high = grid_of(x_BCHW, conv)[1], x_BCHW.shape[2]
-        of_image = FLOAT32_BYTES * x_BCHW.shape[1] * high * columns * conv.kernel_size[1]
-        for part_BCHW in x_BCHW.split(PATCH_BYTES // of_image):
-            v_GVHn = row_patches(part_BCHW, conv)
-            self._add_sums_of_rows(v_GVHn.sum(3).double())
-            for total_UU, v_VHn in zip(self.totals["gram_GUU"], v_GVHn, strict=True):
-                add_gram_by_rows_(total_UU, v_VHn, conv, range(above, high - below), self.kernel)
-
-    def _add_sums_of_rows(self, sum_GVH: Tensor) -> None:
-        (rows, columns), apart = self.site.output.kernel_size, self.site.output.dilation[0]
-        given = sum_GVH.shape[2] - (rows - 1) * apart
-        total_GRab = self.totals["sum_GU"].unflatten(1, (-1, rows, columns))
-        for place in range(rows):
-            of_place_GV = sum_GVH[:, :, place * apart : place * apart + given].sum(2)
-            total_GRab[:, :, place].add_(of_place_GV.unflatten(1, (-1, columns)))
-
-    def _arrange(self, by_row: bool) -> None:
-        """Brings the Gram's columns into the order by the kernel's rows, or of the weights."""
-        if self._by_row not in (None, by_row):
-            self._mirror()
-            order_U = by_row_columns(self.site.chosen, self.site.output.kernel_size).to(self.totals["gram_GUU"].device)
-            for total_UU in self.totals["gram_GUU"]:
-                reorder_(total_UU, order_U if by_row else order_U.argsort())
-        self._by_row = by_row
-
-    def _mirror(self) -> None:
-        for total_CC in self.totals["map_gram_GCC"]:
-            mirror_(total_CC)
-        for total_UU in self.totals["gram_GUU"]:
-            if self._by_row:
-                mirror_rows_(total_UU, self.site.output.kernel_size[0])
-            else:
-                mirror_(total_UU)
 
     def _add_cross(self, y_BOHW: Tensor, u_BNGU: Tensor) -> None:
         groups = self.site.output.groups
@@ -222,7 +155,7 @@ class PatchSums:
         if (None if own is None else own.tolist()) != (None if theirs is None else theirs.tolist()):
             raise BadInput(f"{self.site.name}: the sums so far have patches of other channels; start afresh")
         self.tokens, self.map_tokens = moments.tokens, int(moments.map_tokens)
-        self.totals, self._by_row = totals_of(moments, device), False
+        self.totals = totals_of(moments, device)
 
     def counts(self) -> tuple[int, float]:
         """Places of the map that enters and of the one that comes out."""
@@ -231,18 +164,12 @@ class PatchSums:
     def set_counts(self, map_tokens: int, tokens: float) -> None:
         self.map_tokens, self.tokens = map_tokens, tokens
 
-    def settled(self) -> dict[str, Tensor]:
-        """The totals as moments have them: whole, in the order of the weights."""
-        self._arrange(False)
-        self._mirror()
-        if self._is_pointwise:
-            self.totals["sum_GU"].copy_(self.totals["map_sum_GC"])
-            self.totals["gram_GUU"].copy_(self.totals["map_gram_GCC"])
-        return self.totals
-
     def moments(self) -> PatchMoments:
+        for name in ("gram_GUU", "map_gram_GCC"):
+            for total_UU in self.totals[name]:
+                mirror_(total_UU)
         channels_GR = None if self.site.channels_GR is None else self.site.channels_GR.cpu()
         return PatchMoments(
             taps=self.site.places, tokens=self.tokens, map_tokens=self.map_tokens, eps=self.eps,
-            channels_GR=channels_GR, **on_host(self.settled()),
+            channels_GR=channels_GR, **on_host(self.totals),
         )  # fmt: skip

@@ -10,7 +10,7 @@ Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, 
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -54,16 +54,6 @@ def _add_gram_by_onednn_(total_FF: Tensor, x_BNF: Tensor) -> None:
 
 _ON_CPU: Mapping[Kernel, Callable[[Tensor, Tensor], None]] = MappingProxyType(
     {"blas": _add_gram_by_blas_, "onednn": _add_gram_by_onednn_}
-)
-
-
-def _product_by_onednn(x_Fn: Tensor, y_Gn: Tensor) -> Tensor:
-    product_FG: Tensor = torch.ops.mkldnn._linear_pointwise(x_Fn.contiguous(), y_Gn.contiguous(), None, "none", [], "")
-    return product_FG
-
-
-_PRODUCTS: Mapping[Kernel, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
-    {"blas": lambda x_Fn, y_Gn: x_Fn @ y_Gn.T, "onednn": _product_by_onednn}
 )
 
 
@@ -117,17 +107,6 @@ def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> 
         _ON_CPU[kernel or kernel_for(len(total_FF))](total_FF, x_BNF)
     else:
         _add_gram_on_gpu_(total_FF, x_BNF)
-
-
-def add_product_(totals: Sequence[Tensor], x_Fn: Tensor, y_Gn: Tensor, kernel: Kernel, *, upper: bool) -> None:
-    """Adds the sum of x y^T to each total [F,G], on a CPU; with `upper` the blocks on and above the diagonal alone."""
-    parts = math.ceil(x_Fn.shape[1] / TERMS)
-    for left_Fn, right_Gn in zip(x_Fn.chunk(parts, 1), y_Gn.chunk(parts, 1), strict=True):
-        for start in range(0, len(x_Fn), CPU_ROWS):
-            stop, first = start + CPU_ROWS, start if upper else 0
-            product_RG = _PRODUCTS[kernel](left_Fn[start:stop], right_Gn[first:])
-            for total_FG in totals:
-                total_FG[start:stop, first:].add_(product_RG)
 
 
 def mirror_(total_FF: Tensor) -> None:

@@ -41,8 +41,7 @@ def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[s
         for field in fields(site):
             value = getattr(site, field.name)
             if isinstance(value, Tensor):
-                choice = not value.is_floating_point()  # several sites may share one, which safetensors refuses
-                tensors[f"{prefix}{name}/{field.name}"] = value.clone() if choice else value.contiguous()
+                tensors[f"{prefix}{name}/{field.name}"] = value.contiguous()
             elif value is not None:
                 sites[name][field.name] = value
     return tensors, {"images": moments.images, "order": list(sites), "sites": sites}

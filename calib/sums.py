@@ -75,13 +75,9 @@ class ChannelSums:
     def set_counts(self, images: int, tokens: float) -> None:
         self.tokens = tokens
 
-    def settled(self) -> dict[str, Tensor]:
-        """The totals as moments have them."""
-        mirror_(self.totals["gram_FF"])
-        return self.totals
-
     def moments(self) -> ChannelMoments:
-        return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.settled()))
+        mirror_(self.totals["gram_FF"])
+        return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.totals))
 
 
 class HeadSums:
@@ -213,14 +209,10 @@ class HeadSums:
     def set_counts(self, images: int, tokens: float) -> None:
         self.images, self.tokens = images, tokens
 
-    def settled(self) -> dict[str, Tensor]:
-        """The totals as moments have them."""
-        mirror_(self.totals["zz_CC"])
-        return self.totals
-
     def moments(self) -> HeadMoments:
+        mirror_(self.totals["zz_CC"])
         kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
-        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.settled()))
+        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.totals))
 
 
 SiteSums = ChannelSums | HeadSums | PatchSums

@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing asked for: give --mlp or --attn a share to remove"),
+        ({}, "nothing asked for: give --mlp, --attn or --conv a share to remove"),
         ({"heads": "auto"}, "nothing asked for"),
         ({"macs": 0.5, "params": 0.5}, "--macs and --params are several budgets; give one"),
         ({"macs": 0.5, "params": 0.5, "latency": 0.5}, "--macs and --params and --latency are several budgets"),
-        ({"macs": 0.5, "mlp": 0.5}, "a budget chooses the widths itself; give it without --mlp and --attn"),
+        ({"macs": 0.5, "mlp": 0.5}, "a budget chooses the widths itself; give it without --mlp, --attn and --conv"),
         ({"params": 0.5, "attn": 0.1}, "a budget chooses the widths itself"),
         ({"latency": 0.5}, "--latency needs --latency-tables DIR"),
         ({"mlp": 0.5, "closed_loop": "symmetric", "held_out": Path("h")}, "--closed-loop: its sites meet"),

@@ -106,8 +106,8 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
     ("reduce", "said"),
     [
         ("mlp = 1.0", "reduce.mlp is 1.0, expected a share in [0, 1)"),
-        ("ridge = 1e-3", "[reduce] asks for nothing; give mlp or attn a share to remove"),
-        ("heads = 'auto'", "[reduce] asks for nothing; give mlp or attn a share to remove"),
+        ("ridge = 1e-3", "[reduce] asks for nothing; give mlp, attn or conv a share to remove"),
+        ("heads = 'auto'", "[reduce] asks for nothing; give mlp, attn or conv a share to remove"),
         ("macs = 0.6\nmlp = 0.5", "a budget (macs) and sparsities"),
         ("macs = 0.6\nparams = 0.5", "give one budget"),
         ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),

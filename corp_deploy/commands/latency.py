@@ -8,7 +8,7 @@ from corp_deploy.views.console import Output
 from ground.quantities import THREADS
 
 from .model_choice import ModelChoice, model_options
-from .numbers import Alignment, Number
+from .numbers import WIDTHS, Alignment, Number
 from .options import BATCHES, DIRECTORY, output_options
 
 
@@ -26,7 +26,7 @@ from .options import BATCHES, DIRECTORY, output_options
 @click.option(
     "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
 )
-@click.option("--align", type=Alignment(), default="mlp=64,head=16", show_default=True, help="Multiples of widths.")
+@click.option("--align", type=Alignment(), default=WIDTHS, show_default=True, help="Multiples of widths.")
 @click.option("--threads", type=Number(THREADS), default=None, help="CPU threads; default: the runtime's choice.")
 @output_options
 def latency_table(
@@ -47,7 +47,13 @@ def latency_table(
     from corp_deploy.reduction.method import method_from_preset
     from corp_deploy.views.latency import latency_rows, latency_view
 
-    method = method_from_preset("best", geometry=heads, align_hidden=align.get("mlp"), align_head=align.get("head"))
+    method = method_from_preset(
+        "best",
+        geometry=heads,
+        align_hidden=align.get("mlp"),
+        align_head=align.get("head"),
+        align_conv=align.get("conv"),
+    )
     target = LatencyTarget(
         backend="torch" if backend == "torch" else "onnxruntime",
         batches=tuple(sorted(batch)),

@@ -64,21 +64,25 @@ class Channels(click.ParamType[tuple[int | float, ...]]):
 
 
 class Alignment(click.ParamType[dict[str, int]]):
-    """mlp=64,head=16; either may be left out."""
+    """mlp=64,head=16,conv=32; any may be left out."""
 
-    name = "mlp=n,head=n"
+    name = "mlp=n,head=n,conv=n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
         if isinstance(value, dict):
             return value
         pairs = [part.strip(" ").partition("=") for part in str(value).split(",")]
         names = [name for name, _, _ in pairs]
-        if {*names} - {"mlp", "head"} or len({*names}) != len(names):
-            self.fail(f"{shown(str(value))}: expected mlp=64,head=16, each once, or one of the two", param, ctx)
+        if {*names} - {"mlp", "head", "conv"} or len({*names}) != len(names):
+            self.fail(f"{shown(str(value))}: expected mlp=64,head=16,conv=32, each once, or some of them", param, ctx)
         try:
             return {name: ALIGNMENT.from_text(number) for name, _, number in pairs}
         except BadInput as error:
-            self.fail(f"{error} after mlp= and head=", param, ctx)
+            self.fail(f"{error} after mlp=, head= and conv=", param, ctx)
+
+
+WIDTHS = "mlp=64,head=16,conv=32"
+"""Multiples where nothing is said of them."""
 
 
 class Profile(click.ParamType[BatchProfile]):

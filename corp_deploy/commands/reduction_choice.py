@@ -10,33 +10,33 @@ from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_opt
 from corp_deploy.invocation.table import LOOP, POLISH, PRESET
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
-from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, QK_RANKINGS
+from corp_deploy.reduction.method import CONV_RANKINGS, DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, QK_RANKINGS
 from ground.errors import BadInput
 from ground.quantities import RIDGE, SECONDS, SHARE_KEPT, SHARE_REMOVED, STEPS
 from ground.quantity import BATCH
 
 from .merging_choice import merging_of_reduction
-from .numbers import Alignment, Number
+from .numbers import WIDTHS, Alignment, Number
 from .options import ANY_PATH, DIRECTORY, FILE, explicit_options, usage_errors, value_options
 from .passes import BUDGET, CLOSED_LOOP, cost
 
 
 class Ranking(click.ParamType[dict[str, str]]):
-    """mlp=wanda,head=magnitude; either may be left out."""
+    """mlp=wanda,head=magnitude,conv=producer-l2; any may be left out."""
 
-    name = "mlp=how,head=how"
+    name = "mlp=how,head=how,conv=how"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
         if isinstance(value, dict):
             return value
-        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS}
+        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS}
         words = [part.split("=") for part in str(value).split(",")]
         for word in words:
             if len(word) != 2 or word[1] not in known.get(word[0], ()):
                 each = "; ".join(f"{name}= {', '.join(allowed)}" for name, allowed in known.items())
-                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW with {each}", param, ctx)
+                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW,conv=HOW with {each}", param, ctx)
         if len({word[0] for word in words}) != len(words):
-            self.fail(f"{value!r}: expected mlp= and head= once each", param, ctx)
+            self.fail(f"{value!r}: expected mlp=, head= and conv= once each", param, ctx)
         return {word[0]: word[1] for word in words}
 
 
@@ -68,6 +68,13 @@ method_options = (
         help="Share of query/key dimensions to remove; 0 repairs at full width; default: attention is left alone.",
     ),
     click.option(
+        "--conv",
+        type=Number(SHARE_REMOVED),
+        default=None,
+        help="Share of the channels between convolutions to remove; 0 repairs at full width; default: they are left "
+        "alone.",
+    ),
+    click.option(
         "--preset",
         type=click.Choice(NAMES),
         default="best",
@@ -80,7 +87,7 @@ method_options = (
         "--select",
         type=Ranking(),
         default=None,
-        help="Rank by something else than the preset does: mlp=producer-l2 or head=magnitude.",
+        help="Rank by something else than the preset does: mlp=producer-l2, head=magnitude or conv=wanda.",
     ),
     click.option(
         "--heads",
@@ -92,7 +99,7 @@ method_options = (
     click.option(
         "--align",
         type=Alignment(),
-        default="mlp=64,head=16",
+        default=WIDTHS,
         show_default=True,
         help="Multiples that widths are rounded to; at least 8.",
     ),

@@ -15,7 +15,7 @@ from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 
 from .input_choice import InputChoice, drawing_options, images_option, input_options, text_option
 from .model_choice import ModelChoice, model_options
-from .numbers import Alignment, Number, Numbers
+from .numbers import WIDTHS, Alignment, Number, Numbers
 from .options import (
     ANY_PATH,
     DIRECTORY,
@@ -33,12 +33,16 @@ if TYPE_CHECKING:
 
     from corp_deploy.planning.sweep import SweepPoint, SweepRequest
 
+KINDS = {"mlp": "channels", "attn": "heads", "conv": "convolutions"}
+"""Of sites, by the part that they are told apart by."""
 REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepChoice:
-    """Which models are tried: every preset at every share removed from `parts`, and preset best at every budget."""
+    """Which models are tried: every preset at every share removed from `parts`, of which the model has those `there`,
+    and preset best at every budget.
+    """
 
     sparsity: tuple[float, ...]
     macs: tuple[float, ...]
@@ -48,6 +52,7 @@ class SweepChoice:
     align: dict[str, int]
     calibration_images: Path | None
     calibration_text: Path | None
+    there: tuple[str, ...] = ("mlp", "attn")
 
     def __post_init__(self) -> None:
         merging = [name for name in self.preset if PRESETS[name].merges]
@@ -63,7 +68,14 @@ class SweepChoice:
         return InputChoice(images=self.calibration_images, text=self.calibration_text)
 
     def touches_attention(self, preset: str) -> bool:
-        return self.parts != "mlp" and PRESET.ways[preset].takes("attn", True)
+        return self._tries("attn") and PRESET.ways[preset].takes("attn", True)
+
+    def touches_convolutions(self, preset: str) -> bool:
+        return self._tries("conv") and PRESET.ways[preset].takes("conv", True)
+
+    def _tries(self, part: str) -> bool:
+        """Whether shares are removed from such parts, as far as the model has them."""
+        return self.parts in ("joint", part) and part in self.there
 
     def refuse_ignored(self, options: dict[str, Any]) -> None:
         """Raise BadInput for one of these options that no preset of the sweep honours."""
@@ -77,20 +89,23 @@ class SweepChoice:
 
         choice = MethodChoice(
             preset=preset,
-            mlp=share if self.parts != "attn" else None,
+            mlp=share if self._tries("mlp") else None,
             attn=share if self.touches_attention(preset) else None,
+            conv=share if self.touches_convolutions(preset) else None,
             heads=self.heads,
             align=self.align,
         )
         return SweepRequest(preset=preset, method=choice.method, budget=budget)
 
     def of_model(self, model: "nn.Module") -> "SweepChoice":
-        """With the parts that the model has. Raises BadInput for what is asked of heads, where there are none."""
-        from corp_deploy.families.no_attention import has_attention, refuse_attention_options
+        """With the parts that the model has. Raises BadInput for what is asked of others."""
+        from corp_deploy.families.idle_options import kinds_of, refuse_idle_options
 
-        heads = None if self.heads == "padded" else self.heads
-        refuse_attention_options(model, {"--parts": self.parts if self.parts == "attn" else None, "--heads": heads})
-        return self if has_attention(model) else replace(self, parts="mlp")
+        for part, kind in KINDS.items():
+            refuse_idle_options(model, kind, {"--parts": self.parts if self.parts == part else None})
+        refuse_idle_options(model, "heads", {"--heads": None if self.heads == "padded" else self.heads})
+        there = tuple(part for part, kind in KINDS.items() if kind in kinds_of(model))
+        return replace(self, there=there)
 
     def requests(self) -> "list[SweepRequest]":
         """In the order in which they are tried and shown."""
@@ -104,8 +119,9 @@ class SweepChoice:
         if point.budget is not None:
             words.append(f"--macs {point.budget:g}")
         else:
-            words += [f"--mlp {point.mlp_sparsity:g}"] * (self.parts != "attn")
+            words += [f"--mlp {point.mlp_sparsity:g}"] * self._tries("mlp")
             words += [f"--attn {point.attention_sparsity:g}"] * touches
+            words += [f"--conv {point.conv_sparsity:g}"] * self.touches_convolutions(point.preset)
             words += ["--allow-partial"] * bool(point.sites_refused)
         if "heads" in options and touches:
             words.append(f"--heads {self.heads}")
@@ -145,7 +161,7 @@ sweep_options = value_options(
     ),
     click.option(
         "--parts",
-        type=click.Choice(["joint", "mlp", "attn"]),
+        type=click.Choice(["joint", "mlp", "attn", "conv"]),
         default="joint",
         show_default=True,
         help="What the shares are removed from.",
@@ -158,7 +174,7 @@ sweep_options = value_options(
         show_default=True,
         help="Geometry.",
     ),
-    click.option("--align", type=Alignment(), default="mlp=64,head=16", show_default=True, help="Multiples of widths."),
+    click.option("--align", type=Alignment(), default=WIDTHS, show_default=True, help="Multiples of widths."),
 )
 
 

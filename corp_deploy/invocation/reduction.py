@@ -30,20 +30,21 @@ if TYPE_CHECKING:
 
 Currency = Literal["macs", "params", "latency"]
 SaveAs = Literal["hf"]
-ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16})
+ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16, "conv": 32})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodChoice:
-    """A preset with what is asked otherwise than it says; `mlp` and `attn` are shares to remove, in [0, 1).
+    """A preset with what is asked otherwise than it says; `mlp`, `attn` and `conv` are shares to remove, in [0, 1).
 
-    `select` ranks sites of a kind (mlp, head) by something else, `align` has the multiples of their widths. Raises
-    BadInput for a combination that makes no sense.
+    `select` ranks sites of a kind (mlp, head, conv) by something else, `align` has the multiples of their widths.
+    Raises BadInput for a combination that makes no sense.
     """
 
     preset: str = "best"
     mlp: float | None = None
     attn: float | None = None
+    conv: float | None = None
     select: Mapping[str, str] | None = None
     heads: str = "padded"
     align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
@@ -56,6 +57,11 @@ class MethodChoice:
             raise BadInput(str(error)) from None
 
     @property
+    def sparsities(self) -> tuple[float | None, ...]:
+        """Shares to remove, None where nothing is said."""
+        return self.mlp, self.attn, self.conv
+
+    @property
     def method(self) -> Method:
         """The method itself; heads `auto` start from padded ones."""
         select = self.select or {}
@@ -63,12 +69,15 @@ class MethodChoice:
             method_of(self.preset),
             mlp_sparsity=self.mlp,
             attention_sparsity=self.attn,
+            conv_sparsity=self.conv,
             geometry="padded" if self.heads == "auto" else self.heads,
             align_hidden=self.align.get("mlp"),
             align_head=self.align.get("head"),
+            align_conv=self.align.get("conv"),
             ridge_rel=self.ridge,
             mlp_selection=select.get("mlp"),
             qk_selection=select.get("head"),
+            conv_selection=select.get("conv"),
         )
 
 
@@ -151,11 +160,11 @@ class ReductionChoice:
     save_as: SaveAs | None = None
 
     def __post_init__(self) -> None:
-        sparsities = (self.method.mlp, self.method.attn)
-        if not self.allocates and sparsities == (None, None) and not self.merging.asked:
+        sparsities = self.method.sparsities
+        if not self.allocates and not any(each is not None for each in sparsities) and not self.merging.asked:
             raise BadInput(
-                "nothing asked for: give --mlp or --attn a share to remove (0 keeps widths), a budget: --macs 0.6, a "
-                "limit: --within 'error 0.05', or tokens to merge: --merge-tokens 12"
+                "nothing asked for: give --mlp, --attn or --conv a share to remove (0 keeps widths), a budget: "
+                "--macs 0.6, a limit: --within 'error 0.05', or tokens to merge: --merge-tokens 12"
             )
         if self.merging.asked and self.method.method.merges:
             raise BadInput(
@@ -164,7 +173,7 @@ class ReductionChoice:
             )
         self._refuse_beside_within()
         if self.budget.currency is not None and any(sparsities):
-            raise BadInput("a budget chooses the widths itself; give it without --mlp and --attn")
+            raise BadInput("a budget chooses the widths itself; give it without --mlp, --attn and --conv")
         if self.held_out is not None and self.closed_loop is not None:
             raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.closed_loop]}; leave --held-out away")
 
@@ -173,8 +182,8 @@ class ReductionChoice:
             return
         if self.budget.currency is not None:
             raise BadInput(f"--within chooses the budget itself; give it without --{self.budget.currency}")
-        if self.method.mlp or self.method.attn:
-            raise BadInput("--within chooses the widths itself; give it without --mlp and --attn")
+        if any(self.method.sparsities):
+            raise BadInput("--within chooses the widths itself; give it without --mlp, --attn and --conv")
         if self.auto_heads:
             raise BadInput("--within tries budgets of one geometry; give --heads padded, square or ragged")
         if self.labels is not None and self.within.measure != "accuracy":
@@ -195,7 +204,7 @@ class ReductionChoice:
         """The method; where tokens alone are merged, a closed loop repairs every site at its full width."""
         method = self.method.method
         repairs = self.merging.asked and self.closed_loop is not None and not self.allocates
-        if not repairs or (self.method.mlp, self.method.attn) != (None, None):
+        if not repairs or any(each is not None for each in self.method.sparsities):
             return method
         return replace(method, mlp_sparsity=0.0, attention_sparsity=0.0)
 

@@ -200,17 +200,18 @@ FITTED = ("calibration_images", "calibration_text")
 
 
 def _preset(name: str, method: Method) -> Way:
-    """What a preset does to attention, and whether it has the curves that a budget follows."""
+    """What a preset does to attention and convolutions, and whether it has the curves that a budget follows."""
     curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
-    parts = ("joint", "mlp", "attn") if attention else ("joint", "mlp")
+    convolutions: dict[str, Values] = {} if method.conv_recovery == "keep" else {"conv": ANY}
+    parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
     budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
     fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
     return Way(
         words=f"preset {name}",
         ask=f"--preset {name}",
-        honours={"mlp": ANY, "parts": parts, **attention, **budgets, **fitted},
+        honours={"mlp": ANY, "parts": parts, **attention, **convolutions, **budgets, **fitted},
     )
 
 
@@ -238,7 +239,7 @@ ATTENTION = Axis(
 WIDTHS = Axis(
     command="reduce",
     ways={
-        "sparsities": Way(words="--mlp and --attn", ask="--mlp 0.5 --attn 0.5", honours={}),
+        "sparsities": Way(words="--mlp, --attn and --conv", ask="--mlp 0.5 --attn 0.5", honours={}),
         "macs": Way(words="a budget of MACs", ask="--macs 0.6", honours={}),
         "params": Way(words="a budget of parameters", ask="--params 0.6", honours={}),
         "latency": Way(

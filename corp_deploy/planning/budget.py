@@ -80,7 +80,8 @@ def uniform_for_share(
     None where none does: measured costs need not fall with every width.
     """
     for percent in range(100):
-        asked = replace(method, mlp_sparsity=percent / 100, attention_sparsity=percent / 100)
+        share = percent / 100
+        asked = replace(method, mlp_sparsity=share, attention_sparsity=share, conv_sparsity=share)
         uniformly = uniform(model, asked, curves, dense, whole=whole)
         if uniformly.share <= share:
             return percent / 100, uniformly

@@ -13,8 +13,8 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.idle_options import refuse_idle_options
 from corp_deploy.families.merging_cost import merging_record
-from corp_deploy.families.no_attention import refuse_attention_options
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import NOT_HELD_OUT
@@ -88,12 +88,14 @@ def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
-def _refuse_idle_attention(dense: Checkpoint, asked: ReductionRequest) -> None:
-    """Raise BadInput for what is asked of heads, of a model that has none."""
+def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
+    """Raise BadInput for what is asked of sites of a kind, of a model that has none."""
     geometry = "auto" if asked.auto_heads else asked.method.geometry
     # Heads are padded where nothing is said of them.
     heads = None if geometry == "padded" else geometry
-    refuse_attention_options(dense.model, {"--attn": asked.method.attention_sparsity, "--heads": heads})
+    refuse_idle_options(dense.model, "heads", {"--attn": asked.method.attention_sparsity, "--heads": heads})
+    refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
+    refuse_idle_options(dense.model, "convolutions", {"--conv": asked.method.conv_sparsity})
 
 
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
@@ -132,7 +134,7 @@ def reduce_as_asked(
     if asked.merging.merge_metric == "keys" or (merging is not None and merging.compares_attention):
         asked = replace(asked, method=replace(asked.method, empties=False))
     require_same_model(dense.model, moments)
-    _refuse_idle_attention(dense, asked)
+    _refuse_idle(dense, asked)
     if asked.closed_loop is not None and held_out is not None:
         raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
     if held_out is not None:

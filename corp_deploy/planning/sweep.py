@@ -51,6 +51,7 @@ class SweepPoint:
     preset: str
     mlp_sparsity: float
     attention_sparsity: float
+    conv_sparsity: float
     geometry: str
     budget: float | None
     macs: int
@@ -124,6 +125,7 @@ class Scored:
             budget=request.budget,
             mlp_sparsity=method.mlp_sparsity or 0.0,
             attention_sparsity=method.attention_sparsity or 0.0,
+            conv_sparsity=method.conv_sparsity or 0.0,
             geometry=method.geometry,
             macs=cost,
             macs_share=cost / dense_macs,

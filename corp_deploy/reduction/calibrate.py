@@ -17,8 +17,8 @@ from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
 from corp_deploy.families.family import example_of, family_of, sites_of
+from corp_deploy.families.idle_options import refuse_idle_options
 from corp_deploy.families.modules import device as device_of
-from corp_deploy.families.no_attention import refuse_attention_options
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
@@ -62,7 +62,7 @@ class Statistics:
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
     asked = statistics.attention_system or statistics.kept is not None
-    refuse_attention_options(checkpoint.model, {"--attention-system": asked})
+    refuse_idle_options(checkpoint.model, "heads", {"--attention-system": asked})
     sites = sites_of(checkpoint.model)
     every = calibration_taps(checkpoint.model, sites)
     if not every:

@@ -46,7 +46,7 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
         "images": moments.images,
         "mlp_sites": kinds.count("mlp"),
         "attention_sites": kinds.count("attention"),
-        "convolution_sites": kinds.count("convolution"),
+        "convolutions": kinds.count("convolution"),
         "system_widths": sorted(widths),
         "lineage": dict(moments.lineage),
     }

@@ -91,7 +91,7 @@ def _honoured(options: Mapping[str, Any], *ways: tuple[Axis, str]) -> dict[str, 
 
 def reduce(recipe: Recipe, root: Path) -> Invocation:
     table, calibration = recipe.reduce, recipe.calibration
-    select = Pairs(mlp=table.select_mlp, head=table.select_head)
+    select = Pairs(mlp=table.select_mlp, head=table.select_head, conv=table.select_conv)
     options = {
         "model": "dense",
         **recipe.model.trust,
@@ -99,6 +99,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "held_out": None if calibration.hold_out is None or table.loop is not None else HELD_OUT_MOMENTS,
         "mlp": None if table.has_budget else table.mlp,
         "attn": None if table.has_budget else table.attn,
+        "conv": None if table.has_budget else table.conv,
         "macs": table.macs,
         "params": table.params,
         "within": table.within,
@@ -113,7 +114,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "save_as": table.save_as,
         **table.merging,
         "select": select if str(select) else None,
-        "align": Pairs(mlp=table.align_mlp, head=table.align_head),
+        "align": Pairs(mlp=table.align_mlp, head=table.align_head, conv=table.align_conv),
         "ridge": table.ridge,
         "images": path_from(root, calibration.images),
         "samples": calibration.samples,

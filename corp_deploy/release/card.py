@@ -45,15 +45,17 @@ def _asked(table: ReduceTable, *, attention: bool) -> str:
         for name, share in (("macs", table.macs), ("params", table.params))
         if share is not None
     ]
-    heads = f" and {table.attn or 0.0:.0%} of the head dimensions" if attention else ""
-    shares = f"{table.mlp or 0.0:.0%} of the MLP channels{heads} removed"
+    parts = [(table.mlp, "MLP channels")] * (table.conv is None or table.mlp is not None)
+    parts += [(table.attn, "head dimensions")] * attention
+    parts += [(table.conv, "channels between convolutions")] * (table.conv is not None)
+    shares = f"{' and '.join(f'{share or 0.0:.0%} of the {what}' for share, what in parts)} removed"
     tokens = [] if table.merge_tokens is None else [f"tokens merged away by block: `{table.merge_tokens}`"]
-    widths = [budgets[0]] if budgets else [shares] if table.mlp or table.attn or not tokens else []
+    widths = [budgets[0]] if budgets else [shares] if table.mlp or table.attn or table.conv or not tokens else []
     return f"{', '.join([*widths, *tokens])}; preset `{table.preset}`{f', heads `{table.heads}`' * attention}"
 
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
-    polish, attention = recipe.reduce.polishing, any(site.part != "mlp" for site in reduction.sites)
+    polish, attention = recipe.reduce.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
     fit = "least squares" if polish == "layer" else "gradients"
     trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
     yield f"Asked for: {_asked(recipe.reduce, attention=attention)}. No labels, {trained}."

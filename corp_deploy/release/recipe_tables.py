@@ -116,21 +116,24 @@ class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares to remove (`mlp`, `attn`), to keep of the whole model (`macs`, `params`), or the most that may be lost
-    (`within`), and how.
+    """Shares to remove (`mlp`, `attn`, `conv`), to keep of the whole model (`macs`, `params`), or the most that may be
+    lost (`within`), and how.
     """
 
     preset: recipe_values.Preset = "best"
     mlp: recipe_values.ShareRemoved | None = None
     attn: recipe_values.ShareRemoved | None = None
+    conv: recipe_values.ShareRemoved | None = None
     macs: recipe_values.ShareKept | None = None
     params: recipe_values.ShareKept | None = None
     within: recipe_values.Text | None = None
     select_mlp: recipe_values.SelectMlp | None = None
     select_head: recipe_values.SelectHead | None = None
+    select_conv: recipe_values.SelectConv | None = None
     heads: recipe_values.Heads = "padded"
     align_mlp: recipe_values.Multiple = 64
     align_head: recipe_values.Multiple = 16
+    align_conv: recipe_values.Multiple = 32
     ridge: recipe_values.Ridge = DEFAULT_RIDGE_REL
     closed_loop: recipe_values.ClosedLoop | None = None
     polish: recipe_values.Polish | None = None
@@ -148,6 +151,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._refuse_contradictions()
         asked = {
             "attn": self.attn,
+            "conv": self.conv,
             "heads": None if self.heads == "padded" else self.heads,
             "reads": self.reads,
             "polish_steps": self.polish_steps,
@@ -165,12 +169,15 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budgets = [name for name, value in every.items() if value is not None]
         if len(budgets) > 1:
             raise BadInput(f"[reduce] has {' and '.join(budgets)}; give one budget")
-        if budgets and (self.mlp or self.attn):
-            raise BadInput(f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn); give one of the two")
-        if not budgets and self.mlp is None and self.attn is None and self.merge_tokens is None:
+        if budgets and (self.mlp or self.attn or self.conv):
             raise BadInput(
-                "[reduce] asks for nothing; give mlp or attn a share to remove (0 keeps the widths), a budget, or "
-                "merge_tokens"
+                f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn, conv); give one of the two"
+            )
+        asked = (self.mlp, self.attn, self.conv, self.merge_tokens)
+        if not budgets and all(each is None for each in asked):
+            raise BadInput(
+                "[reduce] asks for nothing; give mlp, attn or conv a share to remove (0 keeps the widths), a budget, "
+                "or merge_tokens"
             )
         if budgets and method_of(self.preset) != "best":
             raise BadInput(f"reduce.{budgets[0]} needs preset best, got {self.preset!r}")
@@ -233,15 +240,16 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def choice(self) -> ReductionChoice:
         """The same as `reduce` takes it."""
-        select = {"mlp": self.select_mlp, "head": self.select_head}
+        select = {"mlp": self.select_mlp, "head": self.select_head, "conv": self.select_conv}
         return ReductionChoice(
             method=MethodChoice(
                 preset=self.preset,
                 mlp=self.mlp,
                 attn=self.attn,
+                conv=self.conv,
                 select={site: ranking for site, ranking in select.items() if ranking is not None},
                 heads=self.heads,
-                align={"mlp": self.align_mlp, "head": self.align_head},
+                align={"mlp": self.align_mlp, "head": self.align_head, "conv": self.align_conv},
                 ridge=self.ridge,
             ),
             budget=BudgetChoice(macs=self.macs, params=self.params),

@@ -9,7 +9,7 @@ from corp_deploy.families.merging import How, Metric
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
 from corp_deploy.invocation.compositions import NAMES
 from corp_deploy.polish.options import PolishName
-from corp_deploy.reduction.method import MlpRanking, QkRanking
+from corp_deploy.reduction.method import ConvRanking, MlpRanking, QkRanking
 from ground import quantities
 from ground.quantity import BATCH, Count, Quantity
 
@@ -88,6 +88,7 @@ MergeOutputs: TypeAlias = Annotated[_Outputs, _of(_Outputs)]
 AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]
 ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description="true, false or 'symmetric'")]
 SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]
+SelectConv: TypeAlias = Annotated[ConvRanking, _of(ConvRanking)]
 SelectHead: TypeAlias = Annotated[QkRanking, _of(QkRanking)]
 Preset: TypeAlias = Annotated[str, _one_of(*NAMES)]
 Polish: TypeAlias = Annotated[PolishName, _of(PolishName)]

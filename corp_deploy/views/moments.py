@@ -6,7 +6,7 @@ from typing import Any
 
 def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
     """A summary in one line; `noun` is what was calibrated on."""
-    sites = sum(summary.get(f"{kind}_sites", 0) for kind in ("mlp", "attention", "convolution"))
+    sites = sum(summary[kind] for kind in ("mlp_sites", "attention_sites", "convolutions"))
     size = f"{sites} sites, {summary['images']} {noun}, {summary['size_bytes'] / 1e6:.1f} MB"
     widths = ", ".join(map(str, summary["system_widths"]))
     covered = f"; per-image systems for head widths up to {widths}" if widths else ""

@@ -16,13 +16,14 @@ LEAST_ERROR = 1e-6
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     """One row a trial; the front of least error at least MACs is starred."""
     several = [f"error of {score.name}" for trial in trials[:1] for score in trial.outputs]
-    names = "preset", "MLP", "Q/K", "budget", "heads", "MACs", "parameters", "relative error"
+    names = "preset", "MLP", "Q/K", "conv", "budget", "heads", "MACs", "parameters", "relative error"
     table = Table(*names, *several, "agreement", "accuracy", "")
     for trial in trials:
         table.add_row(
             trial.preset,
             f"{trial.mlp_sparsity:g}",
             f"{trial.attention_sparsity:g}",
+            f"{trial.conv_sparsity:g}",
             "-" if trial.budget is None else f"{trial.budget:g}",
             trial.geometry,
             f"{trial.macs_share:.1%}",

@@ -1,0 +1,40 @@
+"""What can't be asked of a model that has no such sites."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+from ground.errors import BadInput
+
+from .channel_site import ChannelSite
+from .conv_site import ConvSite
+from .family import sites_of
+from .head_site import HeadSite
+
+WORDS: Mapping[str, str] = MappingProxyType(
+    {ChannelSite.kind: "MLPs", ConvSite.kind: "rows of convolutions", HeadSite.kind: "attention"}
+)
+"""What a model without sites of a kind is said to be without."""
+
+
+def kinds_of(model: nn.Module) -> frozenset[str]:
+    """Of its sites, reducible or not."""
+    return sites_of(model).kinds
+
+
+def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, object]) -> None:
+    """Raise BadInput for an option, by its name and with what was given, that only sites of this kind honour, where
+    there are none; None and False were not given.
+    """
+    kinds = kinds_of(model)
+    if kind in kinds:
+        return
+    for name, value in options.items():
+        if value is not None and value is not False:
+            shown = name if value is True else f"{name} {value}"
+            there = ", ".join(WORDS[each] for each in sorted(kinds)) or "no sites"
+            raise BadInput(
+                f"{shown} is not honoured by a model without {WORDS[kind]} ({type(model).__name__}, which has "
+                f"{there}); leave it away"
+            )
