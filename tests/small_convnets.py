@@ -16,6 +16,7 @@ from tests import tiny
 
 SIZE = 48
 _RESNET: dict[str, Any] = {"layers": [1, 1, 2, 1], "channels": [16, 16, 24, 32], "stem_width": 8}
+_REGNET: dict[str, Any] = {"w0": 16, "wa": 24.0, "wm": 2.0, "depth": 6, "group_size": 8, "stem_width": 16}
 SMALL: dict[str, dict[str, Any]] = {
     "resnet18": {**_RESNET, "channels": [64, 24, 32, 40], "stem_width": 64},
     "resnet18d": _RESNET,
@@ -23,6 +24,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnet50d": _RESNET,
     "resnet26t": {**_RESNET, "stem_width": 16},
     "seresnet50": {**_RESNET, "stem_width": 64},
+    "regnetx_002": _REGNET,
+    "regnety_002": _REGNET,
+    "regnetz_005": {**_REGNET, "bottle_ratio": 2.0, "num_features": 48},
     "resnext50_32x4d": {**_RESNET, "stem_width": 64, "cardinality": 4, "base_width": 32},
 }
 

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,10 +24,13 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint, save
-from tests.small_convnets import SMALL, checkpoint, error, library, opened, outputs, pixels
+from corp_deploy.store.dense_model import load_dense
+from ground.errors import BadInput
+from tests.small_convnets import SIZE, SMALL, checkpoint, error, library, opened, outputs, pixels
 
 FORMS = tuple(SMALL)
-FEW = ("resnet18d", "resnet50", "resnext50_32x4d", "seresnet50")
+FEW = ("resnet18d", "resnet50", "resnext50_32x4d", "seresnet50", "regnety_002")
+CLASSES = ("resnet50d", "regnety_002")
 WITH_CONVOLUTIONS = tuple(name for name, method in PRESETS.items() if method.conv_recovery != "keep")
 
 
@@ -183,3 +187,23 @@ def test_written_and_read_again(name: str, tmp_path: Path) -> None:
     save(replace(own, model=reduction.model), tmp_path / "model")
     again = load_checkpoint(tmp_path / "model").model
     assert torch.equal(outputs(again, pixels(2)), outputs(reduction.model, pixels(2)))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
+    """With as many classes as they tell apart, and without the classifier where none is asked for."""
+    theirs = library(name)
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    kwargs = {"img_size": SIZE, **SMALL[name]}
+    own = load_dense(name, weights=tmp_path / "weights.safetensors", kwargs=kwargs)
+    assert error(own.model, theirs, pixels(2)) < 1e-5
+    assert any("tells 7 classes apart" in note for note in own.notes)
+    bare = load_dense(name, weights=tmp_path / "weights.safetensors", kwargs={**kwargs, "num_classes": 0})
+    assert any("not used, as the model was built without" in note for note in bare.notes)
+    assert outputs(bare.model, pixels(2)).shape[1] > 7
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_file(library("resnet18").state_dict(), tmp_path / "weights.safetensors")
+    with pytest.raises(BadInput, match="these weights don't fit the model"):
+        load_dense("resnet18d", weights=tmp_path / "weights.safetensors", kwargs=SMALL["resnet18d"])

@@ -22,7 +22,7 @@ from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Nothing, Passage, Step
-from .timm_convnets import ConvNet, blocks_of, plan_of, why_kept
+from .timm_convnets import ConvNet, blocks_of, maps_in, plan_of, why_kept
 from .timm_convnets import own_state as own_state
 from .timm_images import ImageSpec
 from .timm_library import beside as beside
@@ -55,7 +55,7 @@ def sites(model: nn.Module) -> Sites:
     blocks = blocks_of(model)
     named = {name for name, _ in blocks}
     for name, block in [*(each for each in conv_blocks(model) if each[0] not in named), *blocks]:
-        reason = ConvSite.refusal_of(block) if isinstance(block, ConvBlock) else why_kept(name, block, model)
+        reason = ConvSite.refusal_of(block) if isinstance(block, ConvBlock) else why_kept(name, model)
         if reason:
             refused.append(Refusal(name=name, reason=reason, sites={name: ConvSite.kind}))
         elif isinstance(block, ConvBlock):
@@ -96,20 +96,12 @@ def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
     """The blocks in the order they run, behind the stem where that has steps of its own."""
     if _has_steps(model):
         yield from _stem_steps(model)
-    grid = _first_grid(model)
+    before = maps_in(model).before
     for name, block in blocks_of(model):
         if isinstance(block, ConvBlock):
             yield from _steps_of(name, block)
-            grid = block.left
         else:
-            yield Passage(module=OnMap(block, grid), name=name)
-
-
-def _first_grid(model: nn.Module) -> Grid:
-    """Of the map that enters the first block."""
-    first = blocks_of(model)[0][1]
-    assert isinstance(first, ConvBlock), first
-    return first.grid
+            yield Passage(module=OnMap(block, before[name]), name=name)
 
 
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -128,7 +120,7 @@ def token_weights(model: nn.Module, inputs: Inputs) -> None:
 
 
 def _last_grid(model: nn.Module) -> Grid:
-    return conv_blocks(model)[-1][1].left
+    return maps_in(model).behind[blocks_of(model)[-1][0]]
 
 
 def _behind(model: nn.Module, x_BNC: Tensor) -> Tensor:
@@ -170,9 +162,8 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 
 
 def grid(model: nn.Module, layer: str) -> Grid | None:
-    """That of the last block of the layer."""
-    inside = [block for name, block in conv_blocks(model) if f"{name}.".startswith(f"{layer}." if layer else "")]
-    return inside[-1].left if inside else _last_grid(model)
+    """Of the map behind the layer, that of the last block without one."""
+    return maps_in(model).behind.get(layer, _last_grid(model))
 
 
 def depth(model: nn.Module) -> int:

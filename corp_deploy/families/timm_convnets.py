@@ -1,23 +1,24 @@
 """timm's convolutional networks made of rows of convolutions: the same function of images of one size."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
+from timm.models.regnet import RegNet
 from timm.models.resnet import ResNet
 from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from . import timm_resnet_blocks
+from . import timm_regnet_blocks, timm_resnet_blocks
 from .conv_block import ConvBlock
 from .maps import Grid
 from .modules import replaced
 from .timm_folding import Maps, Parts, Unknown, maps_of
 from .token_blocks import without_memory
 
-ConvNet = ResNet
+ConvNet = ResNet | RegNet
 State = Mapping[str, Tensor]
 
 
@@ -45,6 +46,14 @@ PLANS: Mapping[type[nn.Module], Plan] = MappingProxyType(
             new_stem=timm_resnet_blocks.stem,
             new_tail=timm_resnet_blocks.tail,
         ),
+        RegNet: Plan(
+            stem=timm_regnet_blocks.STEM,
+            stages=timm_regnet_blocks.STAGES,
+            tail=timm_regnet_blocks.TAIL,
+            block=timm_regnet_blocks.converted,
+            new_stem=timm_regnet_blocks.stem,
+            new_tail=timm_regnet_blocks.tail,
+        ),
     }
 )
 
@@ -71,67 +80,96 @@ def _in_stage(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What is known of a model made of timm's for images of one size: the grids of the maps that enter and leave its
+    blocks and what they stand in, by name, why blocks stay as they are, and timm's own model, without memory.
+    """
+
+    size: Grid
+    maps: Maps
+    kept: Mapping[str, str]
+    library: nn.Module
+
+
+def _outline(model: nn.Module, maps: Maps) -> Maps:
+    """Those of blocks, and of what stands above and in front of them."""
+    names = set(plan_of(model).stem)
+    for name, _ in blocks_of(model):
+        path = name.split(".")
+        names |= {".".join(path[:depth]) for depth in range(1, len(path) + 1)}
+    known = names & maps.behind.keys()
+    return Maps(before={name: maps.before[name] for name in known}, behind={name: maps.behind[name] for name in known})
+
+
 def _converted(model: nn.Module, size: Grid) -> nn.Module:
     plan = plan_of(model)
     maps = maps_of(model, int(model.in_chans), size)  # type: ignore[arg-type]
     modules: Parts = {}
+    kept: dict[str, str] = {}
     for make in (plan.new_stem, plan.new_tail):
-        modules |= make(model, maps)
+        with suppress(Unknown):  # what isn't known stays timm's: it has no site
+            modules |= make(model, maps)
     for name, block in blocks_of(model):
         try:
             modules[name] = plan.block(name, block, maps)
-        except Unknown:
-            continue  # it stays, and says so as it is asked for its site
-    return replaced(model, modules)
+        except Unknown as error:
+            kept[name] = str(error)
+    own = replaced(model, modules)
+    vars(own)["_conversion"] = Conversion(
+        size=size, maps=_outline(model, maps), kept=kept, library=without_memory(model)
+    )
+    return own
 
 
-def why_kept(name: str, block: nn.Module, model: nn.Module) -> str:
+def conversion_of(model: nn.Module) -> Conversion | None:
+    """None for timm's own model."""
+    conversions: dict[str, Conversion] = {key: value for key, value in vars(model).items() if key == "_conversion"}
+    return conversions.get("_conversion")
+
+
+def why_kept(name: str, model: nn.Module) -> str:
     """Why a block of timm's stays as it is."""
-    try:
-        plan_of(model).block(name, block, Maps(before={}, behind={}))
-    except Unknown as error:
-        return str(error)
-    except KeyError:
+    conversion = conversion_of(model)
+    if conversion is None:
         return "its library built it; a model that corp-deploy builds has another one of the same function"
-    raise AssertionError(name)
+    return conversion.kept[name]
 
 
-def library_form(model: nn.Module) -> nn.Module | None:
-    """timm's own model, without memory, that a model was made of; None for timm's own."""
-    forms: dict[str, tuple[nn.Module]] = {key: value for key, value in vars(model).items() if key == "_library_form"}
-    return forms["_library_form"][0] if forms else None
+def maps_in(model: nn.Module) -> Maps:
+    """The grids of a model's blocks. Raises BadInput for timm's own model, which takes images of any size."""
+    conversion = conversion_of(model)
+    if conversion is None:
+        raise BadInput(f"model is timm's own {type(model).__name__}, expected one that corp-deploy built from its name")
+    return conversion.maps
 
 
 def with_conv_blocks(model: nn.Module, size: Grid) -> nn.Module:
     """The model, in eval mode, with its blocks as rows of convolutions for images of this size; itself where it is no
-    such network, or its norms can't be folded. Raises BadInput for a size that it doesn't take.
+    such network. Raises BadInput for a size that it doesn't take.
     """
     if not isinstance(model, ConvNet):
         return model
     try:
-        own = _converted(model, size)
-    except Unknown:
-        return model
+        return _converted(model, size)
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0][:150]
         raise BadInput(f"{type(model).__name__} doesn't take images of {size[0]}x{size[1]} ({reason})") from None
-    vars(own)["_library_form"] = (without_memory(model),)  # in a tuple, so that it is no module of this one
-    vars(own)["_library_size"] = size
-    return own
-
-
-def _shapes(state: State) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in state.items() if not name.endswith("num_batches_tracked")}
 
 
 def own_state(model: nn.Module, state: State) -> dict[str, Tensor]:
     """Weights under timm's names as those of a model of rows of convolutions; where they don't fit they keep timm's
-    names.
+    names, as does what is none of timm's model.
     """
-    form = library_form(model)
-    if form is None or _shapes(form.state_dict()) != _shapes(state):
+    conversion = conversion_of(model)
+    if conversion is None:
         return dict(state)
-    theirs = replaced(form, {}).to_empty(device=next(iter(state.values())).device)
-    theirs.load_state_dict(dict(state), strict=False, assign=True)
-    size: Grid = vars(model)["_library_size"]
-    return _converted(theirs.eval(), size).state_dict()
+    expected = {name: value.shape for name, value in conversion.library.state_dict().items()}
+    known = {name: value for name, value in state.items() if name in expected}
+    wanted = {name for name in expected if not name.endswith("num_batches_tracked")}
+    if not wanted <= known.keys() or any(value.shape != expected[name] for name, value in known.items()):
+        return dict(state)
+    theirs = replaced(conversion.library, {}).to_empty(device=next(iter(known.values())).device)
+    theirs.load_state_dict(known, strict=False, assign=True)
+    beyond = {name: value for name, value in state.items() if name not in expected}
+    return {**_converted(theirs.eval(), conversion.size).state_dict(), **beyond}

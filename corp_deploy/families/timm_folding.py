@@ -122,7 +122,7 @@ class Folding:
 
     def add_conv_norm_act(self, name: str, module: nn.Module) -> None:
         """timm's three in one."""
-        if type(module) is not ConvNormAct or not isinstance(module.get_submodule("aa"), nn.Identity):
+        if type(module) is not ConvNormAct or module.aa is not None:
             raise Unknown(f"{name} is {type(module).__name__}, expected timm's ConvNormAct without a blur")
         self.add(f"{name}.conv", module.conv, module.bn)
 
@@ -132,7 +132,7 @@ class Folding:
             return
         if isinstance(module, SEModule | EfficientNetSqueeze):
             self.parts[name] = squeeze_of(module)
-        elif list(module.state_dict()):
+        elif [*module.parameters(), *module.buffers()]:
             raise Unknown(f"{name} is {type(module).__name__}, whose weights are by channel")
         else:
             self.parts[name] = plain_act(module)
