@@ -245,8 +245,9 @@ def family_of(model: nn.Module) -> Family:
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
         "Eva (EVA-02, DINOv3, rotary ViTs), Beit, VisionTransformerRelPos, Cait, ConvNeXt, MlpMixer (MLP-Mixer, "
         "ResMLP), SwinTransformer, Hiera, MaxxVit (MaxViT, CoAtNet), TinyVit, EfficientFormer, ResNet (ResNeXt), "
-        "RegNet or an encoder of BERT's kind: its blocks are built differently, so corp-deploy can't reduce it unless "
-        "its sites are named, with corp_deploy.sites(...)"
+        "RegNet, EfficientNet (MobileNet V1 and V2, MNASNet), MobileNetV3 (V4) or an encoder of BERT's kind: its "
+        "blocks are built differently, so corp-deploy can't reduce it unless its sites are named, with "
+        "corp_deploy.sites(...)"
     )
 
 

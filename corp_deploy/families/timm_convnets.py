@@ -2,23 +2,25 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from timm.models.efficientnet import EfficientNet
+from timm.models.mobilenetv3 import MobileNetV3
 from timm.models.regnet import RegNet
 from timm.models.resnet import ResNet
 from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from . import timm_regnet_blocks, timm_resnet_blocks
+from . import timm_efficientnet_blocks, timm_regnet_blocks, timm_resnet_blocks
 from .conv_block import ConvBlock
 from .maps import Grid
 from .modules import replaced
 from .timm_folding import Maps, Parts, Unknown, maps_of
 from .token_blocks import without_memory
 
-ConvNet = ResNet | RegNet
+ConvNet = EfficientNet | MobileNetV3 | RegNet | ResNet
 State = Mapping[str, Tensor]
 
 
@@ -36,8 +38,18 @@ class Plan:
     new_tail: Callable[[nn.Module, Maps], Parts]
 
 
+_EFFICIENTNET = Plan(
+    stem=timm_efficientnet_blocks.STEM,
+    stages=timm_efficientnet_blocks.STAGES,
+    tail=timm_efficientnet_blocks.TAIL,
+    block=timm_efficientnet_blocks.converted,
+    new_stem=timm_efficientnet_blocks.stem,
+    new_tail=timm_efficientnet_blocks.tail,
+)
 PLANS: Mapping[type[nn.Module], Plan] = MappingProxyType(
     {
+        EfficientNet: _EFFICIENTNET,
+        MobileNetV3: replace(_EFFICIENTNET, tail=()),
         ResNet: Plan(
             stem=timm_resnet_blocks.STEM,
             stages=timm_resnet_blocks.STAGES,

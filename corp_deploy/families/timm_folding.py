@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from timm.layers import BatchNormAct2d, Conv2dSame
+from timm.layers import BatchNormAct2d, Conv2dSame, LayerScale2d
 from timm.layers.conv_bn_act import ConvNormAct
 from timm.layers.padding import get_same_padding
 from timm.layers.squeeze_excite import SEModule
@@ -123,8 +123,26 @@ class Folding:
     def add_conv_norm_act(self, name: str, module: nn.Module) -> None:
         """timm's three in one."""
         if type(module) is not ConvNormAct or module.aa is not None:
-            raise Unknown(f"{name} is {type(module).__name__}, expected timm's ConvNormAct without a blur")
+            blurred = " with a blur" if isinstance(module, ConvNormAct) else ""
+            raise Unknown(f"{name} is {type(module).__name__}{blurred}, expected timm's ConvNormAct")
         self.add(f"{name}.conv", module.conv, module.bn)
+
+    @torch.no_grad()
+    def scale(self, gain_O: Tensor) -> None:
+        """LayerScale's gains in the weights of the last convolution."""
+        last = [part for part in self.parts.values() if isinstance(part, Convolution)][-1]
+        assert last.bias is not None, last
+        gain_O = gain_O.double()
+        last.fill_(last.weight.double() * gain_O.view(-1, 1, 1, 1), last.bias.double() * gain_O)
+
+    def add_any(self, name: str, module: nn.Module) -> None:
+        """A convolution with its norm, gains, or what stands between convolutions."""
+        if isinstance(module, ConvNormAct):
+            self.add_conv_norm_act(name, module)
+        elif isinstance(module, LayerScale2d):
+            self.scale(module.gamma)
+        else:
+            self.add_between(name, module)
 
     def add_between(self, name: str, module: nn.Module | None) -> None:
         """What has no weights and works channel by channel, or a squeeze; nothing for an identity."""
