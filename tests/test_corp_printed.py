@@ -227,6 +227,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.mlp": (0.4, {}),
     "reduce.attn": (0.6, {}),
     "reduce.conv": (0.6, {}),
+    "reduce.residual": (0.6, {}),
     "reduce.macs": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.macs": 0.8}),
     "reduce.params": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.params": 0.8}),
     "reduce.select_mlp": ("wanda", CORP),

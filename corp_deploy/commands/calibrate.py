@@ -41,6 +41,7 @@ class StatisticsChoice:
     patterns: tuple[str, ...]
     no_attention: bool
     attention_system: bool
+    residual: bool
     attn: tuple[float, ...] | None
     first_pass: Path | None
     align: dict[str, int] | None
@@ -62,6 +63,7 @@ class StatisticsChoice:
             attention=not self.no_attention,
             attention_system=self.attention_system,
             precision=self.dtype,
+            residual=self.residual,
         )
 
     def restriction(self) -> "Restriction | None":
@@ -96,6 +98,11 @@ statistics_options = value_options(
     click.option("--no-attention", is_flag=True, help="Take MLP statistics only."),
     click.option(
         "--attention-system", is_flag=True, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
+    ),
+    click.option(
+        "--residual",
+        is_flag=True,
+        help="Also take what reads residual streams of convolutions; reduce --residual needs it.",
     ),
     click.option(
         "--attn",

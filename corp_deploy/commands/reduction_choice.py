@@ -75,6 +75,13 @@ method_options = (
         "alone.",
     ),
     click.option(
+        "--residual",
+        type=Number(SHARE_REMOVED),
+        default=None,
+        help="Share of the channels of residual streams of convolutions to remove, the same for all that write and "
+        "read a stream; needs moments of calibrate --residual.",
+    ),
+    click.option(
         "--preset",
         type=click.Choice(NAMES),
         default="best",

@@ -5,13 +5,14 @@ its modules at other widths. What is done to a site is no business of it (see re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .channel_site import ChannelSite
+from .coupled_site import CoupledSite
 from .head_site import HeadSite
 from .site import LinearSite, Site
 from .widths import is_empty
@@ -30,10 +31,16 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """What a model offers to reduction, channel sites before head sites, each kind in the order they run."""
+    """What a model offers to reduction, channel sites before head sites, each kind in the order they run.
+
+    `coupled`: streams whose channels can be removed, `uncoupled`: by the first writer of others, why not. They are
+    asked for apart: what sites cost is counted at the streams' widths.
+    """
 
     every: tuple[Site, ...]
     refused: tuple[Refusal, ...]
+    coupled: tuple[CoupledSite, ...] = ()
+    uncoupled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -63,8 +70,13 @@ class Sites:
         return tuple(site for site in self.every if isinstance(site, HeadSite))
 
 
-def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:
-    """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
+def calibration_taps(
+    model: nn.Module, sites: Sites, *, coupled: bool = False
+) -> list[ChannelTaps | HeadTaps | PatchTaps]:
+    """Where calibration listens for every site, in the order they run; not where a constant is all that is left. With
+    `coupled` to what reads streams, too.
+    """
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     listened = [site for site in sites.every if not is_empty(site.width)]
-    return [tap for site in sorted(listened, key=lambda site: order[site.name]) for tap in site.listening()]
+    taps = [tap for site in sorted(listened, key=lambda site: order[site.name]) for tap in site.listening()]
+    return taps + [tap for site in sites.coupled if coupled for tap in site.listening()]

@@ -16,13 +16,16 @@ from calib.inputs import Inputs
 from . import timm_library
 from .conv_block import ConvBlock, ConvRow, conv_blocks
 from .conv_site import ConvSite
+from .coupled_site import CoupledSite
+from .coupling import couplings
 from .maps import Grid, OnMap, map_from_tokens, tokens_from_map
 from .merging import Merging
 from .modules import replaced
+from .named_outputs import NamedOutputs
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Nothing, Passage, Step
-from .timm_convnets import ConvNet, blocks_of, maps_in, plan_of, why_kept
+from .timm_convnets import ConvNet, blocks_of, head_of, maps_in, plan_of, why_kept
 from .timm_convnets import own_state as own_state
 from .timm_images import ImageSpec
 from .timm_library import beside as beside
@@ -60,7 +63,22 @@ def sites(model: nn.Module) -> Sites:
             refused.append(Refusal(name=name, reason=reason, sites={name: ConvSite.kind}))
         elif isinstance(block, ConvBlock):
             every.append(ConvSite(name=name, block=block))
-    return Sites(every=tuple(every), refused=tuple(refused))
+    coupled = dict(_couplings(model))
+    return Sites(
+        every=tuple(every),
+        refused=tuple(refused),
+        coupled=tuple(each for each in coupled.values() if isinstance(each, CoupledSite)),
+        uncoupled={name: each for name, each in coupled.items() if isinstance(each, str)},
+    )
+
+
+def _couplings(model: nn.Module) -> Iterator[tuple[str, CoupledSite | str]]:
+    """None of a model that gives streams by name."""
+    if isinstance(model, NamedOutputs):
+        return iter(())
+    plan = plan_of(model)
+    around = [[(name, model.get_submodule(name)) for name in names] for names in (plan.stem, plan.tail, head_of(model))]
+    return couplings([*around[0], *blocks_of(model), *around[1], *around[2]])
 
 
 def _steps_of(name: str, block: ConvBlock) -> Iterator[Step]:

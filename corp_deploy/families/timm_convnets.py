@@ -70,6 +70,22 @@ PLANS: Mapping[type[nn.Module], Plan] = MappingProxyType(
 )
 
 
+HEADS: Mapping[type[nn.Module], tuple[str, ...]] = MappingProxyType(
+    {
+        EfficientNet: ("global_pool", "classifier"),
+        MobileNetV3: ("global_pool", "conv_head"),
+        RegNet: ("head.global_pool", "head.fc"),
+        ResNet: ("global_pool", "fc"),
+    }
+)
+"""What of the head runs behind the tail, in its order; models of other classes give what stands there."""
+
+
+def head_of(model: nn.Module) -> tuple[str, ...]:
+    """Of the model's class."""
+    return next((names for kind, names in HEADS.items() if isinstance(model, kind)), ())
+
+
 def plan_of(model: nn.Module) -> Plan:
     """Of the model's class; one with named outputs is of a class of its own below that."""
     return next(plan for kind, plan in PLANS.items() if isinstance(model, kind))

@@ -35,7 +35,8 @@ ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16, "conv": 32})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodChoice:
-    """A preset with what is asked otherwise than it says; `mlp`, `attn` and `conv` are shares to remove, in [0, 1).
+    """A preset with what is asked otherwise than it says; `mlp`, `attn`, `conv` and `residual` are shares to remove, in
+    [0, 1).
 
     `select` ranks sites of a kind (mlp, head, conv) by something else, `align` has the multiples of their widths.
     Raises BadInput for a combination that makes no sense.
@@ -45,6 +46,7 @@ class MethodChoice:
     mlp: float | None = None
     attn: float | None = None
     conv: float | None = None
+    residual: float | None = None
     select: Mapping[str, str] | None = None
     heads: str = "padded"
     align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
@@ -59,7 +61,7 @@ class MethodChoice:
     @property
     def sparsities(self) -> tuple[float | None, ...]:
         """Shares to remove, None where nothing is said."""
-        return self.mlp, self.attn, self.conv
+        return self.mlp, self.attn, self.conv, self.residual
 
     @property
     def method(self) -> Method:
@@ -70,6 +72,7 @@ class MethodChoice:
             mlp_sparsity=self.mlp,
             attention_sparsity=self.attn,
             conv_sparsity=self.conv,
+            residual_sparsity=self.residual,
             geometry="padded" if self.heads == "auto" else self.heads,
             align_hidden=self.align.get("mlp"),
             align_head=self.align.get("head"),
@@ -174,6 +177,10 @@ class ReductionChoice:
         self._refuse_beside_within()
         if self.budget.currency is not None and any(sparsities):
             raise BadInput("a budget chooses the widths itself; give it without --mlp, --attn and --conv")
+        if self.method.residual and self.closed_loop is not None:
+            raise BadInput(
+                "--closed-loop fits to the dense model's stream, of which --residual removes channels; give one of both"
+            )
         if self.held_out is not None and self.closed_loop is not None:
             raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.closed_loop]}; leave --held-out away")
 

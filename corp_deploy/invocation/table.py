@@ -204,7 +204,7 @@ def _preset(name: str, method: Method) -> Way:
     curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
-    convolutions: dict[str, Values] = {} if method.conv_recovery == "keep" else {"conv": ANY}
+    convolutions: dict[str, Values] = {} if method.conv_recovery == "keep" else {"conv": ANY, "residual": ANY}
     parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
     budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
     fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}

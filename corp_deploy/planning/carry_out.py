@@ -95,7 +95,8 @@ def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
     heads = None if geometry == "padded" else geometry
     refuse_idle_options(dense.model, "heads", {"--attn": asked.method.attention_sparsity, "--heads": heads})
     refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
-    refuse_idle_options(dense.model, "convolutions", {"--conv": asked.method.conv_sparsity})
+    of_rows = {"--conv": asked.method.conv_sparsity, "--residual": asked.method.residual_sparsity}
+    refuse_idle_options(dense.model, "convolutions", of_rows)
 
 
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:

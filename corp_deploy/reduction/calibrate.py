@@ -49,7 +49,8 @@ def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
 class Statistics:
     """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
 
-    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`.
+    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `residual`: of what reads
+    streams of coupled channels, too.
     """
 
     patterns: tuple[str, ...] = ()
@@ -57,6 +58,14 @@ class Statistics:
     attention_system: bool = False
     kept: Mapping[str, Tensor] | None = None
     precision: Precision = "float32"
+    residual: bool = False
+
+
+_NO_STREAMS = "--residual: no stream of this model ({}) has channels that can be removed{}; leave it away"
+
+
+def _reasons(uncoupled: Mapping[str, str]) -> str:
+    return "".join(f"; {name}: {reason}" for name, reason in uncoupled.items())
 
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
@@ -64,7 +73,9 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     asked = statistics.attention_system or statistics.kept is not None
     refuse_idle_options(checkpoint.model, "heads", {"--attention-system": asked})
     sites = sites_of(checkpoint.model)
-    every = calibration_taps(checkpoint.model, sites)
+    every = calibration_taps(checkpoint.model, sites, coupled=statistics.residual)
+    if statistics.residual and not sites.coupled:
+        raise BadInput(_NO_STREAMS.format(type(checkpoint.model).__name__, _reasons(sites.uncoupled)))
     if not every:
         reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in sites.refused)
         raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")

@@ -55,6 +55,7 @@ class Method:
     mlp_sparsity: float | None = None
     attention_sparsity: float | None = None
     conv_sparsity: float | None = None
+    residual_sparsity: float | None = None
     mlp_swaps: bool = True
     empties: bool = True
     geometry: HeadGeometry = "padded"
@@ -64,7 +65,12 @@ class Method:
     ridge_rel: float = DEFAULT_RIDGE_REL
 
     def __post_init__(self) -> None:
-        sparsities = {"mlp": self.mlp_sparsity, "attention": self.attention_sparsity, "conv": self.conv_sparsity}
+        sparsities = {
+            "mlp": self.mlp_sparsity,
+            "attention": self.attention_sparsity,
+            "conv": self.conv_sparsity,
+            "residual": self.residual_sparsity,
+        }
         for name, value in sparsities.items():
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} sparsity {value}: expected a share removed in [0, 1)")
@@ -106,7 +112,7 @@ class Method:
     @property
     def asks_to_remove(self) -> bool:
         """Whether a sparsity of more than nothing is asked for."""
-        return bool(self.mlp_sparsity or self.attention_sparsity or self.conv_sparsity)
+        return bool(self.mlp_sparsity or self.attention_sparsity or self.conv_sparsity or self.residual_sparsity)
 
     @property
     def reduces_attention(self) -> bool:

@@ -18,6 +18,7 @@ from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Width, Widths
 
 from . import pool
+from .coupled_channels import with_fewer_coupled
 from .coverage import Coverage, coverage
 from .folded import merged_sites
 from .kind import Order, Reduced
@@ -64,7 +65,9 @@ def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:
 
 def notes_on(sites: Sites, method: Method, widths: Widths) -> tuple[str, ...]:
     """What stays as it is although something was asked of it, and why."""
-    notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in sites.refused]
+    streams = sites.uncoupled if method.residual_sparsity else {}
+    notes = [f"the stream of {name} kept as it is: {reason}" for name, reason in streams.items()]
+    notes += [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in sites.refused]
     own = (kind_of(site).note(site, method, widths.get(site.name)) for site in sites.every)
     notes += [note for note in own if note is not None]
     if method.attention_sparsity and method.qk_recovery == "keep":
@@ -104,10 +107,11 @@ def reduce(
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
 
-    `widths` by site replaces the uniform ones of the method; a site not named stays dense. `eliminations` by site
-    spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site
-    again. `images` are looked at where channels are merged: the calibration images, and those held out, told apart by
-    their content. `done` is told how many sites are finished. All runs where the model is.
+    Streams lose their share of coupled channels first. `widths` by site replaces the uniform ones of the method; a site
+    not named stays dense. `eliminations` by site spares the `obs` selection its work at a second width. `held_out`,
+    moments of other images, judges every site again. `images` are looked at where channels are merged: the calibration
+    images, and those held out, told apart by their content. `done` is told how many sites are finished. All runs where
+    the model is.
     Raises BadInput for moments of another model or without what the method needs, and for held-out images that are
     calibration images too.
     """
@@ -115,6 +119,7 @@ def reduce(
     if held_out is not None:
         require_same_model(model, held_out)
         require_apart(moments, held_out)
+    model, of_streams = with_fewer_coupled(model, moments, method)
     asked = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
     modules: dict[str, nn.Module] = {}
@@ -133,7 +138,7 @@ def reduce(
         reports += new.reports
         if done is not None:
             done(finished)
-    reports = reports if widths is None else as_allocated(reports)
+    reports = [*of_streams, *(reports if widths is None else as_allocated(reports))]
     reduced = replaced(model, modules).eval().requires_grad_(False)
     return Reduction(
         model=reduced,

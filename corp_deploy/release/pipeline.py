@@ -141,7 +141,8 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     # How the system is taken stands in what the command says of it.
     drawn = _settings("calibration", calibration, without=("images", "workers", "attention_system", "group_labels"))
     labels = calibration.group_labels
-    system = {key: calibrate[key] for key in ("attention_system", "attn", "align") if calibrate[key] is not None}
+    asked = ("attention_system", "residual", "attn", "align")
+    system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
     merging = {f"reduce.{name}": value for name, value in recipe.reduce.merging_of_statistics.items()}
     return Stage(
         name="moments",

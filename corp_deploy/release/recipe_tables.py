@@ -116,14 +116,15 @@ class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares to remove (`mlp`, `attn`, `conv`), to keep of the whole model (`macs`, `params`), or the most that may be
-    lost (`within`), and how.
+    """Shares to remove (`mlp`, `attn`, `conv`, `residual`), to keep of the whole model (`macs`, `params`), or the most
+    that may be lost (`within`), and how.
     """
 
     preset: recipe_values.Preset = "best"
     mlp: recipe_values.ShareRemoved | None = None
     attn: recipe_values.ShareRemoved | None = None
     conv: recipe_values.ShareRemoved | None = None
+    residual: recipe_values.ShareRemoved | None = None
     macs: recipe_values.ShareKept | None = None
     params: recipe_values.ShareKept | None = None
     within: recipe_values.Text | None = None
@@ -152,6 +153,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         asked = {
             "attn": self.attn,
             "conv": self.conv,
+            "residual": self.residual,
             "heads": None if self.heads == "padded" else self.heads,
             "reads": self.reads,
             "polish_steps": self.polish_steps,
@@ -169,11 +171,11 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budgets = [name for name, value in every.items() if value is not None]
         if len(budgets) > 1:
             raise BadInput(f"[reduce] has {' and '.join(budgets)}; give one budget")
-        if budgets and (self.mlp or self.attn or self.conv):
+        if budgets and (self.mlp or self.attn or self.conv or self.residual):
             raise BadInput(
-                f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn, conv); give one of the two"
+                f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn, conv, residual); give one of the two"
             )
-        asked = (self.mlp, self.attn, self.conv, self.merge_tokens)
+        asked = (self.mlp, self.attn, self.conv, self.residual, self.merge_tokens)
         if not budgets and all(each is None for each in asked):
             raise BadInput(
                 "[reduce] asks for nothing; give mlp, attn or conv a share to remove (0 keeps the widths), a budget, "
@@ -247,6 +249,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 mlp=self.mlp,
                 attn=self.attn,
                 conv=self.conv,
+                residual=self.residual,
                 select={site: ranking for site, ranking in select.items() if ranking is not None},
                 heads=self.heads,
                 align={"mlp": self.align_mlp, "head": self.align_head, "conv": self.align_conv},

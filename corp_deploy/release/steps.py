@@ -60,7 +60,7 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
     if run["attn"] is not None:
         restriction = moments_files.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
     asked = moments_files.CalibrationRequest(
-        statistics=Statistics(attention_system=run["attention_system"]),
+        statistics=Statistics(attention_system=run["attention_system"], residual=bool(run.options.get("residual"))),
         restriction=restriction,
         **run.some("batch_size", "device", "seed", "hold_out", "groups"),
     )

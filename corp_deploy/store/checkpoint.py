@@ -18,6 +18,7 @@ from corp_deploy.families.family import family_named, family_of, outputs_of, sit
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.sites import Sites
 from ground.errors import BadInput
 from ground.files import replacing, sha256_of_file, write_json, write_text
 from ground.records import record_from_value
@@ -109,7 +110,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
             "kind": KIND,
             "version": 1,
             **_entry_of(checkpoint.architecture),
-            "sites": {site.name: site.as_json() for site in family.sites(checkpoint.model).every},
+            "sites": _widths(family.sites(checkpoint.model)),
             **({} if merging is None else {"merging": merging.as_json()}),
             **({} if outputs is None else {"outputs": list(outputs.names)}),
             "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
@@ -119,8 +120,17 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     )
 
 
+def _widths(sites: Sites) -> dict[str, Any]:
+    """As config.json has them; those of streams too."""
+    streams = {stream.name: stream.as_json() for stream in sites.coupled}
+    return streams | {site.name: site.as_json() for site in sites.every}
+
+
 def _resized(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]], where: str) -> nn.Module:
     """The dense model with every site brought to its recorded widths, weights not yet set."""
+    for stream in sites_of(model).coupled:
+        own = next(each for each in sites_of(model).coupled if each.name == stream.name)
+        model = replaced(model, own.recorded(recorded[stream.name])) if stream.name in recorded else model
     modules: dict[str, nn.Module] = {}
     for site in sites_of(model).every:
         if site.name not in recorded:

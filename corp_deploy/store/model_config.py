@@ -43,6 +43,10 @@ class _Convolutions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     channels: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1, max_length=64)]
 
 
+class _Coupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    coupled: Annotated[int, Meta(ge=1, le=2**20)]
+
+
 class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model merges tokens, an entry a block."""
 
@@ -105,7 +109,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
-_ENTRIES: dict[str, type[_Channels | _Convolutions | _Heads]] = {
+_ENTRIES: dict[str, type[_Channels | _Convolutions | _Coupled | _Heads]] = {
+    "coupled": _Coupled,
     "hidden": _Channels,
     "channels": _Convolutions,
     "heads": _Heads,
