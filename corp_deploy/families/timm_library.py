@@ -20,7 +20,7 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
-from .timm_convnets import with_conv_blocks
+from .timm_convnets import conversion_of, with_conv_blocks
 from .timm_hierarchies import Hierarchy, with_token_blocks
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
@@ -100,6 +100,13 @@ def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | N
 def unused(model: nn.Module) -> tuple[str, ...]:
     """Prefixes of a classifier's weights, for a model that was built without one."""
     return () if classes(model) else tuple(f"{name}." for name in _classifiers(model))
+
+
+def names_of_weights(model: nn.Module) -> Mapping[str, torch.Size]:
+    """The shapes of a model's weights by timm's names, in timm's order."""
+    conversion = conversion_of(model)
+    state = (model if conversion is None else conversion.library).state_dict()
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def own_state(model: nn.Module, state: State) -> dict[str, Tensor]:

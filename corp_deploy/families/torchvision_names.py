@@ -1,49 +1,34 @@
-"""torchvision's VisionTransformer and SwinTransformer as timm's models of the same architecture: names of models and of
-weights. Imports neither library.
+"""torchvision's models as timm's of the same architecture: names of models and of weights, those of its
+VisionTransformer and SwinTransformer here. Imports neither library.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import floor, isqrt
-from typing import TYPE_CHECKING, Any, Literal
+from math import isqrt
+from typing import TYPE_CHECKING
 
 from ground.errors import BadInput
 
 from .preprocessing import Preprocessing
+from .torchvision_convnets import CONVNETS, OTHER_WEIGHTS, in_order, of_regnet, of_resnet
+from .torchvision_twin import Twin, crop_pct
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Size, Tensor
 
 PREFIX = "torchvision:"
-_IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Twin:
-    """timm's name of an architecture, and how torchvision's weights of it take images of its own size."""
-
-    timm: str
-    kind: Literal["vit", "swin", "swin v2"]
-    crop_pct: float
-    interpolation: str
-
-
-def _crop_pct(resized: int, side: int = 224) -> float:
-    """Of so many pixels, rounded down: timm takes the whole part of the side that it resizes to."""
-    return floor(side / resized * 1e6) / 1e6
 
 
 def _vit(name: str, resized: int = 256) -> Twin:
-    return Twin(timm=name, kind="vit", crop_pct=_crop_pct(resized), interpolation="bilinear")
+    return Twin(timm=name, kind="vit", crop_pct=crop_pct(resized), interpolation="bilinear")
 
 
 def _swin(name: str, resized: int) -> Twin:
-    return Twin(timm=name, kind="swin", crop_pct=_crop_pct(resized), interpolation="bicubic")
+    return Twin(timm=name, kind="swin", crop_pct=crop_pct(resized), interpolation="bicubic")
 
 
 def _swin_v2(name: str, resized: int) -> Twin:
-    return Twin(timm=name, kind="swin v2", crop_pct=_crop_pct(resized, 256), interpolation="bicubic")
+    return Twin(timm=name, kind="swin v2", crop_pct=crop_pct(resized, 256), interpolation="bicubic")
 
 
 TWINS: Mapping[str, Twin] = {
@@ -58,6 +43,7 @@ TWINS: Mapping[str, Twin] = {
     "swin_v2_t": _swin_v2("swinv2_tiny_window8_256", 260),
     "swin_v2_s": _swin_v2("swinv2_small_window8_256", 260),
     "swin_v2_b": _swin_v2("swinv2_base_window8_256", 272),
+    **CONVNETS,
 }
 _VIT = (
     (r"class_token", "cls_token"),
@@ -81,11 +67,20 @@ _SWIN_LAYERS = ((r"mlp\.0\.", "mlp.fc1."), (r"mlp\.3\.", "mlp.fc2."))
 
 
 def twin_of(text: str) -> Twin:
-    """Of `torchvision:vit_b_16`. Raises BadInput for any other model."""
-    name = text.removeprefix(PREFIX)
+    """Of `torchvision:vit_b_16`, or by its weights too, `torchvision:resnet50.IMAGENET1K_V2`. Raises BadInput for any
+    other model or weights.
+    """
+    name, _, weights = text.removeprefix(PREFIX).partition(".")
     if name not in TWINS:
         raise BadInput(f"--model {text:.100}: of torchvision's models {', '.join(TWINS)} are read, with --weights")
-    return TWINS[name]
+    twin = TWINS[name]
+    if weights in ("", twin.weights):
+        return twin
+    if (name, weights) not in OTHER_WEIGHTS:
+        others = (own for model, own in OTHER_WEIGHTS if model == name)
+        known = ", ".join(f"{name}.{each}" for each in (twin.weights, *others) if each)
+        raise BadInput(f"--model {text:.100}: expected {PREFIX}{name}{f', or one of {known}' if known else ''}")
+    return OTHER_WEIGHTS[name, weights]
 
 
 def _by_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str | None:
@@ -107,9 +102,28 @@ def _of_swin(name: str) -> str | None:
     return _by_rules(name, _SWIN)
 
 
-def state_from_torchvision(state: Mapping[str, "Tensor"], twin: Twin, *, where: str) -> dict[str, "Tensor"]:
-    """Weights by timm's names. Raises BadInput for names that are none of torchvision's model."""
-    names = {name: _by_rules(name, _VIT) if twin.kind == "vit" else _of_swin(name) for name in state}
+def _named(name: str, twin: Twin) -> str | None:
+    """timm's name of a weight; None for one that torchvision's model hasn't."""
+    match twin.kind:
+        case "vit":
+            return _by_rules(name, _VIT)
+        case "regnet":
+            return of_regnet(name)
+        case "resnet":
+            return of_resnet(name)
+        case _:
+            return _of_swin(name)
+
+
+def state_from_torchvision(
+    state: Mapping[str, "Tensor"], twin: Twin, expected: Mapping[str, "Size"], *, where: str
+) -> dict[str, "Tensor"]:
+    """Weights by timm's names, which are `expected` where those of torchvision don't tell. Raises BadInput for names
+    that are none of torchvision's model.
+    """
+    if twin.kind == "in order":
+        return in_order(state, expected, where=where)
+    names = {name: _named(name, twin) for name in state}
     if foreign := [name for name, new in names.items() if new is None]:
         raise BadInput(
             f"{where}: {', '.join(foreign[:3])}: no names of torchvision's weights of this model; expected the "
@@ -144,9 +158,11 @@ def sides(state: Mapping[str, "Tensor"]) -> int | None:
 
 
 def preprocessing_of(twin: Twin, side: int | None) -> Preprocessing:
-    """As torchvision prepares images of the architecture's size; larger ones are its weights of SWAG, resized to the
-    crop's size.
+    """As torchvision prepares images of the architecture's size; a VisionTransformer's larger ones are its weights of
+    SWAG, resized to the crop's size.
     """
     swag = twin.kind == "vit" and side is not None and side > 224
-    crop_pct, interpolation = (1.0, "bicubic") if swag else (twin.crop_pct, twin.interpolation)
-    return Preprocessing(**_IMAGENET, crop_pct=crop_pct, interpolation=interpolation, crop_mode="center")
+    percent, interpolation = (1.0, "bicubic") if swag else (twin.crop_pct, twin.interpolation)
+    return Preprocessing(
+        mean=twin.mean, std=twin.std, crop_pct=percent, interpolation=interpolation, crop_mode="center"
+    )

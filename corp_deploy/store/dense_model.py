@@ -95,16 +95,17 @@ def _from_torchvision(
     if weights is None:
         raise BadInput(f"--model {text} needs --weights ({KINDS}) of the trained model")
     read = read_weights(weights, ema=ema)
-    state = torchvision_names.state_from_torchvision(read.state, twin, where=str(weights))
+    own = Architecture(name=twin.timm, kwargs={**twin.kwargs, **kwargs})
+    expected = timm_library.names_of_weights(dense_from_architecture(own)) if twin.kind == "in order" else {}
+    state = torchvision_names.state_from_torchvision(read.state, twin, expected, where=str(weights))
     side = torchvision_names.sides(state)
-    sized = {} if side is None else {"img_size": side}
-    asked = Architecture(name=twin.timm, kwargs={**sized, **kwargs})
-    prepared = torchvision_names.preprocessing_of(twin, side)
-    settings = {**prepared.settings, **preprocessing.settings}
-    note = f"{weights.name}: read as timm's {twin.timm}, images prepared as torchvision does"
-    own = replace(read, state=state, notes=(*read.notes, note))
+    asked = own if side is None else replace(own, kwargs={"img_size": side, **own.kwargs})
+    settings = {**torchvision_names.preprocessing_of(twin, side).settings, **preprocessing.settings}
+    as_for = f" for {twin.weights}" if twin.weights else ""
+    note = f"{weights.name}: read as timm's {twin.timm}, images prepared as torchvision does{as_for}"
+    named = replace(read, state=state, notes=(*read.notes, note))
     built = dense_from_architecture(asked)
-    return _with_weights(built, asked, own, Preprocessing(**settings), lambda _: "torchvision's of these weights")
+    return _with_weights(built, asked, named, Preprocessing(**settings), lambda _: "torchvision's of these weights")
 
 
 def model_of_directory(directory: Path) -> Checkpoint:

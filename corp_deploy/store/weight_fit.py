@@ -22,6 +22,11 @@ _FOREIGN = (
         "timm has no mapping of its names; give torchvision's name of the model: --model torchvision:vit_b_16",
     ),
     (
+        r"^(features\.\d+\.(\d+\.)?(block|conv)|trunk_output)\.",
+        "torchvision's convolutional networks",
+        "timm has no mapping of its names; give torchvision's name of the model: --model torchvision:efficientnet_b0",
+    ),
+    (
         r"(attention\.(query|q_proj)|self_attn\.q_proj)\.(weight|bias)$",
         "Hugging Face transformers",
         "timm has no mapping of its names; give the directory that they are in: --model hf:DIR, or take timm's copy of "

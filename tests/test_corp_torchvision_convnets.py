@@ -1,0 +1,103 @@
+"""torchvision's convolutional networks, read as timm's: the same outputs, images prepared alike."""
+
+from math import floor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from corp_deploy.families.family import image_spec, sites_of, timm_family_of
+from corp_deploy.families.timm_library import names_of_weights
+from corp_deploy.families.torchvision_convnets import CONVNETS, OTHER_WEIGHTS
+from corp_deploy.families.torchvision_names import preprocessing_of, state_from_torchvision, twin_of
+from corp_deploy.store.dense_model import load_dense
+from ground.errors import BadInput
+
+torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed, so there are no models of it")
+
+SITES = {"resnet18": 8, "regnet_y_400mf": 16, "mobilenet_v2": 16, "mobilenet_v3_small": 10}
+PREPARED = [*((name, twin.weights) for name, twin in CONVNETS.items()), *OTHER_WEIGHTS]
+
+
+@torch.no_grad()
+def lively(name: str) -> Any:
+    """With norms whose statistics are those of images."""
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, num_classes=7)
+    for norm in (each for each in model.modules() if isinstance(each, nn.BatchNorm2d)):
+        norm.momentum = None
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.normal_(std=0.2)
+    model.train()(torch.randn(4, 3, 64, 64))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_the_model_is_torchvisions(name: str, tmp_path: Path) -> None:
+    """Whatever the order of the weights in their file; to rounding in float64, where norms' eps would show."""
+    theirs, text = lively(name), f"torchvision:{name}"
+    save_file(theirs.state_dict(), tmp_path / "w.safetensors")
+    taken = load_dense(text, weights=tmp_path / "w.safetensors", kwargs={"img_size": 64})
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    model = taken.model
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images.float()), theirs(images.float()), rtol=1e-3, atol=1e-4)
+    assert image_spec(model).shape == (3, 64, 64)
+    assert any("images prepared as torchvision does for IMAGENET1K_V1" in note for note in taken.notes)
+    assert len(sites_of(model).every) == SITES[name]
+    state = state_from_torchvision(theirs.double().state_dict(), twin_of(text), names_of_weights(model), where="w")
+    model.double().load_state_dict(timm_family_of(model).own_state(model, state))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), theirs(images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, twin in CONVNETS.items() if twin.kind != "regnet"])
+def test_every_twin_has_weights_of_the_same_shapes(name: str) -> None:
+    twin = CONVNETS[name]
+    kwargs = {key: value for key, value in twin.kwargs.items() if key != "img_size"}
+    with torch.device("meta"):
+        theirs, ours = torchvision.models.get_model(name), timm.create_model(twin.timm, **kwargs)
+    expected = {key: each.shape for key, each in ours.state_dict().items() if not key.endswith("num_batches_tracked")}
+    state = state_from_torchvision(theirs.state_dict(), twin, expected, where="w")
+    assert {key: each.shape for key, each in state.items() if not key.endswith("num_batches_tracked")} == expected
+    norms = {each.eps for each in theirs.modules() if isinstance(each, nn.BatchNorm2d)}
+    assert {each.eps for each in ours.modules() if isinstance(each, nn.BatchNorm2d)} == norms
+
+
+@pytest.mark.parametrize(("name", "weights"), PREPARED)
+def test_images_are_prepared_as_torchvision_does(name: str, weights: str) -> None:
+    theirs = torchvision.models.get_model_weights(name)[weights].transforms()
+    twin = twin_of(f"torchvision:{name}.{weights}")
+    ours = preprocessing_of(twin, None)
+    assert (ours.mean, ours.std) == (tuple(theirs.mean), tuple(theirs.std))
+    assert ours.interpolation == theirs.interpolation.value
+    assert twin.kwargs["img_size"] == theirs.crop_size[0]
+    assert floor(theirs.crop_size[0] / (ours.crop_pct or 1.0)) == theirs.resize_size[0], "as timm computes it"
+
+
+def test_all_weights_of_torchvision_are_known() -> None:
+    for name in CONVNETS:
+        assert {each for of, each in PREPARED if of == name} == {
+            each.name for each in torchvision.models.get_model_weights(name)
+        }
+
+
+@pytest.mark.parametrize("name", ["resnet50", "regnet_y_400mf", "efficientnet_b0"])
+def test_weights_of_another_model_are_refused(name: str, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        state = torchvision.models.mobilenet_v2(num_classes=7).state_dict()
+    save_file({key: torch.zeros(each.shape) for key, each in state.items()}, tmp_path / "w.safetensors")
+    with pytest.raises(BadInput, match="no names of torchvision's weights"):
+        load_dense(f"torchvision:{name}", weights=tmp_path / "w.safetensors", kwargs={"img_size": 64})
+
+
+def test_torchvisions_weights_under_timms_name_are_told_apart(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        state = torchvision.models.mobilenet_v2(num_classes=7).state_dict()
+    save_file({key: torch.zeros(each.shape) for key, each in state.items()}, tmp_path / "w.safetensors")
+    with pytest.raises(BadInput, match=r"names of torchvision's convolutional networks.*--model torchvision:"):
+        load_dense("mobilenetv2_100", weights=tmp_path / "w.safetensors", kwargs={})
