@@ -5,6 +5,7 @@ EfficientNets and MobileNets have names of their own here, as timm's names fix t
 
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import timm
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import timm_family_of
+from corp_deploy.families.conv_site import ConvSite
+from corp_deploy.families.family import sites_of, timm_family_of
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
 SIZE = 48
+_FOLDER = TemporaryDirectory()
 _RESNET: dict[str, Any] = {"layers": [1, 1, 2, 1], "channels": [16, 16, 24, 32], "stem_width": 8}
 _REGNET: dict[str, Any] = {"w0": 16, "wa": 24.0, "wm": 2.0, "depth": 6, "group_size": 8, "stem_width": 16}
 BLOCKS: dict[str, tuple[str, ...]] = {
@@ -136,3 +140,23 @@ def error(model: nn.Module, dense: nn.Module, images: Tensor) -> float:
     """Of the outputs, relative."""
     exact = outputs(dense, images)
     return float((outputs(model, images) - exact).norm() / exact.norm())
+
+
+def conv_sites(model: nn.Module) -> list[ConvSite]:
+    return [site for site in sites_of(model).every if isinstance(site, ConvSite)]
+
+
+def pairs_of(one: nn.Module, other: nn.Module) -> list[tuple[ConvSite, ConvSite]]:
+    return list(zip(conv_sites(one), conv_sites(other), strict=True))
+
+
+def method(preset: str, share: float, **changes: Any) -> Method:
+    return method_from_preset(preset, conv_sparsity=share, align_conv=8, **changes)
+
+
+@cache
+def images_of(name: str, count: int = 64) -> Images:
+    """Opened for the model of this name, in files that stay while tests run."""
+    folder = Path(_FOLDER.name) / str(count)
+    folder.mkdir(exist_ok=True)
+    return opened(checkpoint(name).model, count, folder)

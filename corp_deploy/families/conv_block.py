@@ -26,6 +26,18 @@ class ConvRow(nn.Module):
             x = part(x)
         return tokens_from_map(x)
 
+    def up_to(self, name: str) -> "ConvRow":
+        """The same modules, those behind this one left out."""
+        parts = dict(self.named_children())
+        names = list(parts)
+        return ConvRow({each: parts[each] for each in names[: names.index(name) + 1]}, self.grid)
+
+    def ends_with(self, name: str) -> bool:
+        """Whether what this part gives is what the row gives."""
+        parts = dict(self.named_children())
+        behind = list(parts)[list(parts).index(name) + 1 :]
+        return all(isinstance(parts[each], nn.Identity) for each in behind)
+
 
 class ConvBlock(nn.Module):
     """act(shortcut(x) + row(x)) of maps [B,C,H,W]; act(row(x)) where nothing is added. `grid`: of the map that enters.

@@ -82,7 +82,7 @@ def _others(tokens: Tensor, count: int) -> Tensor:
     return is_other_N.nonzero().squeeze(1)
 
 
-def _refuse_nonfinite(site: str, sums: Tensor) -> None:
+def refuse_nonfinite(site: str, sums: Tensor) -> None:
     if not bool(torch.isfinite(sums).all()):
         raise BadInput(
             f"{site}: NaN or Inf in the activations; (a) the weights or an image hold NaN or Inf, or (b) what is left "
@@ -200,7 +200,7 @@ def head_moments_in_halves(
     if streams.in_halves:
         halves = moments, on_device(by_half.held_out.moments(), streams.device)
         moments = added(site.name, *halves)
-    _refuse_nonfinite(site.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
+    refuse_nonfinite(site.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
     return moments, halves
 
 
@@ -223,7 +223,7 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
                 unread.add(pair.rows(h_BNF, others), _weights(branch, pair, others))
             add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS, _weights(branch, pair))
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
-    _refuse_nonfinite(site.name, x.sum_K)
+    refuse_nonfinite(site.name, x.sum_K)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
     return moments, lacking
 
@@ -234,7 +234,7 @@ def norm_moments(branch: Branch, norm: ResponseNorm, streams: Streams) -> Channe
     with _entering(branch, branch.layer, norm.mean) as entering:
         for pair in streams:
             norms.add(entering(pair))
-    _refuse_nonfinite(branch.name, norms.sum_K)
+    refuse_nonfinite(branch.name, norms.sum_K)
     zeros_F = torch.zeros_like(norms.sum_K)
     return ChannelMoments(tokens=norms.tokens, eps=0.0, sum_F=norms.sum_K, gram_FF=norms.gram_KK, active_F=zeros_F)
 

@@ -15,7 +15,7 @@ from corp_deploy.algebra import scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
-from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics
+from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 
@@ -125,12 +125,15 @@ def kept_channels(
     return (kept_NK + first_N1).flatten()
 
 
+def group_places(kept_K: Tensor, reading: Reading) -> Tensor:
+    """Kept channels by their numbers within each group [G,K]."""
+    groups = len(reading.weight_GPU)
+    return kept_K.view(groups, -1) % (reading.channels // groups)
+
+
 def recovered(moments: PatchMoments, reading: Reading, method: Method, kept_K: Tensor, ridge_rel: float) -> Kept:
     """The reading convolution on these channels, group by group, by a ridge of this strength."""
-    groups = len(reading.weight_GPU)
-    kept_GK = kept_K.view(groups, -1) - torch.arange(groups, device=kept_K.device)[:, None] * (
-        reading.channels // groups
-    )
+    kept_GK = group_places(kept_K, reading)
     recover = RECOVERIES[method.conv_recovery]
     parts = [
         recover(statistics, weight_PU, bias_P, kept, ridge_rel=ridge_rel)
@@ -166,17 +169,26 @@ def output_energy(moments: PatchMoments, reading: Reading) -> float:
 
 def error_of(kept: Kept, reading: Reading, moments: PatchMoments) -> float:
     """E||y - y'||^2 on any moments of what the dense convolution reads."""
-    groups, taps = len(reading.weight_GPU), moments.taps
-    places_GK = kept.kept_K.view(groups, -1) % (reading.channels // groups)
-    columns_GU = (places_GK[:, :, None] * taps + torch.arange(taps, device=places_GK.device)).flatten(1)
-    bias_GP = kept.recovery.bias_O.view_as(reading.bias_GP)
-    total = 0.0
-    for group in range(groups):
-        change_PU = reading.weight_GPU[group].clone()
-        change_PU[:, columns_GU[group]] -= kept.weight_GPU[group]
-        shift_P = reading.bias_GP[group] - bias_GP[group]
-        total += output_error(moments.mean_GU[group], moments.second_GUU[group], change_PU, shift_P)
-    return total
+    second_GUU = moments.second_GUU
+    return sum(
+        output_error(moments.mean_GU[group], second_GUU[group], weight_PU, bias_P)
+        for group, (weight_PU, bias_P) in enumerate(changes_of(kept, reading))
+    )
+
+
+def group_columns(kept: Kept, reading: Reading) -> list[Tensor]:
+    """Those of a patch that stay, of each group."""
+    taps = reading.weight_GPU.shape[-1] * len(reading.weight_GPU) // reading.channels
+    return [columns(places_K, taps) for places_K in group_places(kept.kept_K, reading)]
+
+
+def changes_of(kept: Kept, reading: Reading) -> list[tuple[Tensor, Tensor]]:
+    """By how much weights [P,U] and biases [P] of each group differ from the dense ones, what is gone being 0."""
+    bias_GP = kept.recovery.bias_O.view_as(reading.bias_GP) - reading.bias_GP
+    change_GPU = -reading.weight_GPU
+    for change_PU, columns_k, weight_Pk in zip(change_GPU, group_columns(kept, reading), kept.weight_GPU, strict=True):
+        change_PU[:, columns_k] += weight_Pk
+    return list(zip(change_GPU, bias_GP, strict=True))
 
 
 def _share_lost(kept: Kept, reading: Reading, moments: PatchMoments) -> float:

@@ -11,9 +11,9 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import ConvWidths
-from ground.errors import BadInput
 
 from .conv_channels import channels_between, elimination, error_of, output_energy
+from .conv_loop import fitted_row, rebuilt_row
 from .conv_modules import Row, conv_report, random_like, reading_of
 from .kind import ErrorCurve, Reduced
 from .loop import Loop
@@ -124,12 +124,12 @@ class ConvKind:
         return curves
 
     def rebuilt(self, branch: Branch, site: ConvSite, streams: Streams, method: Method, width: ConvWidths) -> Reduced:
-        raise BadInput(f"closed loop: {site.name} is a row of convolutions; reduce without --closed-loop")
+        return rebuilt_row(branch, site, streams, method, width)
 
     def fitted(
         self, step: Branch, site: ConvSite, streams: Streams, method: Method, width: ConvWidths, loop: Loop
     ) -> tuple[Reduced, list[SiteReport]]:
-        raise BadInput(f"closed loop: {site.name} is a row of convolutions; reduce without --closed-loop")
+        return fitted_row(step, site, streams, method, width, loop)
 
     def layer(self, site: ConvSite, layer: nn.Module, method: Method, width: ConvWidths) -> nn.Module:
         return random_like(site.of_layer(layer), width)

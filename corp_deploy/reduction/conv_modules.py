@@ -4,8 +4,10 @@ Legend: O outputs of a convolution, G its groups, P outputs of a group, U column
 squeeze.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from calib.moments import ChannelMoments
@@ -73,6 +75,12 @@ class Row:
         kernel = self.site.convolution(between.reader).kernel_size
         self.weights[between.reader] = kept.weight_GPU.flatten(0, 1).unflatten(-1, (-1, *kernel))
         self.biases[between.reader] = kept.recovery.bias_O
+
+    def change(self, name: str, changes: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add to the weights [P,U] and biases [P] of each group of a convolution."""
+        weight_OU = torch.cat([weight_PU for weight_PU, _ in changes])
+        self.weights[name] = self.weights[name] + weight_OU.view_as(self.weights[name])
+        self.biases[name] = self.biases[name] + torch.cat([bias_P for _, bias_P in changes])
 
     def squeeze(self, name: str, kept_K: Tensor, moments: ChannelMoments, method: Method) -> None:
         """What the squeeze made of all channels' means, of those that stay, by least squares on images' means."""

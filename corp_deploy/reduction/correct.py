@@ -28,6 +28,74 @@ class Correction:
     fit: LoopFit
 
 
+_Ways = Sequence[tuple[Regression, Regression]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """Errors of a strength on what it was fitted to and on what was held out, the means of all ways round, of all
+    groups together.
+    """
+
+    fitted: float
+    held_out: float
+
+    @classmethod
+    def of_none(cls, groups: Sequence[_Ways]) -> "_Tried":
+        """Without a correction."""
+        return cls(
+            fitted=sum(fmean(own.target_square for own, _ in ways) for ways in groups),
+            held_out=sum(fmean(other.target_square for _, other in ways) for ways in groups),
+        )
+
+    @classmethod
+    def at(cls, groups: Sequence[_Ways], strength: float) -> "_Tried":
+        fitted = held_out = 0.0
+        for ways in groups:
+            refits = [(refit_toward(None, own, strength=strength), other) for own, other in ways]
+            fitted += fmean(refit.residual for refit, _ in refits)
+            held_out += fmean(other.error(refit.weight_OK, refit.bias_O) for refit, other in refits)
+        return cls(fitted=fitted, held_out=held_out)
+
+
+def _ways(fit: RegressionSums, held_out: RegressionSums, *, both_ways: bool) -> _Ways:
+    on_fit, on_held_out = fit.regression(), held_out.regression()
+    return ((on_fit, on_held_out), (on_held_out, on_fit)) if both_ways else ((on_fit, on_held_out),)
+
+
+def group_corrections(
+    groups: Sequence[tuple[RegressionSums, RegressionSums]],
+    energy: float | None,
+    strengths: Sequence[float],
+    *,
+    both_ways: bool = False,
+) -> tuple[list[tuple[Tensor, Tensor]], LoopFit]:
+    """Weight and bias from the inputs of each group to what is lacking of its outputs, all of one strength.
+
+    A group has its sums of the fit and those held out; else as `correction`.
+    """
+    each_way = [_ways(fit, held_out, both_ways=both_ways) for fit, held_out in groups]
+    tried: dict[float | None, _Tried] = {None: _Tried.of_none(each_way)}
+    tried |= {each: _Tried.at(each_way, each) for each in sorted(strengths, reverse=True)}
+    strength = min(tried, key=lambda each: tried[each].held_out)
+    changes = [(torch.zeros_like(ways[0][0].cross_OK), torch.zeros_like(ways[0][0].mean_O)) for ways in each_way]
+    del each_way
+    if strength is not None:
+        strength_whole = 0.5 * strength if both_ways else strength
+        both = (fit.with_those_of(held_out).regression() for fit, held_out in groups)
+        refits = (refit_toward(None, whole, strength=strength_whole) for whole in both)
+        changes = [(refit.weight_OK, refit.bias_O) for refit in refits]
+    report = LoopFit(
+        strength=strength,
+        energy=energy,
+        error_recovered=tried[None].fitted,
+        error=tried[strength].fitted,
+        error_recovered_held_out=tried[None].held_out,
+        error_held_out=tried[strength].held_out,
+    )
+    return changes, report
+
+
 def correction(
     fit: RegressionSums,
     held_out: RegressionSums,
@@ -43,51 +111,10 @@ def correction(
     then solved on both. With `both_ways` the sums are of two halves, each judges what is fitted to the other, and both
     together take half the strength (see ridges.py). Rows that the layer scale all but silences get no correction.
     """
-    on_fit, on_held_out = fit.regression(), held_out.regression()
-    ways = ((on_fit, on_held_out), (on_held_out, on_fit)) if both_ways else ((on_fit, on_held_out),)
-    tried: dict[float | None, _Tried] = {None: _Tried.of_none(ways)}
-    tried |= {each: _Tried.at(ways, each) for each in sorted(strengths, reverse=True)}
-    strength = min(tried, key=lambda each: tried[each].held_out)
-    weight_CK, bias_C = torch.zeros_like(on_fit.cross_OK), torch.zeros_like(on_fit.mean_O)
-    if strength is not None:
-        strength_whole = 0.5 * strength if both_ways else strength
-        whole = refit_toward(None, fit.with_those_of(held_out).regression(), strength=strength_whole)
-        weight_CK, bias_C = divided_by_scale(whole.weight_OK, scale_C), divided_by_scale(whole.bias_O, scale_C)
-    report = LoopFit(
-        strength=strength,
-        energy=energy,
-        error_recovered=tried[None].fitted,
-        error=tried[strength].fitted,
-        error_recovered_held_out=tried[None].held_out,
-        error_held_out=tried[strength].held_out,
-    )
+    changes, report = group_corrections([(fit, held_out)], energy, strengths, both_ways=both_ways)
+    ((weight_CK, bias_C),) = changes
+    weight_CK, bias_C = divided_by_scale(weight_CK, scale_C), divided_by_scale(bias_C, scale_C)
     return Correction(weight_CK=weight_CK, bias_C=bias_C, fit=report)
-
-
-_Ways = Sequence[tuple[Regression, Regression]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
-    """Errors of a strength on what it was fitted to and on what was held out, the means of all ways round."""
-
-    fitted: float
-    held_out: float
-
-    @classmethod
-    def of_none(cls, ways: _Ways) -> "_Tried":
-        """Without a correction."""
-        return cls(
-            fitted=fmean(own.target_square for own, _ in ways), held_out=fmean(other.target_square for _, other in ways)
-        )
-
-    @classmethod
-    def at(cls, ways: _Ways, strength: float) -> "_Tried":
-        refits = [(refit_toward(None, own, strength=strength), other) for own, other in ways]
-        return cls(
-            fitted=fmean(refit.residual for refit, _ in refits),
-            held_out=fmean(other.error(refit.weight_OK, refit.bias_O) for refit, other in refits),
-        )
 
 
 def divided_by_scale(rows: Tensor, scale_C: Tensor | None) -> Tensor:

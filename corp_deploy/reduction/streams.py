@@ -5,6 +5,7 @@ Legend: B images of a piece, N tokens, M source tokens where some are merged, C 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,15 @@ class Pair:
         weights_BN = self.weights_BN if tokens is None else self.weights_BN[:, tokens]
         return x_BNC[weights_BN > 0.0].unsqueeze(0)
 
+    def joined(self, others: "list[Pair]") -> "Pair":
+        """With the inputs of others that are held out likewise; of streams whose tokens all count alike."""
+        every = [self, *others]
+        assert all(each.present_BN is None and each.held_out == self.held_out for each in every), len(every)
+        dense = torch.cat([each.dense for each in every])
+        same = all(each.reduced is each.dense for each in every)
+        reduced = dense if same else torch.cat([each.reduced for each in every])
+        return Pair(dense=dense, reduced=reduced, held_out=self.held_out)
+
     def row_weights(self, tokens: Tensor | None = None) -> Tensor | None:
         """By how much each of those rows counts, None for all alike."""
         return self.sizes_BN if self.sizes_BN is None or tokens is None else self.sizes_BN[:, tokens]
@@ -159,6 +169,19 @@ class Streams:
     @property
     def device(self) -> torch.device:
         return self.pairs[0].dense.device
+
+    def gather(self) -> None:
+        """Makes larger pieces where inputs have become few tokens, which a CPU runs faster; all must count alike."""
+        for is_held in (False, True):
+            waiting = [pair for pair in self.pairs if pair.held_out == is_held]
+            self.pairs = [pair for pair in self.pairs if pair.held_out != is_held]
+            while waiting:
+                first, *_ = waiting
+                most = max(1, CPU_TOKENS // first.dense.shape[1]) if first.dense.device.type == "cpu" else 1
+                ends = accumulate(len(pair.dense) for pair in waiting)
+                count = max(1, sum(end <= most for end in ends))
+                self.pairs.append(first if count == 1 else first.joined(waiting[1:count]))
+                del waiting[:count]
 
     def advance(self, step: Step) -> None:
         """Both streams of all images through the same step."""
