@@ -126,8 +126,8 @@ def pixels(count: int, seed: int = 0, size: int = SIZE) -> Tensor:
     return torch.from_numpy(tiny.images(count, seed, size))
 
 
-def opened(model: nn.Module, count: int, path: Path, seed: int = 0) -> Images:
-    return tiny.opened(path / f"images{seed}.npy", pixels(count, seed).numpy(), model)
+def opened(model: nn.Module, count: int, path: Path, seed: int = 0, size: int = SIZE) -> Images:
+    return tiny.opened(path / f"images{seed}.npy", pixels(count, seed, size).numpy(), model)
 
 
 def outputs(model: nn.Module, images: Tensor) -> Tensor:

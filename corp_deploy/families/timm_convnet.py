@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 
 from . import timm_library
-from .conv_block import ConvBlock, ConvRow, conv_blocks
-from .conv_site import ConvSite
+from .conv_block import ConvBlock, ConvRow
 from .coupled_site import CoupledSite
 from .coupling import couplings
 from .maps import Grid, OnMap, map_from_tokens, tokens_from_map
 from .merging import Merging
 from .modules import replaced
 from .named_outputs import NamedOutputs
-from .site import Site
-from .sites import Refusal, Sites
+from .sites import Sites
 from .steps import Branch, Nothing, Passage, Step
-from .timm_convnets import ConvNet, blocks_of, head_of, maps_in, plan_of, why_kept
+from .timm_conv_sites import conv_sites
+from .timm_convnets import ConvNet, blocks_of, head_of, maps_in, plan_of
 from .timm_convnets import own_state as own_state
 from .timm_images import ImageSpec
 from .timm_library import beside as beside
@@ -53,20 +52,11 @@ def _network(model: nn.Module) -> Any:
 
 def sites(model: nn.Module) -> Sites:
     """The rows of convolutions in the order they run, dense or already reduced; those of deep stems first."""
-    every: list[Site] = []
-    refused: list[Refusal] = []
-    blocks = blocks_of(model)
-    named = {name for name, _ in blocks}
-    for name, block in [*(each for each in conv_blocks(model) if each[0] not in named), *blocks]:
-        reason = ConvSite.refusal_of(block) if isinstance(block, ConvBlock) else why_kept(name, model)
-        if reason:
-            refused.append(Refusal(name=name, reason=reason, sites={name: ConvSite.kind}))
-        elif isinstance(block, ConvBlock):
-            every.append(ConvSite(name=name, block=block))
+    every, refused = conv_sites(model)
     coupled = dict(_couplings(model))
     return Sites(
-        every=tuple(every),
-        refused=tuple(refused),
+        every=every,
+        refused=refused,
         coupled=tuple(each for each in coupled.values() if isinstance(each, CoupledSite)),
         uncoupled={name: each for name, each in coupled.items() if isinstance(each, str)},
     )

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from timm.models._features import FeatureListNet
 from timm.models.efficientnet import EfficientNet
 from timm.models.mobilenetv3 import MobileNetV3
 from timm.models.regnet import RegNet
@@ -38,6 +39,14 @@ class Plan:
     new_tail: Callable[[nn.Module, Maps], Parts]
 
 
+_RESNET = Plan(
+    stem=timm_resnet_blocks.STEM,
+    stages=timm_resnet_blocks.STAGES,
+    tail=timm_resnet_blocks.TAIL,
+    block=timm_resnet_blocks.converted,
+    new_stem=timm_resnet_blocks.stem,
+    new_tail=timm_resnet_blocks.tail,
+)
 _EFFICIENTNET = Plan(
     stem=timm_efficientnet_blocks.STEM,
     stages=timm_efficientnet_blocks.STAGES,
@@ -50,14 +59,8 @@ PLANS: Mapping[type[nn.Module], Plan] = MappingProxyType(
     {
         EfficientNet: _EFFICIENTNET,
         MobileNetV3: replace(_EFFICIENTNET, tail=()),
-        ResNet: Plan(
-            stem=timm_resnet_blocks.STEM,
-            stages=timm_resnet_blocks.STAGES,
-            tail=timm_resnet_blocks.TAIL,
-            block=timm_resnet_blocks.converted,
-            new_stem=timm_resnet_blocks.stem,
-            new_tail=timm_resnet_blocks.tail,
-        ),
+        FeatureListNet: _RESNET,  # in front of a transformer
+        ResNet: _RESNET,
         RegNet: Plan(
             stem=timm_regnet_blocks.STEM,
             stages=timm_regnet_blocks.STAGES,
@@ -92,11 +95,10 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All blocks, ours and timm's, with their names in the order they run."""
-    blocks: list[tuple[str, nn.Module]] = []
-    for stage in plan_of(model).stages:
-        blocks += _in_stage(stage, model.get_submodule(stage))
-    return blocks
+    """All blocks, ours and timm's, with their names in the order they run; a network cut short has fewer stages."""
+    children = dict(model.named_children())
+    stages = (name for name in plan_of(model).stages if name in children)
+    return [block for name in stages for block in _in_stage(name, children[name])]
 
 
 def _in_stage(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -110,11 +112,11 @@ def _in_stage(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is known of a model made of timm's for images of one size: the grids of the maps that enter and leave its
-    blocks and what they stand in, by name, why blocks stay as they are, and timm's own model, without memory.
+    """What is known of a model made of timm's for images of one shape [C,H,W]: the grids of the maps that enter and
+    leave its blocks and what they stand in, by name, why blocks stay as they are, and timm's own model, without memory.
     """
 
-    size: Grid
+    shape: tuple[int, int, int]
     maps: Maps
     kept: Mapping[str, str]
     library: nn.Module
@@ -130,13 +132,17 @@ def _outline(model: nn.Module, maps: Maps) -> Maps:
     return Maps(before={name: maps.before[name] for name in known}, behind={name: maps.behind[name] for name in known})
 
 
-def _converted(model: nn.Module, size: Grid) -> nn.Module:
+def converted(model: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
+    """A network of one of timm's plans with its blocks as rows of convolutions for images of this shape [C,H,W]; what
+    isn't known stays timm's.
+    """
     plan = plan_of(model)
-    maps = maps_of(model, int(model.in_chans), size)  # type: ignore[arg-type]
+    channels, *size = shape
+    maps = maps_of(model, channels, (size[0], size[1]))
     modules: Parts = {}
     kept: dict[str, str] = {}
     for make in (plan.new_stem, plan.new_tail):
-        with suppress(Unknown):  # what isn't known stays timm's: it has no site
+        with suppress(Unknown):  # it has no site
             modules |= make(model, maps)
     for name, block in blocks_of(model):
         try:
@@ -145,7 +151,7 @@ def _converted(model: nn.Module, size: Grid) -> nn.Module:
             kept[name] = str(error)
     own = replaced(model, modules)
     vars(own)["_conversion"] = Conversion(
-        size=size, maps=_outline(model, maps), kept=kept, library=without_memory(model)
+        shape=shape, maps=_outline(model, maps), kept=kept, library=without_memory(model)
     )
     return own
 
@@ -179,7 +185,7 @@ def with_conv_blocks(model: nn.Module, size: Grid) -> nn.Module:
     if not isinstance(model, ConvNet):
         return model
     try:
-        return _converted(model, size)
+        return converted(model, (int(model.in_chans), *size))
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0][:150]
         raise BadInput(f"{type(model).__name__} doesn't take images of {size[0]}x{size[1]} ({reason})") from None
@@ -200,4 +206,4 @@ def own_state(model: nn.Module, state: State) -> dict[str, Tensor]:
     theirs = replaced(conversion.library, {}).to_empty(device=next(iter(known.values())).device)
     theirs.load_state_dict(known, strict=False, assign=True)
     beyond = {name: value for name, value in state.items() if name not in expected}
-    return {**_converted(theirs.eval(), conversion.size).state_dict(), **beyond}
+    return {**converted(theirs.eval(), conversion.shape).state_dict(), **beyond}

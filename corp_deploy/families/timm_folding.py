@@ -7,6 +7,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.layers import BatchNormAct2d, Conv2dSame, LayerScale2d
@@ -48,8 +49,8 @@ def maps_of(model: nn.Module, channels: int, size: Grid) -> Maps:
     behind: dict[str, Grid] = {}
 
     def listen(name: str, module: nn.Module) -> None:
-        def hear(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-            if inputs[0].ndim == 4 and out.ndim == 4:
+        def hear(_: nn.Module, inputs: tuple[Tensor, ...], out: Any) -> None:
+            if isinstance(out, Tensor) and inputs[0].ndim == 4 and out.ndim == 4:
                 before[name], behind[name] = _grid(inputs[0]), _grid(out)
 
         module.register_forward_hook(hear)

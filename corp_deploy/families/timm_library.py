@@ -22,6 +22,7 @@ from .timm_arguments import refuse_unbounded
 from .timm_build import built
 from .timm_convnets import conversion_of, with_conv_blocks
 from .timm_hierarchies import Hierarchy, with_token_blocks
+from .timm_hybrid import with_conv_backbone
 from .timm_images import ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
@@ -183,7 +184,7 @@ def build(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     set_preprocessing_(model, architecture.preprocessing)
-    own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(model))))
+    own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(with_conv_backbone(model)))))
     return with_conv_blocks(with_token_blocks(own, configured_size(model)), configured_size(model))
 
 

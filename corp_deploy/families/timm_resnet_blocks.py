@@ -1,6 +1,6 @@
 """timm's ResNets and ResNeXts: their stem and blocks (arXiv 1512.03385, 1611.05431; deep stems: 1812.01187)."""
 
-from timm.models.resnet import BasicBlock, Bottleneck, ResNet
+from timm.models.resnet import BasicBlock, Bottleneck
 from torch import nn
 
 from .conv_block import ConvBlock
@@ -39,11 +39,11 @@ def converted(name: str, block: nn.Module, maps: Maps) -> ConvBlock:
     return ConvBlock(_row(name, block, maps), maps.before[name], adds=True, shortcut=shortcut, act=act)
 
 
-def _deep_stem(model: ResNet, maps: Maps) -> ConvBlock:
+def _deep_stem(convolutions: nn.Sequential, last: nn.Module, maps: Maps) -> ConvBlock:
     """Three convolutions in a row, the last one's norm behind them."""
-    layers = list(model.conv1.children())
+    layers = list(convolutions)
     folding = Folding("conv1", maps)
-    norms = [*layers[1::3], model.bn1]
+    norms = [*layers[1::3], last]
     acts = [*((str(3 * place + 2), act) for place, act in enumerate(layers[2::3])), None]
     for place, (conv, norm, act) in enumerate(zip(layers[::3], norms, acts, strict=True)):
         folding.add(str(3 * place), conv, norm, act)
@@ -52,11 +52,13 @@ def _deep_stem(model: ResNet, maps: Maps) -> ConvBlock:
 
 def stem(model: nn.Module, maps: Maps) -> Parts:
     """What stands in the place of timm's modules in front of the blocks, by their names."""
-    assert isinstance(model, ResNet), type(model)
-    folding = Folding("", maps)
-    deep = isinstance(model.conv1, nn.Sequential)
-    first = _deep_stem(model, maps) if deep else folding.convolution("conv1", model.conv1, model.bn1)[0]
-    return {"conv1": first, "bn1": nn.Identity(), "act1": plain_act(model.act1)}
+    conv, norm, act = (model.get_submodule(name) for name in ("conv1", "bn1", "act1"))
+    first: nn.Module
+    if isinstance(conv, nn.Sequential):
+        first = _deep_stem(conv, norm, maps)
+    else:
+        first, _ = Folding("", maps).convolution("conv1", conv, norm)
+    return {"conv1": first, "bn1": nn.Identity(), "act1": plain_act(act)}
 
 
 def tail(model: nn.Module, maps: Maps) -> Parts:

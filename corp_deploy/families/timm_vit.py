@@ -2,7 +2,8 @@
 are reduced, timm_merging.py for merged tokens, timm_library.py for what it shares with timm's other families.
 
 Blocks of one attention and one MLP, pre-norm or residual post-norm, and of several side by side are reduced where the
-attention has one fused qkv and the MLP is one of timm_mlps.py; anything else is refused with its reason.
+attention has one fused qkv and the MLP is one of timm_mlps.py; anything else is refused with its reason. What hybrids
+have in front of their tokens is of timm_hybrid.py.
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,13 @@ from calib.inputs import Inputs
 from . import timm_library, timm_merging
 from .merging import Merging
 from .modules import replaced
+from .timm_hybrid import own_state as own_state
 from .timm_images import ImageSpec
 from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_library import own_state as own_state
 from .timm_library import take_beside_ as take_beside_
 from .timm_sites import require_vit
 from .timm_sites import sites as sites

@@ -104,7 +104,10 @@ def reduce_closed_loop(
     read = tokens_to_fit(model, loop.reads)
     steps = list(family.steps(model, read=read))
     if whole := [name for name in asked if name not in {step.name for step in steps}]:
-        raise BadInput(f"closed loop: {', '.join(whole)} stand in blocks that can't be taken apart; reduce without it")
+        raise BadInput(
+            f"closed loop: {', '.join(whole)} stand in blocks that can't be taken apart, or in front of the blocks; "
+            "reduce without it"
+        )
     with evaluating(model):
         modules, reports = walk(
             steps,

@@ -1,0 +1,145 @@
+"""timm's hybrids: the ResNets in front of a transformer's tokens as rows of convolutions, and closed loops behind."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models import generate_default_cfgs, register_model
+from timm.models.resnet import resnet26d
+from timm.models.vision_transformer_hybrid import _cfg, _create_vision_transformer_hybrid
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from calib.moments import Moments
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.conv_site import ConvSite
+from corp_deploy.families.family import sites_of, timm_family_of
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
+from ground.errors import BadInput
+from tests.small_convnets import error, opened, outputs, pixels
+
+SIZE = 64
+NAMES = ("small_hybrid",)
+ROWS = {"small_hybrid": ["conv1", "layer1.0", "layer2.0", "layer3.0"]}
+VIT: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 1}
+default_cfgs = generate_default_cfgs({f"{name}.untrained": _cfg(input_size=(3, SIZE, SIZE)) for name in NAMES})
+
+
+@register_model
+def small_hybrid(**kwargs: Any) -> nn.Module:
+    """Behind three stages of a ResNet with a deep stem."""
+    stages = {"layers": [1, 1, 1, 1], "channels": [16, 24, 32, 40], "stem_width": 8}
+    backbone = resnet26d(features_only=True, out_indices=[3], **stages)
+    model: nn.Module = _create_vision_transformer_hybrid("small_hybrid", backbone=backbone, **{**VIT, **kwargs})
+    return model
+
+
+@cache
+def library(name: str) -> nn.Module:
+    """timm's own, its norms' statistics those of images."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(name, num_classes=7, img_size=SIZE)
+    with torch.no_grad():
+        for norm_name, norm in model.named_modules():
+            if isinstance(norm, nn.BatchNorm2d | nn.GroupNorm) and "backbone" in norm_name:
+                norm.weight.uniform_(0.5, 1.5)
+                norm.bias.normal_(std=0.3)
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.momentum = None
+        model.train()(pixels(64, seed=9, size=SIZE))
+    return model.eval().requires_grad_(False)
+
+
+@cache
+def checkpoint(name: str) -> Checkpoint:
+    architecture = Architecture(name=name, kwargs={"num_classes": 7, "img_size": SIZE})
+    model = dense_from_architecture(architecture)
+    model.load_state_dict(timm_family_of(model).own_state(model, library(name).state_dict()))
+    return Checkpoint(model=model.eval().requires_grad_(False), architecture=architecture, lineage={})
+
+
+@cache
+def moments(name: str) -> Moments:
+    own = checkpoint(name)
+    with TemporaryDirectory() as folder:
+        return calibrate(own, opened(own.model, 48, Path(folder), size=SIZE), batch_size=24)
+
+
+def method(**changes: Any) -> Method:
+    return method_from_preset("best", align_conv=8, align_hidden=8, align_head=8, **changes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_folded_norms_are_the_same_function(name: str) -> None:
+    theirs, model = copy.deepcopy(library(name)).double(), copy.deepcopy(checkpoint(name).model).double()
+    model.load_state_dict(timm_family_of(model).own_state(model, theirs.state_dict()))
+    assert error(model, theirs, pixels(3, size=SIZE).double()) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_front_of_the_tokens_are_sites_and_cost_what_is_counted(name: str) -> None:
+    model = checkpoint(name).model
+    rows = [site.name for site in sites_of(model).every if isinstance(site, ConvSite)]
+    assert rows == [f"patch_embed.backbone.{row}" for row in ROWS[name]]
+    assert len(sites_of(model).linear) == 4
+    assert not sites_of(model).refused
+    site_costs(model, "macs")
+    site_costs(model, "params")
+    with FlopCounterMode(display=False) as counter:
+        model(pixels(1, size=SIZE))
+    assert counter.get_total_flops() == 2 * macs(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_removed_is_the_identity(name: str) -> None:
+    own = checkpoint(name)
+    asked = method(conv_sparsity=0.0, mlp_sparsity=0.0, attention_sparsity=0.0)
+    assert error(reduce(own.model, moments(name), asked).model, own.model, pixels(3, size=SIZE)) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_reduced_written_and_read_again(name: str, tmp_path: Path) -> None:
+    own = checkpoint(name)
+    reduction = reduce(own.model, moments(name), method(conv_sparsity=0.5, mlp_sparsity=0.5))
+    costs = site_costs(own.model, "macs")
+    for site in (site for site in sites_of(reduction.model).every if isinstance(site, ConvSite)):
+        dense = sites_of(own.model).by_name[site.name]
+        assert all(kept < whole for kept, whole in zip(site.width.channels, dense.width.channels, strict=True))
+        assert costs.of(dense, site.width, "ragged") == site_costs(reduction.model, "macs").now[site.name]
+    save(replace(own, model=reduction.model), tmp_path / "model")
+    again = load_checkpoint(tmp_path / "model").model
+    assert error(again, reduction.model, pixels(2, size=SIZE)) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_closed_loop_reduces_what_stands_behind_the_tokens(name: str, tmp_path: Path) -> None:
+    own = checkpoint(name)
+    images = opened(own.model, 48, tmp_path, size=SIZE)
+    reduction = reduce_closed_loop(own.model, images, method(mlp_sparsity=0.5, attention_sparsity=0.5))
+    assert [each.site for each in reduction.sites if "backbone" in each.site] == []
+    assert error(reduction.model, own.model, pixels(48, size=SIZE)) < 0.3
+    with pytest.raises(BadInput, match=r"patch_embed\.backbone\.\w+.* in front of the blocks"):
+        reduce_closed_loop(own.model, images, method(conv_sparsity=0.5))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
+    save_file(library(name).state_dict(), tmp_path / "weights.safetensors")
+    own = load_dense(name, weights=tmp_path / "weights.safetensors", kwargs={"img_size": SIZE})
+    assert torch.allclose(
+        outputs(own.model, pixels(2, size=SIZE)), outputs(library(name), pixels(2, size=SIZE)), atol=1e-5
+    )
