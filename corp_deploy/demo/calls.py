@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from corp_deploy.invocation.call import Invocation, Pairs
-from corp_deploy.reduction.method import DEFAULT_RIDGE_REL
+from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, WEIGHTS
 
-ITSELF = Invocation(command="demo", options={"output": "."})
-SPARSITY = 0.5
-TITLE = "The digits example: dense against reduced"
+from .example import Example
+
 ONLY_DEMO = ("images/calibration.npz", "images/held-out.npz", "effects.json")
 MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
 
@@ -26,7 +24,12 @@ class DemoScale:
 SCALE = DemoScale()
 
 
-def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
+def itself(example: Example) -> Invocation:
+    """The demo's own command."""
+    return Invocation(command="demo", options={**example.said, "output": "."})
+
+
+def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
     """Every command of the demo by the files that it makes, all in the demo's directory."""
     calibrate = {
         "model": "dense",
@@ -49,15 +52,7 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
         "model": "dense",
         "moments": "moments.safetensors",
         "held_out": "moments.held-out.safetensors",
-        "mlp": SPARSITY,
-        "attn": SPARSITY,
-        "preset": "best",
-        "select": None,
-        "heads": "padded",
-        "closed_loop": False,
-        "allow_partial": False,
-        "align": Pairs(mlp=64, head=16),
-        "ridge": DEFAULT_RIDGE_REL,
+        **example.reduce,
         "device": "cpu",
         "output": "reduced",
     }
@@ -69,7 +64,7 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
         "moments": "moments.safetensors",
         "batch": (1, 7, 32),
         "min_agreement": 0.98,
-        "max_error": 0.05,
+        "max_error": example.max_error,
         "half_factor": 4.0,
         "max_apart": 0.05,
         "output": "parity.json",
@@ -97,12 +92,12 @@ def invocations(scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
         ("parity.json", "parity.npz"): Invocation(command="verify", arguments=chain, options=verify),
         ("bench.json",): Invocation(command="bench", arguments=pair, options=bench),
         ("report.html",): Invocation(
-            command="report", arguments=(".",), options={"title": TITLE, "output": "report.html"}
+            command="report", arguments=(".",), options={"title": example.title, "output": "report.html"}
         ),
     }
 
 
-def made_by(scale: DemoScale) -> dict[str, str]:
+def made_by(example: Example, scale: DemoScale) -> dict[str, str]:
     """The command that makes each file; what no other command makes the demo does."""
-    by_calls = {name: str(run) for names, run in invocations(scale).items() for name in names}
-    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(ITSELF)) | by_calls
+    by_calls = {name: str(run) for names, run in invocations(example, scale).items() for name in names}
+    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(itself(example))) | by_calls

@@ -20,6 +20,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.release import steps
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing
@@ -28,7 +29,8 @@ from perf.parity.measures import measures
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
 
-from .calls import ITSELF, SCALE, SPARSITY, DemoScale, invocations, made_by
+from .calls import SCALE, DemoScale, invocations, itself, made_by
+from .example import VIT, Example
 
 EXAMPLE = Path(__file__).with_name("digits")
 STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
@@ -45,8 +47,8 @@ class Demo:
     effects: list[dict[str, Any]]
 
 
-def _require_example() -> None:
-    if not (EXAMPLE / "model").is_dir():
+def _require_example(example: Example) -> None:
+    if not (EXAMPLE / example.folder).is_dir():
         raise Missing(f"{EXAMPLE}: the digits example is missing from this installation; install corp-deploy again")
     try:
         import sklearn  # noqa: F401
@@ -79,36 +81,44 @@ def _effect(
     }
 
 
-def _effects(directory: Path, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
-    """The same widths without repair and with it, on the held-out images."""
+def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
+    """The same widths by the presets beside and by the demo's own, on the held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_from_path(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
-    method = method_from_preset("none", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY)
-    without = reduce(dense.model, load_moments(directory / "moments.safetensors"), method).model
+    moments = load_moments(directory / "moments.safetensors")
+    models = {
+        preset: reduce(dense.model, moments, method_from_preset(preset, **example.method)).model
+        for preset in example.beside
+    }
     with torch.inference_mode():
         reference = dense.model(pixels).numpy()
-    pairs = (("none", without), ("best", reduced))
+    pairs = (*models.items(), (example.reduce["preset"], reduced))
     return [_effect(preset, model, reference, pixels, labels) for preset, model in pairs]
 
 
 def run_demo(
-    directory: Path, *, note: Callable[[str], None], step: Callable[[int], None], scale: DemoScale | None = None
+    directory: Path,
+    example: Example = VIT,
+    *,
+    note: Callable[[str], None],
+    step: Callable[[int], None],
+    scale: DemoScale | None = None,
 ) -> Demo:
     """Run every step into `directory`. `note` hears what is done next, `step` how many steps are finished.
 
     Raises Missing when the example or what it needs is absent.
     """
-    _require_example()
+    _require_example(example)
     scale = scale or SCALE
     place = StageDirs(root=directory, into=directory, unfinished=directory / ".unfinished.safetensors")
     of_command: dict[str, list[Invocation]] = {}
-    for run in invocations(scale).values():
+    for run in invocations(example, scale).values():
         of_command.setdefault(run.command, []).append(run)
 
     note("writing the example's images and model")
     _write_images(directory / "images")
-    dense = load_checkpoint(EXAMPLE / "model")
+    dense = model_of_directory(EXAMPLE / example.folder)
     save(dense, directory / "dense")
     step(1)
 
@@ -116,7 +126,7 @@ def run_demo(
     steps.write_moments(place, *of_command["calibrate"])
     step(2)
 
-    note("reducing to half the channels and head dimensions")
+    note(example.narrower)
     steps.write_reduced(place, *of_command["reduce"])
     reduced = load_checkpoint(directory / "reduced")
     step(3)
@@ -128,7 +138,7 @@ def run_demo(
 
     note("proving parity on held-out images")
     parity = steps.write_parity(place, *of_command["verify"])
-    effects = _effects(directory, dense, reduced.model)
+    effects = _effects(directory, example, dense, reduced.model)
     write_json(directory / "effects.json", {"kind": EFFECTS_KIND, "version": 1, "rows": effects})
     step(5)
 
@@ -138,8 +148,8 @@ def run_demo(
 
     note("writing the report")
     # Once for the report to tell of, once more with the report in it.
-    write_manifest(directory, made_by(scale), command=str(ITSELF))
+    write_manifest(directory, made_by(example, scale), command=str(itself(example)))
     steps.write_report(place, *of_command["report"])
-    write_manifest(directory, made_by(scale), command=str(ITSELF))
+    write_manifest(directory, made_by(example, scale), command=str(itself(example)))
     step(7)
     return Demo(dense=dense, reduced=reduced, parity=parity, bench=bench, effects=effects)

@@ -10,6 +10,8 @@ from perf.stats.summary import summarise
 
 from .run import Demo
 
+EFFECTS = {"none": "without repair (none)", "grail": "repaired as GRAIL does (grail)", "best": "repaired (best)"}
+
 
 def _cost(checkpoint: Checkpoint) -> tuple[int, int]:
     return parameters(checkpoint.model), macs(checkpoint.model)
@@ -79,5 +81,5 @@ def demo_tables(record: dict[str, Any]) -> tuple[Table, Table]:
     repair = Table("same widths", "relative logit error", "agreement", "accuracy")
     for effect in record["effects"]:
         figures = f"{effect['relative_error']:.4f}", f"{effect['agreement']:.1%}", f"{effect['accuracy']:.1%}"
-        repair.add_row({"none": "without repair (none)", "best": "repaired (best)"}[effect["preset"]], *figures)
+        repair.add_row(EFFECTS[effect["preset"]], *figures)
     return table, repair
