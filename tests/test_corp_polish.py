@@ -346,6 +346,7 @@ def test_steps_are_those_of_torchs_adam_times_each_matrixs_scale() -> None:
             optimiser.step()
     for matrix, each in zip(matrices, copies, strict=True):
         torch.testing.assert_close(matrix.layer.weight.detach(), each[0].detach(), rtol=0.0, atol=1e-5)
+        assert matrix.layer.bias is not None
         torch.testing.assert_close(matrix.layer.bias.detach(), each[1].detach(), rtol=0.0, atol=1e-5)
 
 

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from corp_deploy.demo import run as demo
-from corp_deploy.demo.calls import ITSELF, DemoScale
+from corp_deploy.demo.calls import DemoScale, itself
+from corp_deploy.demo.example import EXAMPLES
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Stage
@@ -25,7 +26,7 @@ from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe
 from corp_deploy.store.checkpoint import save
 from perf.parity.parity import load_parity
-from tests import tiny
+from tests import small_convnets, tiny
 
 ROOT = Path(__file__).parents[1]
 PLAIN = """
@@ -185,20 +186,27 @@ def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch:
     reproduced(out, tmp_path, commands, monkeypatch)
 
 
-def test_every_command_of_the_demo_makes_what_it_stands_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tiny.checkpoint(depth=1), tmp_path / "example" / "model")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_command_of_the_demo_makes_what_it_stands_beside(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = EXAMPLES[name]
+    own = tiny.checkpoint(depth=1) if name == "vit" else small_convnets.checkpoint("resnet18", 32)
+    save(own, tmp_path / "example" / example.folder)
     monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "example")
     monkeypatch.setattr(demo, "_write_images", small_images)
     monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=0.2))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)
-    run_in(home / "demo-out", ITSELF.words, monkeypatch)
+    run_in(home / "demo-out", itself(example).words, monkeypatch)
     commands = commands_of(home / "demo-out" / "manifest.json")
     assert "" not in commands
-    assert commands.pop(str(ITSELF)), "it has just made these in a fresh directory"
+    assert commands.pop(str(itself(example))), "it has just made these in a fresh directory"
     assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 7
     page = (home / "demo-out" / "report.html").read_text()
     assert "--hold-out 5 " in page
+    effects = json.loads((home / "demo-out" / "effects.json").read_text())["rows"]
+    assert [row["preset"] for row in effects] == [*example.beside, "best"]
 
 
 def small_images(directory: Path) -> None:

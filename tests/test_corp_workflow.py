@@ -20,6 +20,7 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
+from corp_deploy.planning.budget import uniform as evenly
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
@@ -117,6 +118,9 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     assert beside is not None
     assert uniform_for_share(probe.model, probe.method, sites, dense, 0.05) is None
     sparsity, uniform = beside
+    assert uniform.share <= 0.7
+    less = replace(probe.method, mlp_sparsity=sparsity - 0.01, attention_sparsity=sparsity - 0.01)
+    assert evenly(probe.model, less, sites, dense).share > 0.7, "the least sparsity that meets the budget"
     asked = replace(probe.method, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
     assert {part.name: part.width for part in vit.sites(even).channels}.items() <= uniform.widths.items()

@@ -83,7 +83,8 @@ def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = {path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
     assert names == {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
-    assert {"perf/report/templates/page.css", "corp_deploy/demo/digits/model/model.safetensors"} <= names
+    models = {f"corp_deploy/demo/digits/{folder}/model.safetensors" for folder in ("model", "resnet")}
+    assert {"perf/report/templates/page.css", *models} <= names
 
 
 def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) -> None:

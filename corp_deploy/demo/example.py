@@ -16,7 +16,8 @@ class Example:
     """A trained model among the digits, in `folder`, and how the demo reduces it.
 
     `said`: what its command says of it; `reduce`: the options of reduce that settle the method; `method`: the same
-    widths as fields of a Method, for presets that stand beside in `beside`; `narrower`: what is done, in words; `max_error`: of the outputs, for the proof.
+    widths as fields of a Method, for presets that stand beside in `beside`; `narrower`: what is done, in words;
+    `max_error`: of the outputs, for the proof.
     """
 
     folder: str

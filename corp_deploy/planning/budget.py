@@ -80,9 +80,9 @@ def uniform_for_share(
     None where none does: measured costs need not fall with every width.
     """
     for percent in range(100):
-        share = percent / 100
-        asked = replace(method, mlp_sparsity=share, attention_sparsity=share, conv_sparsity=share)
+        even = percent / 100
+        asked = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
         uniformly = uniform(model, asked, curves, dense, whole=whole)
         if uniformly.share <= share:
-            return percent / 100, uniformly
+            return even, uniformly
     return None

@@ -139,7 +139,7 @@ def _reduced(subject: Subject) -> list[bool]:
     """Of each block whether a site in it is narrower than the dense model's."""
     widths = [{site.name: site.width for site in sites_of(model).every} for model in (subject.dense, subject.model)]
     changed = [name for name, width in widths[1].items() if widths[0].get(name) != width]
-    return [any(name.startswith(f"{block.name}.") for name in changed) for block in blocks(subject.model)]
+    return [any(f"{name}.".startswith(f"{block.name}.") for name in changed) for block in blocks(subject.model)]
 
 
 def polish_blocks_(subject: Subject, parts: Parts) -> None:

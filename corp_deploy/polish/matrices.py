@@ -1,6 +1,7 @@
-"""What is polished of a model: the linear layers of its sites, each with its bias as one more column.
+"""What is polished of a model: the linear layers and the convolutions of its sites, each with its bias as one more
+column.
 
-Legend: O outputs, K inputs of a layer, and one more where it has a bias.
+Legend: O outputs, K inputs of a layer (of a convolution those of a place by place), and one more where it has a bias.
 """
 
 from collections.abc import Iterable
@@ -9,15 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.family import sites_of
+
+Layer = nn.Linear | Convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A linear layer by its name in the model; `scale` is the root mean square of its weight when it was taken."""
+    """A layer by its name in the model; `scale` is the root mean square of its weight when it was taken."""
 
     name: str
-    layer: nn.Linear
+    layer: Layer
     scale: float
 
     @property
@@ -35,17 +39,22 @@ class Matrix:
         """Of weight and bias side by side."""
         return _side_by_side(torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters)
 
+    def _weight_of(self, values_OK: Tensor) -> Tensor:
+        """Without the bias, in the weight's own shape."""
+        weight = self.layer.weight
+        return values_OK[:, : weight[0].numel()].reshape(weight.shape)
+
     @torch.no_grad()
     def set_(self, values_OK: Tensor) -> None:
         """Put weight and bias there."""
-        self.layer.weight.copy_(values_OK[:, : self.layer.in_features])
+        self.layer.weight.copy_(self._weight_of(values_OK))
         if self.layer.bias is not None:
             self.layer.bias.copy_(values_OK[:, -1])
 
     @torch.no_grad()
     def add_(self, change_OK: Tensor) -> None:
         """Add to weight and bias."""
-        self.layer.weight.add_(change_OK[:, : self.layer.in_features])
+        self.layer.weight.add_(self._weight_of(change_OK))
         if self.layer.bias is not None:
             self.layer.bias.add_(change_OK[:, -1])
 
@@ -58,17 +67,17 @@ def chosen_(model: nn.Module, *, within: str = "") -> tuple[Matrix, ...]:
     """The matrices of all sites, or of the sites of one block by its name; from now on of all the model's parameters
     those alone require gradients.
     """
-    linear: dict[str, nn.Linear] = {}
+    chosen: dict[str, Layer] = {}
     names = {id(module): name for name, module in model.named_modules()}
     for site in sites_of(model).every:
-        if within and not site.name.startswith(f"{within}."):
+        if within and not f"{site.name}.".startswith(f"{within}."):
             continue
-        layers = (layer for module in site.modules for layer in module.modules() if isinstance(layer, nn.Linear))
-        linear |= {names[id(layer)]: layer for layer in layers if layer.weight.numel()}
+        layers = (layer for module in site.modules for layer in module.modules() if isinstance(layer, Layer))
+        chosen |= {names[id(layer)]: layer for layer in layers if layer.weight.numel()}
     model.requires_grad_(False)
-    for layer in linear.values():
+    for layer in chosen.values():
         layer.requires_grad_(True)
     return tuple(
         Matrix(name=name, layer=layer, scale=float(layer.weight.detach().square().mean().sqrt()))
-        for name, layer in linear.items()
+        for name, layer in chosen.items()
     )

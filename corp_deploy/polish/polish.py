@@ -76,7 +76,9 @@ def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOption
     branches = [step for step in family_of(reduced).steps(reduced) if isinstance(step, Branch)]
     behind = [step.name for step in branches if step.behind is not None and step.name in narrower]
     heads = [site for site in sites_of(reduced).heads if site.name in narrower and options.how == "layer"]
+    rows = [name for name in narrower if name not in sites_of(reduced).linear_by_name and options.how == "layer"]
     reasons = {
+        "are rows of convolutions": rows,
         "have a norm behind them": behind if options.how == "layer" else [],
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
         "have a norm of their hidden channels": [
