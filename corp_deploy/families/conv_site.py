@@ -12,6 +12,7 @@ from torch import nn
 
 from calib.sites import ChannelTaps, PatchTaps
 
+from .channel_norm import ChannelNorm
 from .conv_block import ConvBlock
 from .convolution import Convolution
 from .squeeze import SqueezeExcite
@@ -29,10 +30,16 @@ class Between:
     along: tuple[str, ...]
 
 
-def channels_of(part: Convolution | SqueezeExcite) -> tuple[int, int]:
+Weighted = Convolution | SqueezeExcite | ChannelNorm
+"""What has weights by channel."""
+
+
+def channels_of(part: Weighted) -> tuple[int, int]:
     """That enter and leave a part."""
     if isinstance(part, SqueezeExcite):
         return part.channels, part.channels
+    if isinstance(part, ChannelNorm):
+        return part.num_channels, part.num_channels
     return part.in_channels, part.out_channels
 
 
@@ -40,7 +47,7 @@ def _between(row: Mapping[str, nn.Module]) -> tuple[Between, ...]:
     found: list[Between] = []
     writer, along = "", list[str]()
     for name, part in row.items():
-        if isinstance(part, SqueezeExcite) or (isinstance(part, Convolution) and part.is_depthwise):
+        if isinstance(part, SqueezeExcite | ChannelNorm) or (isinstance(part, Convolution) and part.is_depthwise):
             along.append(name)
         elif isinstance(part, Convolution):
             if writer:
@@ -51,10 +58,10 @@ def _between(row: Mapping[str, nn.Module]) -> tuple[Between, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvSite:
-    """The row of a block. A width is kept channels between each two neighbours, depthwise convolutions and squeezes
-    keeping those of what stands before them.
+    """The row of a block. A width is kept channels between each two neighbours, depthwise convolutions, squeezes and
+    norms keeping those of what stands before them.
 
-    Where a convolution has groups, each keeps as many channels as the others.
+    Where a convolution has groups, each keeps as many channels as the others; a norm's groups stay whole or go.
     """
 
     kind: ClassVar[str] = "convolutions"
@@ -66,6 +73,9 @@ class ConvSite:
         """Why no channels of a block can be removed, or nothing."""
         if not _between(block.row):
             return "no channels stand between two of its convolutions: what it reads and gives are the stage's own"
+        norms = any(isinstance(part, ChannelNorm) for part in block.row.values())
+        if norms and any(each.groups > 1 for each in block.convolutions.values()):
+            return "its norms' groups and its convolutions' can't both be kept"
         return ""
 
     @property
@@ -108,11 +118,19 @@ class ConvSite:
         between = self.between[place]
         return lcm(self.convolution(between.writer).groups, self.convolution(between.reader).groups)
 
+    def unit(self, place: int) -> int:
+        """Neighbouring channels that stay or go together there: those of a norm's group."""
+        parts = (self.block.get_submodule(name) for name in self.between[place].along)
+        return lcm(*(part.unit for part in parts if isinstance(part, ChannelNorm)))
+
+    def _least(self, place: int) -> int:
+        return lcm(self.groups(place), self.unit(place))
+
     def step(self, place: int, align: int) -> int:
         """What kept channels are a multiple of there; finer than asked where that would leave no choice."""
-        dense, groups = self.width.channels[place], self.groups(place)
-        steps = (groups * -(-each // groups) for each in (align, MIN_WIDTH))
-        return next((step for step in steps if 2 * step <= dense), groups)
+        dense, least = self.width.channels[place], self._least(place)
+        steps = (least * -(-each // least) for each in (align, MIN_WIDTH))
+        return next((step for step in steps if 2 * step <= dense), least)
 
     @property
     def first(self) -> Convolution:
@@ -168,7 +186,7 @@ class ConvSite:
     def _row_macs(self, width: ConvWidths) -> int:
         total = 0
         for part, inputs, outputs in self._sized(width):
-            if isinstance(part, SqueezeExcite):
+            if not isinstance(part, Convolution):
                 total += part.macs(inputs)
             else:
                 groups = inputs if part.is_depthwise else part.groups
@@ -177,23 +195,23 @@ class ConvSite:
 
     def parameters(self, width: Width, geometry: Any) -> int:
         assert isinstance(width, ConvWidths), (self.name, width)
-        total = sum(each.weight.numel() + each.out_channels for each in self.block.beside)
+        total = sum(each.numel() for each in self.block.shortcut.parameters())
         for part, inputs, outputs in self._sized(width):
-            if isinstance(part, SqueezeExcite):
+            if not isinstance(part, Convolution):
                 total += sum(each.numel() for each in part.empty(inputs).parameters())
             else:
                 groups = inputs if part.is_depthwise else part.groups
                 total += outputs * (inputs // groups * part.taps + 1)
         return total
 
-    def _sized(self, width: ConvWidths) -> list[tuple[Convolution | SqueezeExcite, int, int]]:
+    def _sized(self, width: ConvWidths) -> list[tuple[Weighted, int, int]]:
         """Every part that has weights, with the channels that enter and leave it at these widths."""
         assert len(width.channels) == len(self.between), (self.name, width)
         kept = {each.writer: channels for each, channels in zip(self.between, width.channels, strict=True)}
-        sized: list[tuple[Convolution | SqueezeExcite, int, int]] = []
+        sized: list[tuple[Weighted, int, int]] = []
         channels = self.first.in_channels
         for name, part in self.block.row.items():
-            if isinstance(part, SqueezeExcite):
+            if isinstance(part, SqueezeExcite | ChannelNorm):
                 sized.append((part, channels, channels))
             elif isinstance(part, Convolution):
                 outputs = channels if part.is_depthwise else kept.get(name, part.out_channels)
@@ -210,7 +228,7 @@ class ConvSite:
     def recorded(self, entry: Mapping[str, Any]) -> dict[str, nn.Module]:
         channels = tuple(entry["channels"])
         if len(channels) != len(self.between) or any(
-            not 0 < kept <= dense or kept % self.groups(place)
+            not 0 < kept <= dense or kept % self._least(place)
             for place, (kept, dense) in enumerate(zip(channels, self.width.channels, strict=False))
         ):
             raise ValueError(f"{self.name}: channels {list(channels)} don't fit {list(self.width.channels)}")
@@ -220,12 +238,12 @@ class ConvSite:
     def at_width(self, width: ConvWidths) -> dict[str, nn.Module]:
         """All that has other channels, by name, its weights not yet set."""
         empty: dict[str, nn.Module] = {}
-        names = [name for name, part in self.block.row.items() if isinstance(part, Convolution | SqueezeExcite)]
+        names = [name for name, part in self.block.row.items() if isinstance(part, Weighted)]
         for name, (part, inputs, outputs) in zip(names, self._sized(width), strict=True):
             if (inputs, outputs) == channels_of(part):
                 continue
             empty[f"{self.name}.{name}"] = (
-                part.empty(inputs) if isinstance(part, SqueezeExcite) else part.empty(inputs, outputs)
+                part.empty(inputs, outputs) if isinstance(part, Convolution) else part.empty(inputs)
             )
         return empty
 

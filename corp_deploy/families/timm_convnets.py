@@ -10,11 +10,12 @@ from timm.models.efficientnet import EfficientNet
 from timm.models.mobilenetv3 import MobileNetV3
 from timm.models.regnet import RegNet
 from timm.models.resnet import ResNet
+from timm.models.resnetv2 import ResNetStage, ResNetV2
 from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from . import timm_efficientnet_blocks, timm_regnet_blocks, timm_resnet_blocks
+from . import timm_efficientnet_blocks, timm_regnet_blocks, timm_resnet_blocks, timm_resnetv2_blocks
 from .conv_block import ConvBlock
 from .maps import Grid
 from .modules import replaced
@@ -61,6 +62,14 @@ PLANS: Mapping[type[nn.Module], Plan] = MappingProxyType(
         MobileNetV3: replace(_EFFICIENTNET, tail=()),
         FeatureListNet: _RESNET,  # in front of a transformer
         ResNet: _RESNET,
+        ResNetV2: Plan(  # likewise
+            stem=timm_resnetv2_blocks.STEM,
+            stages=timm_resnetv2_blocks.STAGES,
+            tail=timm_resnetv2_blocks.TAIL,
+            block=timm_resnetv2_blocks.converted,
+            new_stem=timm_resnetv2_blocks.stem,
+            new_tail=timm_resnetv2_blocks.tail,
+        ),
         RegNet: Plan(
             stem=timm_regnet_blocks.STEM,
             stages=timm_regnet_blocks.STAGES,
@@ -102,11 +111,11 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _in_stage(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of sequences within sequences."""
+    """The children of sequences and stages within sequences."""
     rows: list[tuple[str, nn.Module]] = []
     for child, each in module.named_children():
         path = f"{name}.{child}"
-        rows += _in_stage(path, each) if type(each) is nn.Sequential else [(path, each)]
+        rows += _in_stage(path, each) if type(each) in (nn.Sequential, ResNetStage) else [(path, each)]
     return rows
 
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import BatchNormAct2d, Conv2dSame, LayerScale2d
+from timm.layers import BatchNormAct2d, Conv2dSame, GroupNormAct, LayerScale2d, StdConv2d
 from timm.layers.conv_bn_act import ConvNormAct
 from timm.layers.padding import get_same_padding
 from timm.layers.squeeze_excite import SEModule
+from timm.layers.std_conv import StdConv2dSame
 from timm.models._efficientnet_blocks import SqueezeExcite as EfficientNetSqueeze
 from torch import Tensor, nn
 
+from .channel_norm import channel_norm
 from .convolution import Convolution, Edges, folded
 from .maps import Grid
 from .modules import linear
@@ -64,16 +66,31 @@ def maps_of(model: nn.Module, channels: int, size: Grid) -> Maps:
 
 def _edges(conv: nn.Conv2d, before: Grid) -> Edges | None:
     """Of TensorFlow's padding, which depends on the map; None where a convolution pads as it says."""
-    if not isinstance(conv, Conv2dSame):
+    if not isinstance(conv, Conv2dSame) and not (isinstance(conv, StdConv2dSame) and conv.same_pad):
         return None
     sizes = zip(before, conv.kernel_size, conv.stride, conv.dilation, strict=True)
     height, width = (get_same_padding(n, k, stride, spread) for n, k, stride, spread in sizes)
     return width // 2, width - width // 2, height // 2, height - height // 2
 
 
-def is_plain(conv: nn.Module) -> bool:
-    """Whether a convolution is one whose weights are its own, padded with zeros."""
-    return type(conv) in (nn.Conv2d, Conv2dSame) and isinstance(conv, nn.Conv2d) and conv.padding_mode == "zeros"
+def _plain(name: str, conv: nn.Module) -> nn.Conv2d:
+    """A convolution padded with zeros whose weights are those that it runs with. Raises Unknown for other layers."""
+    kinds = (nn.Conv2d, Conv2dSame, StdConv2d, StdConv2dSame)
+    if type(conv) not in kinds or not isinstance(conv, nn.Conv2d) or conv.padding_mode != "zeros":
+        raise Unknown(f"{name} is {type(conv).__name__}, expected a plain convolution")
+    return _standardised(conv) if isinstance(conv, StdConv2d | StdConv2dSame) else conv
+
+
+@torch.no_grad()
+def _standardised(conv: StdConv2d | StdConv2dSame) -> nn.Conv2d:
+    """A copy with the weights that it runs with, those of each output less their mean and by their deviation: (w -
+    mean) / sqrt(var + eps), arXiv 1903.10520.
+    """
+    copied = copy.deepcopy(conv)
+    weight_OX = conv.weight.double().flatten(1)
+    variance_O1, mean_O1 = torch.var_mean(weight_OX, dim=1, correction=0, keepdim=True)
+    copied.weight.copy_(((weight_OX - mean_O1) * (variance_O1 + conv.eps).rsqrt()).view_as(conv.weight))
+    return copied
 
 
 def plain_act(module: nn.Module) -> nn.Module:
@@ -106,11 +123,10 @@ class Folding:
 
     def convolution(self, name: str, conv: nn.Module, norm: nn.Module | None) -> tuple[Convolution, nn.Module]:
         """With the norm in its weights, and the norm's own activation. Raises Unknown for other layers."""
-        if not (isinstance(conv, nn.Conv2d) and is_plain(conv)):
-            raise Unknown(f"{name} is {type(conv).__name__}, expected a plain convolution")
+        plain = _plain(name, conv)
         own, act = (None, nn.Identity()) if norm is None else _norm(norm)
         before, behind = self.maps.before[self._path(name)], self.maps.behind[self._path(name)]
-        return folded(conv, own, behind, _edges(conv, before)), act
+        return folded(plain, own, behind, _edges(plain, before)), act
 
     def add(self, name: str, conv: nn.Module, norm: nn.Module | None, act: tuple[str, nn.Module] | None = None) -> None:
         """A convolution under the last of its names, its norm's activation, or another by name."""
@@ -120,6 +136,15 @@ class Folding:
             self.parts[f"{short}_act"] = own
         if act is not None and not isinstance(act[1], nn.Identity):
             self.parts[act[0]] = plain_act(act[1])
+
+    def add_normed(self, name: str, conv: nn.Module, norm_name: str, norm: nn.Module) -> None:
+        """A convolution and what can't be taken into its weights, a norm over groups of its channels."""
+        if type(norm) is not GroupNormAct or norm.weight is None:
+            raise Unknown(f"{norm_name} is {type(norm).__name__}, expected timm's GroupNormAct")
+        self.parts[name], _ = self.convolution(name, conv, None)
+        self.parts[norm_name] = channel_norm(norm)
+        if not isinstance(norm.act, nn.Identity):
+            self.parts[f"{norm_name}_act"] = plain_act(norm.act)
 
     def add_conv_norm_act(self, name: str, module: nn.Module) -> None:
         """timm's three in one."""

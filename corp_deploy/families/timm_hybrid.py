@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from timm.layers import HybridEmbed
 from timm.models._features import FeatureListNet
+from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -24,8 +25,8 @@ def _backbone(model: nn.Module) -> nn.Module | None:
     if not (isinstance(model, VisionTransformer) and isinstance(model.patch_embed, HybridEmbed)):
         return None
     backbone = model.patch_embed.backbone
-    is_resnet = isinstance(backbone, FeatureListNet) and {"conv1", "layer1"} <= dict(backbone.named_children()).keys()
-    return backbone if is_resnet else None
+    has_stages = isinstance(backbone, FeatureListNet) and {"conv1", "layer1"} <= dict(backbone.named_children()).keys()
+    return backbone if has_stages or isinstance(backbone, ResNetV2) else None
 
 
 def with_conv_backbone(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from calib.patch_moments import PatchMoments
 from corp_deploy.algebra import scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
+from corp_deploy.algebra.patch_elimination import eliminate_channels, elimination_of_units, interleaved
 from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
@@ -25,13 +25,18 @@ from .method import Method
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """A dense convolution that reads channels, in float64: weight_GPU and bias_O, and the rows [F,X] that write each
-    channel; `groups`: of which each keeps as many channels, a multiple of G.
+    channel; `groups`: of which each keeps as many channels, a multiple of G; `unit`: neighbouring channels that stay or
+    go together, 1 where there are groups.
     """
 
     weight_GPU: Tensor
     bias_O: Tensor
     writing_FX: Tensor
     groups: int
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.unit == 1 or self.groups == 1, (self.unit, self.groups)
 
     @property
     def channels(self) -> int:
@@ -70,8 +75,15 @@ def _statistics(moments: PatchMoments) -> list[PatchStatistics]:
 
 
 def elimination(moments: PatchMoments, reading: Reading, method: Method) -> Elimination:
-    """The whole order of backward elimination, as many channels of each group at a time; one serves every width."""
+    """The whole order of backward elimination, as many channels of each group, or a unit, at a time; one serves every
+    width.
+    """
     covariance_GUU, groups = moments.covariance_GUU, len(reading.weight_GPU)
+    if reading.unit > 1:
+        unit_of_C = torch.arange(reading.channels, device=covariance_GUU.device) // reading.unit
+        return elimination_of_units(
+            covariance_GUU[0], reading.weight_GPU[0], moments.taps, unit_of_C, ridge_rel=method.ridge_rel
+        )
     each = reading.groups // groups
     width = reading.channels // groups
     group_of_C = torch.arange(width, device=covariance_GUU.device) // (width // each) if each > 1 else None
@@ -113,12 +125,17 @@ def _scores(moments: PatchMoments, reading: Reading, method: Method) -> Tensor:
 def kept_channels(
     moments: PatchMoments, reading: Reading, method: Method, width: int, known: Elimination | None = None
 ) -> Tensor:
-    """Those that the chosen selection keeps, ascending, as many of each group. `known` spares an elimination."""
-    assert width % reading.groups == 0, (width, reading.groups)
+    """Those that the chosen selection keeps, ascending, as many of each group, whole units. `known` spares an
+    elimination.
+    """
+    assert width % (reading.groups * reading.unit) == 0, (width, reading.groups, reading.unit)
     if width == reading.channels:
         return torch.arange(width, device=reading.bias_O.device)
     if method.conv_selection == "obs":
         return (known or elimination(moments, reading, method)).kept(width)
+    if reading.unit > 1:
+        score_B = _scores(moments, reading, method).view(-1, reading.unit).sum(dim=1)
+        return columns(scores.kept_from_scores(score_B, width // reading.unit), reading.unit)
     score_NC = _scores(moments, reading, method).view(reading.groups, -1)
     kept_NK = scores.kept_from_scores(score_NC, width // reading.groups)
     first_N1 = torch.arange(reading.groups, device=kept_NK.device)[:, None] * score_NC.shape[1]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from calib.moments import ChannelMoments
 from corp_deploy.algebra import channels as channel_algebra
+from corp_deploy.families.channel_norm import ChannelNorm
 from corp_deploy.families.conv_site import Between, ConvSite
 from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.modules import with_modules
-from corp_deploy.families.squeeze import SqueezeExcite
 from corp_deploy.families.widths import ConvWidths
 
 from .conv_channels import Kept, Reading
@@ -42,19 +42,20 @@ def reading_of(site: ConvSite, place: int) -> Reading:
         bias_O=_bias(reader),
         writing_FX=writer.weight.detach().double().flatten(1),
         groups=site.groups(place),
+        unit=site.unit(place),
     )
 
 
 @dataclass(slots=True)
 class Row:
     """The weights of a row on their way to fewer channels, float64: rows and columns are taken off as they are decided
-    on; `squeezes` are new modules.
+    on; squeezes and norms are new modules.
     """
 
     site: ConvSite
     weights: dict[str, Tensor]
     biases: dict[str, Tensor]
-    squeezes: dict[str, SqueezeExcite]
+    others: dict[str, nn.Module]
 
     @classmethod
     def of(cls, site: ConvSite) -> "Row":
@@ -63,7 +64,7 @@ class Row:
             site=site,
             weights={name: conv.weight.detach().double() for name, conv in convolutions.items()},
             biases={name: _bias(conv) for name, conv in convolutions.items()},
-            squeezes={},
+            others={},
         )
 
     def narrow(self, between: Between, kept: Kept) -> None:
@@ -72,6 +73,9 @@ class Row:
             if name in self.weights:
                 self.weights[name] = self.weights[name][kept.kept_K]
                 self.biases[name] = self.biases[name][kept.kept_K]
+            part = self.site.block.get_submodule(name)
+            if isinstance(part, ChannelNorm):
+                self.others[name] = part.narrowed(kept.kept_K)
         kernel = self.site.convolution(between.reader).kernel_size
         self.weights[between.reader] = kept.weight_GPU.flatten(0, 1).unflatten(-1, (-1, *kernel))
         self.biases[between.reader] = kept.recovery.bias_O
@@ -95,7 +99,7 @@ class Row:
             kept_K,
             ridge_rel=method.ridge_rel,
         )
-        self.squeezes[name] = dense.narrowed(kept_K, new.weight_OK, new.bias_O)
+        self.others[name] = dense.narrowed(kept_K, new.weight_OK, new.bias_O)
 
     def _convolution(self, name: str) -> nn.Module:
         dense, weight_OIHW = self.site.convolution(name), self.weights[name]
@@ -105,7 +109,7 @@ class Row:
     def modules(self) -> dict[str, nn.Module]:
         """By their names in the model."""
         modules = {f"{self.site.name}.{name}": self._convolution(name) for name in self.weights}
-        return modules | {f"{self.site.name}.{name}": squeeze for name, squeeze in self.squeezes.items()}
+        return modules | {f"{self.site.name}.{name}": other for name, other in self.others.items()}
 
 
 def conv_report(
