@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from safetensors.torch import save_file
 
-from benchmarks.real import photographs, weights
+from benchmarks.real import lite0, photographs, weights
 from benchmarks.real.place import assembled
 
 CALIBRATION_CROPS, HELD_OUT_CROPS = 512, 128
@@ -27,6 +27,7 @@ def assemble(root: Path) -> None:
     graph = onnx.load(weights.graph_file(root))
     save_file(weights.backbone(graph), directory / "dinov2_s.safetensors")
     save_file(weights.head(graph), directory / "head.safetensors")
+    save_file(lite0.state(root), directory / lite0.WEIGHTS)
     for name, names, count, seed in CHOICES:
         crops = photographs.crops(names, count, seed, root)
         np.save(directory / f"{name}.npy", crops.images)

@@ -69,10 +69,13 @@ class ConvSite:
     block: ConvBlock
 
     @staticmethod
+    def is_in(block: ConvBlock) -> bool:
+        """Whether channels stand between two convolutions of a block; else all that it has are a stream's own."""
+        return bool(_between(block.row))
+
+    @staticmethod
     def refusal_of(block: ConvBlock) -> str:
         """Why no channels of a block can be removed, or nothing."""
-        if not _between(block.row):
-            return "no channels stand between two of its convolutions: what it reads and gives are the stage's own"
         norms = any(isinstance(part, ChannelNorm) for part in block.row.values())
         if norms and any(each.groups > 1 for each in block.convolutions.values()):
             return "its norms' groups and its convolutions' can't both be kept"

@@ -11,7 +11,8 @@ from .timm_convnets import blocks_of, why_kept
 
 def conv_sites(model: nn.Module, above: str = "") -> tuple[tuple[Site, ...], tuple[Refusal, ...]]:
     """The rows of convolutions in the order they run, dense or already reduced, those of deep stems first, and blocks
-    without; `above`: what stands in front of their names in the model around this network.
+    that are refused; a row of one convolution is neither. `above`: what stands in front of their names in the model
+    around this network.
     """
     every: list[Site] = []
     refused: list[Refusal] = []
@@ -22,6 +23,6 @@ def conv_sites(model: nn.Module, above: str = "") -> tuple[tuple[Site, ...], tup
         reason = ConvSite.refusal_of(block) if isinstance(block, ConvBlock) else why_kept(own, model)
         if reason:
             refused.append(Refusal(name=name, reason=reason, sites={name: ConvSite.kind}))
-        elif isinstance(block, ConvBlock):
+        elif isinstance(block, ConvBlock) and ConvSite.is_in(block):
             every.append(ConvSite(name=name, block=block))
     return tuple(every), tuple(refused)
