@@ -177,9 +177,9 @@ def test_planted_copies_of_a_streams_channels_are_removed_at_no_loss(name: str, 
     tight = replace(method(preset, 0.5), ridge_rel=1e-10)
     if preset == "grail":  # whose ranking has no reason to take one of each pair
         tight = replace(tight, conv_selection="obs")
-    modules, reports = reduced_stream(stream, taken, tight, stream.width // 2, torch.device("cpu"))
-    reduced = replaced(model, modules)
-    assert all(report.error < 1e-5 * report.energy for report in reports)
+    new = reduced_stream(stream, taken, tight, stream.width // 2, torch.device("cpu"))
+    reduced = replaced(model, new.modules)
+    assert all(report.error < 1e-5 * report.energy for report in new.reports)
     assert error(reduced, model, pixels(4)) < 1e-4
 
 

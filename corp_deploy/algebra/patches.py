@@ -156,7 +156,25 @@ def rescaled(
     """
     own_O = torch.linalg.vecdot(weight_OU @ covariance_UU, weight_OU).clamp_min(0.0)
     whole_O = torch.maximum(weight_OU.square() @ covariance_UU.diagonal(), variance_O)
-    still_O = own_O <= _STILL_VARIANCE_REL * whole_O
-    scale_O = torch.where(still_O, 1.0, (variance_O / own_O.masked_fill(still_O, 1.0)).sqrt())
-    new_OU = scale_O[:, None] * weight_OU
+    new_OU = _scales(own_O, variance_O, whole_O)[:, None] * weight_OU
     return new_OU, mean_O - new_OU @ mean_U
+
+
+def rescaled_outputs(
+    weight_OU: Tensor,
+    bias_O: Tensor,
+    own_mean_O: Tensor,
+    own_variance_O: Tensor,
+    mean_O: Tensor,
+    variance_O: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`rescaled` by the mean and variance that the outputs themselves have so far."""
+    whole_O = torch.maximum(own_mean_O.square(), variance_O)
+    scale_O = _scales(own_variance_O, variance_O, whole_O)
+    return scale_O[:, None] * weight_OU, mean_O - scale_O * (own_mean_O - bias_O)
+
+
+def _scales(own_O: Tensor, variance_O: Tensor, whole_O: Tensor) -> Tensor:
+    """From variances to those given; 1 where there is next to nothing of the `whole` scale to scale."""
+    still_O = own_O <= _STILL_VARIANCE_REL * whole_O
+    return torch.where(still_O, 1.0, (variance_O / own_O.masked_fill(still_O, 1.0)).sqrt())

@@ -21,7 +21,9 @@ from .options import DIRECTORY, FILE, output_options
 from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
 
-IMAGES_HELP = "Calibration images: for a budget, auto, the closed loop, a polish and presets grail-fold and fold."
+IMAGES_HELP = (
+    "Calibration images: for a budget, auto, the closed loop, --rescale, a polish and presets grail-fold and fold."
+)
 TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 
 

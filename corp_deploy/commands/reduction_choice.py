@@ -164,6 +164,12 @@ repair_options = (
         f"stream has, {cost(CLOSED_LOOP)}; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
     ),
     click.option(
+        "--rescale",
+        is_flag=True,
+        help="Then rescale every convolution to the dense one's mean and variance of each channel on the images of "
+        "--images, as REPAIR does: no labels, nothing at run time. " + LOOP.help("rescale"),
+    ),
+    click.option(
         "--polish",
         type=click.Choice(POLISHES),
         default=None,

@@ -38,8 +38,9 @@ class MethodChoice:
     """A preset with what is asked otherwise than it says; `mlp`, `attn`, `conv` and `residual` are shares to remove, in
     [0, 1).
 
-    `select` ranks sites of a kind (mlp, head, conv) by something else, `align` has the multiples of their widths.
-    Raises BadInput for a combination that makes no sense.
+    `select` ranks sites of a kind (mlp, head, conv) by something else, `align` has the multiples of their widths,
+    `rescale` sets convolutions to the dense ones' means and variances. Raises BadInput for a combination that makes no
+    sense.
     """
 
     preset: str = "best"
@@ -51,6 +52,7 @@ class MethodChoice:
     heads: str = "padded"
     align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
     ridge: float = DEFAULT_RIDGE_REL
+    rescale: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -78,6 +80,7 @@ class MethodChoice:
             align_head=self.align.get("head"),
             align_conv=self.align.get("conv"),
             ridge_rel=self.ridge,
+            rescales=self.rescale,
             mlp_selection=select.get("mlp"),
             qk_selection=select.get("head"),
             conv_selection=select.get("conv"),
@@ -224,7 +227,7 @@ class ReductionChoice:
         """Whether the reduction looks at images beside their moments."""
         planned = self.allocates or self.auto_heads
         fitted = self.closed_loop is not None or self.polish.polish != "none"
-        return planned or fitted or self.method.method.merges
+        return planned or fitted or self.method.method.merges or self.method.rescale
 
     @property
     def touches_attention(self) -> bool:

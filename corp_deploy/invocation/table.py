@@ -204,7 +204,9 @@ def _preset(name: str, method: Method) -> Way:
     curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
-    convolutions: dict[str, Values] = {} if method.conv_recovery == "keep" else {"conv": ANY, "residual": ANY}
+    convolutions: dict[str, Values] = (
+        {} if method.conv_recovery == "keep" else {"conv": ANY, "residual": ANY, "rescale": ANY}
+    )
     parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
     budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
     fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
@@ -262,8 +264,8 @@ IMAGES = Axis(
         "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
         "images": Way(
             words="what looks at images",
-            ask="a budget, --within, --heads auto, --closed-loop, --polish, or a preset that merges channels "
-            "(grail-fold, fold)",
+            ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, or a preset that merges "
+            "channels (grail-fold, fold)",
             honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },
@@ -286,12 +288,17 @@ INPUTS = Axis(
 LOOP = Axis(
     command="reduce",
     ways={
-        "open": Way(words="the open loop", ask="no --closed-loop", honours={}),
-        "asymmetric": Way(words="the closed loop", ask="--closed-loop", honours={"reads": ("all", "pooled")}),
+        "open": Way(words="the open loop", ask="no --closed-loop", honours={"rescale": ANY}),
+        "asymmetric": Way(
+            words="the closed loop",
+            ask="--closed-loop",
+            honours={"reads": ("all", "pooled")},
+            instead={"rescale": "it fits what convolutions give already"},
+        ),
         "symmetric": Way(
             words="the symmetric closed loop",
             ask="--closed-loop symmetric",
-            honours={},
+            honours={"rescale": ANY},
             instead={"reads": "it is fitted to nothing that is read behind the last block"},
         ),
     },

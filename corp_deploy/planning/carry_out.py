@@ -95,7 +95,11 @@ def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
     heads = None if geometry == "padded" else geometry
     refuse_idle_options(dense.model, "heads", {"--attn": asked.method.attention_sparsity, "--heads": heads})
     refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
-    of_rows = {"--conv": asked.method.conv_sparsity, "--residual": asked.method.residual_sparsity}
+    of_rows = {
+        "--conv": asked.method.conv_sparsity,
+        "--residual": asked.method.residual_sparsity,
+        "--rescale": asked.method.rescales,
+    }
     refuse_idle_options(dense.model, "convolutions", of_rows)
 
 

@@ -59,8 +59,8 @@ class Probe:
 
     @property
     def _ragged(self) -> Method:
-        """Exact at any widths, and only the values count here."""
-        return replace(self.method, geometry="ragged")
+        """Exact at any widths, and only the values count here; nothing is rescaled, which takes images."""
+        return replace(self.method, geometry="ragged", rescales=False)
 
     def effect(self, widths: Widths, *, merging: Merging | None = None) -> float:
         """Squared relative change of the outputs when these sites have these widths and the others stay, and tokens are

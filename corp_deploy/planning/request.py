@@ -58,7 +58,8 @@ class ReductionRequest:
     @property
     def needs_images(self) -> bool:
         planned = self.budget is not None or self.within is not None or self.auto_heads
-        return planned or self.closed_loop is not None or self.polish is not None or self.method.merges
+        fitted = self.closed_loop is not None or self.polish is not None
+        return planned or fitted or self.method.merges or self.method.rescales
 
 
 def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:

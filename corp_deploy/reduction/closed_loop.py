@@ -27,7 +27,7 @@ from .coverage import coverage
 from .kind import Reduced
 from .kinds import kind_of
 from .loop import Loop as Loop
-from .method import Method
+from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import named, tokens_to_fit
 from .report import SiteReport, as_allocated
@@ -98,6 +98,8 @@ def reduce_closed_loop(
     for a block that can't be walked through.
     """
     loop = loop or Loop()
+    if method.rescales:
+        raise BadInput(RESCALED)
     family = family_of(model)
     sites = family.sites(model)
     asked = uniform_widths(model, method) if widths is None else widths

@@ -93,7 +93,7 @@ class ConvKind:
                 other = held_out.patches[between.reader]
                 judged = HeldOut(energy=output_energy(other, reading), error=error_of(kept, reading, other))
             reports.append(conv_report(site, place, method, kept, output_energy(own, reading), judged))
-        return Reduced(modules=row.modules(), reports=reports)
+        return row.reduced(reports)
 
     def completed(self, site: ConvSite, new: Reduced, moments: Moments, method: Method, where: torch.device) -> Reduced:
         return new

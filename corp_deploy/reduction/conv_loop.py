@@ -62,7 +62,7 @@ def rebuilt_row(branch: Branch, site: ConvSite, streams: Streams, method: Method
         kept = channels_between(sums.patches.fit, reading, method, channels)
         _narrow(row, place, kept, sums, method)
         reports.append(conv_report(site, place, method, kept, output_energy(sums.patches.fit, reading), None))
-    return Reduced(modules=row.modules(), reports=reports)
+    return row.reduced(reports)
 
 
 def _left(moments: PatchMoments, reading: Reading, kept: Kept) -> list[RegressionSums]:
@@ -146,4 +146,4 @@ def fitted_row(
     reports = [replace(first, alignment=alignment), *rest]
     if not row_of(step).ends_with(site.between[-1].reader):
         dense_advanced(step, streams)
-    return Reduced(modules=row.modules(), reports=reports), reports
+    return row.reduced(reports), reports

@@ -19,6 +19,7 @@ from corp_deploy.families.modules import with_modules
 from corp_deploy.families.widths import ConvWidths
 
 from .conv_channels import Kept, Reading
+from .kind import Reduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 
@@ -49,13 +50,14 @@ def reading_of(site: ConvSite, place: int) -> Reading:
 @dataclass(slots=True)
 class Row:
     """The weights of a row on their way to fewer channels, float64: rows and columns are taken off as they are decided
-    on; squeezes and norms are new modules.
+    on; squeezes and norms are new modules, `kept` the outputs that stay of convolutions.
     """
 
     site: ConvSite
     weights: dict[str, Tensor]
     biases: dict[str, Tensor]
     others: dict[str, nn.Module]
+    kept: dict[str, Tensor]
 
     @classmethod
     def of(cls, site: ConvSite) -> "Row":
@@ -65,6 +67,7 @@ class Row:
             weights={name: conv.weight.detach().double() for name, conv in convolutions.items()},
             biases={name: _bias(conv) for name, conv in convolutions.items()},
             others={},
+            kept={},
         )
 
     def narrow(self, between: Between, kept: Kept) -> None:
@@ -73,6 +76,7 @@ class Row:
             if name in self.weights:
                 self.weights[name] = self.weights[name][kept.kept_K]
                 self.biases[name] = self.biases[name][kept.kept_K]
+                self.kept[name] = kept.kept_K
             part = self.site.block.get_submodule(name)
             if isinstance(part, ChannelNorm):
                 self.others[name] = part.narrowed(kept.kept_K)
@@ -105,6 +109,11 @@ class Row:
         dense, weight_OIHW = self.site.convolution(name), self.weights[name]
         inputs = len(weight_OIHW) if dense.is_depthwise else weight_OIHW.shape[1] * dense.groups
         return dense.empty(inputs, len(weight_OIHW)).fill_(weight_OIHW, self.biases[name])
+
+    def reduced(self, reports: list[SiteReport]) -> Reduced:
+        """What became of the site."""
+        kept = {f"{self.site.name}.{name}": kept_K for name, kept_K in self.kept.items()}
+        return Reduced(modules=self.modules(), reports=reports, kept=kept)
 
     def modules(self) -> dict[str, nn.Module]:
         """By their names in the model."""

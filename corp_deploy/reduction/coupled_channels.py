@@ -25,6 +25,7 @@ from corp_deploy.families.squeeze import SqueezeExcite
 from ground.errors import BadInput
 
 from .conv_channels import Reading, output_energy, recovered
+from .kind import Reduced
 from .method import Method
 from .report import SiteReport
 
@@ -193,9 +194,7 @@ def kept_width(site: CoupledSite, method: Method) -> int:
     return site.width if share == 1.0 else min(site.width, max(nearest, step))
 
 
-def reduced_stream(
-    site: CoupledSite, moments: Moments, method: Method, width: int, where: torch.device
-) -> tuple[dict[str, nn.Module], list[SiteReport]]:
+def reduced_stream(site: CoupledSite, moments: Moments, method: Method, width: int, where: torch.device) -> Reduced:
     """New modules by path, at one width, repaired by the dense model's moments."""
     reads = {path: _read(reader, _statistics(path, moments, where)) for path, reader in site.readers.items()}
     kept_K = kept_together(site, list(reads.values()), method, width)
@@ -210,20 +209,23 @@ def reduced_stream(
             modules[path] = _squeezed(path, old, moments, method, kept_K)
         else:
             _fill_(path, old, new, kept_K, recoveries)
-    return modules, reports
+    return Reduced(modules=modules, reports=reports, kept=dict.fromkeys((*site.writers, *site.along), kept_K))
 
 
-def with_fewer_coupled(model: nn.Module, moments: Moments, method: Method) -> tuple[nn.Module, list[SiteReport]]:
-    """A copy of the model whose streams have the method's share of their channels, and a report a reader. One stream
-    after the other: a convolution between two of them has both its sides changed.
+def with_fewer_coupled(
+    model: nn.Module, moments: Moments, method: Method
+) -> tuple[nn.Module, list[SiteReport], dict[str, Tensor]]:
+    """A copy of the model whose streams have the method's share of their channels, a report a reader, and by path which
+    outputs stay. One stream after the other: a convolution between two of them has both its sides changed.
     """
-    reports: list[SiteReport] = []
+    reports, kept = list[SiteReport](), dict[str, Tensor]()
     for name in [site.name for site in sites_of(model).coupled]:
         site = next(each for each in sites_of(model).coupled if each.name == name)
         width = kept_width(site, method)
         if width == site.width:
             continue
-        modules, reported = reduced_stream(site, moments, method, width, device(model))
-        model = replaced(model, modules).eval().requires_grad_(False)
-        reports += reported
-    return model, reports
+        new = reduced_stream(site, moments, method, width, device(model))
+        model = replaced(model, new.modules).eval().requires_grad_(False)
+        reports += new.reports
+        kept |= new.kept
+    return model, reports, kept

@@ -1,6 +1,7 @@
 """What a kind of site has to offer: a reduction is (site, moments, method, width) -> Reduced."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,10 +20,11 @@ from .streams import Streams
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """The new modules of one site by name, and what to report."""
+    """The new modules of one site by name, what to report, and by path which of a convolution's outputs stay."""
 
     modules: dict[str, nn.Module]
     reports: list[SiteReport]
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

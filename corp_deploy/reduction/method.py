@@ -32,6 +32,9 @@ NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
         "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
     }
 )
+RESCALED = (
+    "--rescale: the asymmetric closed loop fits what convolutions give already; give --closed-loop symmetric or none"
+)
 DEFAULT_RIDGE_REL = 1e-4
 
 
@@ -39,7 +42,8 @@ DEFAULT_RIDGE_REL = 1e-4
 class Method:
     """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
     full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
-    elimination (see swap.py). `empties`: whether a budget may leave a constant of a site.
+    elimination (see swap.py). `empties`: whether a budget may leave a constant of a site. `rescales`: convolutions get
+    the dense ones' means and variances afterwards (see rescaling.py).
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -56,6 +60,7 @@ class Method:
     attention_sparsity: float | None = None
     conv_sparsity: float | None = None
     residual_sparsity: float | None = None
+    rescales: bool = False
     mlp_swaps: bool = True
     empties: bool = True
     geometry: HeadGeometry = "padded"

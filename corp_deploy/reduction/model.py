@@ -26,6 +26,7 @@ from .kinds import kind_of
 from .method import Method
 from .moments import halves_at, require_apart, require_same_model, site_moments
 from .report import SiteReport, as_allocated
+from .rescaling import SAID, require_rescalable, rescaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +110,9 @@ def reduce(
 
     Streams lose their share of coupled channels first. `widths` by site replaces the uniform ones of the method; a site
     not named stays dense. `eliminations` by site spares the `obs` selection its work at a second width. `held_out`,
-    moments of other images, judges every site again. `images` are looked at where channels are merged: the calibration
-    images, and those held out, told apart by their content. `done` is told how many sites are finished. All runs where
-    the model is.
+    moments of other images, judges every site again. `images` are looked at where channels are merged, the calibration
+    images and those held out, told apart by their content, and where convolutions are rescaled, all of them. `done` is
+    told how many sites are finished. All runs where the model is.
     Raises BadInput for moments of another model or without what the method needs, and for held-out images that are
     calibration images too.
     """
@@ -119,7 +120,8 @@ def reduce(
     if held_out is not None:
         require_same_model(model, held_out)
         require_apart(moments, held_out)
-    model, of_streams = with_fewer_coupled(model, moments, method)
+    dense, shown = model, require_rescalable(model, images) if method.rescales else None
+    model, of_streams, kept = with_fewer_coupled(model, moments, method)
     asked = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
     modules: dict[str, nn.Module] = {}
@@ -136,14 +138,18 @@ def reduce(
     for finished, new in enumerate(pool.each(at_site, affected, device(model)), start=1):
         modules |= new.modules
         reports += new.reports
+        kept |= new.kept
         if done is not None:
             done(finished)
     reports = [*of_streams, *(reports if widths is None else as_allocated(reports))]
     reduced = replaced(model, modules).eval().requires_grad_(False)
+    if shown is not None:
+        reduced = rescaled(dense, reduced, shown, kept=kept)
     return Reduction(
         model=reduced,
         method=method,
         sites=tuple(reports),
         coverage=coverage(sites, method, asked, by_site=widths is not None),
         notes=(*notes_on(sites, method, asked), *few),
+        said=() if shown is None else (SAID,),
     )

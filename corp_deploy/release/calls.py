@@ -108,6 +108,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "preset": table.preset,
         "heads": table.heads,
         "closed_loop": table.said_loop,
+        "rescale": table.rescale,
         "polish": table.polish,
         "polish_steps": table.polish_steps,
         "polish_time": table.polish_time,

@@ -137,6 +137,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     align_conv: recipe_values.Multiple = 32
     ridge: recipe_values.Ridge = DEFAULT_RIDGE_REL
     closed_loop: recipe_values.ClosedLoop | None = None
+    rescale: recipe_values.Flag = False
     polish: recipe_values.Polish | None = None
     polish_steps: recipe_values.Steps | None = None
     polish_time: recipe_values.Seconds | None = None
@@ -156,6 +157,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "residual": self.residual,
             "heads": None if self.heads == "padded" else self.heads,
             "reads": self.reads,
+            "rescale": self.rescale or None,
             "polish_steps": self.polish_steps,
             "polish_time": self.polish_time,
         }
@@ -254,6 +256,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 heads=self.heads,
                 align={"mlp": self.align_mlp, "head": self.align_head, "conv": self.align_conv},
                 ridge=self.ridge,
+                rescale=self.rescale,
             ),
             budget=BudgetChoice(macs=self.macs, params=self.params),
             within=None if self.within is None else limit_from_text(self.within),
