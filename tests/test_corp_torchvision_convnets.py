@@ -1,26 +1,22 @@
-"""torchvision's convolutional networks, read as timm's: the same outputs, images prepared alike."""
+"""torchvision's convolutional networks, read as timm's: the same outputs, and what is refused."""
 
-from math import floor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families.family import image_spec, sites_of, timm_family_of
 from corp_deploy.families.timm_library import names_of_weights
-from corp_deploy.families.torchvision_convnets import CONVNETS, OTHER_WEIGHTS
-from corp_deploy.families.torchvision_names import preprocessing_of, state_from_torchvision, twin_of
+from corp_deploy.families.torchvision_names import state_from_torchvision, twin_of
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed, so there are no models of it")
 
 SITES = {"resnet18": 8, "regnet_y_400mf": 16, "mobilenet_v2": 16, "mobilenet_v3_small": 10}
-PREPARED = [*((name, twin.weights) for name, twin in CONVNETS.items()), *OTHER_WEIGHTS]
 
 
 @torch.no_grad()
@@ -53,37 +49,6 @@ def test_the_model_is_torchvisions(name: str, tmp_path: Path) -> None:
     model.double().load_state_dict(timm_family_of(model).own_state(model, state))
     with torch.inference_mode():
         torch.testing.assert_close(model(images), theirs(images), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", [name for name, twin in CONVNETS.items() if twin.kind != "regnet"])
-def test_every_twin_has_weights_of_the_same_shapes(name: str) -> None:
-    twin = CONVNETS[name]
-    kwargs = {key: value for key, value in twin.kwargs.items() if key != "img_size"}
-    with torch.device("meta"):
-        theirs, ours = torchvision.models.get_model(name), timm.create_model(twin.timm, **kwargs)
-    expected = {key: each.shape for key, each in ours.state_dict().items() if not key.endswith("num_batches_tracked")}
-    state = state_from_torchvision(theirs.state_dict(), twin, expected, where="w")
-    assert {key: each.shape for key, each in state.items() if not key.endswith("num_batches_tracked")} == expected
-    norms = {each.eps for each in theirs.modules() if isinstance(each, nn.BatchNorm2d)}
-    assert {each.eps for each in ours.modules() if isinstance(each, nn.BatchNorm2d)} == norms
-
-
-@pytest.mark.parametrize(("name", "weights"), PREPARED)
-def test_images_are_prepared_as_torchvision_does(name: str, weights: str) -> None:
-    theirs = torchvision.models.get_model_weights(name)[weights].transforms()
-    twin = twin_of(f"torchvision:{name}.{weights}")
-    ours = preprocessing_of(twin, None)
-    assert (ours.mean, ours.std) == (tuple(theirs.mean), tuple(theirs.std))
-    assert ours.interpolation == theirs.interpolation.value
-    assert twin.kwargs["img_size"] == theirs.crop_size[0]
-    assert floor(theirs.crop_size[0] / (ours.crop_pct or 1.0)) == theirs.resize_size[0], "as timm computes it"
-
-
-def test_all_weights_of_torchvision_are_known() -> None:
-    for name in CONVNETS:
-        assert {each for of, each in PREPARED if of == name} == {
-            each.name for each in torchvision.models.get_model_weights(name)
-        }
 
 
 @pytest.mark.parametrize("name", ["resnet50", "regnet_y_400mf", "efficientnet_b0"])

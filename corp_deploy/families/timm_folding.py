@@ -147,11 +147,11 @@ class Folding:
             self.parts[f"{norm_name}_act"] = plain_act(norm.act)
 
     def add_conv_norm_act(self, name: str, module: nn.Module) -> None:
-        """timm's three in one."""
-        if type(module) is not ConvNormAct or module.aa is not None:
-            blurred = " with a blur" if isinstance(module, ConvNormAct) else ""
-            raise Unknown(f"{name} is {type(module).__name__}{blurred}, expected timm's ConvNormAct")
+        """timm's three in one, and a pool behind them."""
+        if type(module) is not ConvNormAct:
+            raise Unknown(f"{name} is {type(module).__name__}, expected timm's ConvNormAct")
         self.add(f"{name}.conv", module.conv, module.bn)
+        self.add_between(f"{name}_aa", module.aa)
 
     @torch.no_grad()
     def scale(self, gain_O: Tensor) -> None:
