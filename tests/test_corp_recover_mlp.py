@@ -205,3 +205,21 @@ def test_ridge_solve_is_lstsq_when_singular_and_tells_the_condition() -> None:
     np.testing.assert_allclose(regular.solution_OK, cross.numpy() @ np.linalg.inv(shifted), rtol=1e-9)
     assert regular.condition == pytest.approx(np.linalg.cond(shifted, 1))
     assert solve_ridge(cross, torch.zeros(9, 9, dtype=torch.float64), ridge_rel=1e-4).solution_OK.abs().max() == 0.0
+
+
+@pytest.mark.parametrize("rank", [12, 3])
+@pytest.mark.parametrize("ridge_rel", [1e-4, 1e-1, 10.0])
+def test_a_bound_stands_for_the_condition(rank: int, ridge_rel: float) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(40, rank, generator=generator, dtype=torch.float64) @ torch.logspace(-3, 2, rank).double().diag()
+    x = x @ torch.randn(rank, 12, generator=generator, dtype=torch.float64)
+    gram, cross = x.T @ x / 40, torch.randn(5, 12, generator=generator, dtype=torch.float64)
+    exact, bounded = (solve_ridge(cross, gram, ridge_rel=ridge_rel, bound=bound) for bound in (False, True))
+    assert torch.equal(exact.solution_OK, bounded.solution_OK)
+    assert exact.condition == pytest.approx(
+        float(torch.linalg.cond(gram + exact.ridge * torch.eye(12, dtype=torch.float64), p=1)), rel=1e-6
+    )
+    assert exact.condition <= bounded.condition < 1e12
+    weak = [solve_ridge(cross, gram, ridge_rel=1e-13, bound=bound) for bound in (False, True)]
+    assert torch.equal(weak[0].solution_OK, weak[1].solution_OK)  # where the bound says too little
+    assert weak[0].condition == weak[1].condition

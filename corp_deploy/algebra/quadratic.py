@@ -3,6 +3,7 @@
 Legend: F inputs, O outputs, K unknowns per output.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ _CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """X with X (gram + ridge I) = cross, and the 1-norm condition number of gram + ridge I (at most 1/eps)."""
+    """X with X (gram + ridge I) = cross, and the 1-norm condition number of that (at most 1/eps) or a bound."""
 
     solution_OK: Tensor
     condition: float
@@ -31,11 +32,17 @@ def _pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
     return ((cross_OK @ vectors_KK) * inverse_K) @ vectors_KK.T, float(largest / worst)
 
 
-def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float) -> Solved:
+def _bound(width: int, ridge_rel: float) -> float:
+    """On the 1-norm condition number: no eigenvalue of gram is above its trace, width / ridge_rel times the ridge."""
+    return width * (1.0 + width / ridge_rel) if ridge_rel > 0.0 else math.inf
+
+
+def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: bool = False) -> Solved:
     """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
 
     By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues
     under 1e-12 of the largest are dropped instead: the shortest of the least-squares solutions. K may be 0.
+    With `bound` the ridge's own bound stands for the condition where it says enough: that spares an inverse.
     """
     assert ridge_rel >= 0.0, ridge_rel
     if not gram_KK.numel():
@@ -45,8 +52,10 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float) -> Solve
     matrix_KK.diagonal().add_(ridge)
     factor_KK, info = torch.linalg.cholesky_ex(matrix_KK)
     if int(info) == 0:
-        norm = torch.linalg.matrix_norm(matrix_KK, ord=1)
-        condition = max(float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1)), 1.0)
+        condition = _bound(len(gram_KK), ridge_rel) if bound else math.inf
+        if condition * _CUTOFF_REL >= 1.0:
+            norm = torch.linalg.matrix_norm(matrix_KK, ord=1)
+            condition = max(float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1)), 1.0)
         if condition * _CUTOFF_REL < 1.0:
             solution_OK = torch.cholesky_solve(cross_OK.T, factor_KK).T
             return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)

@@ -65,17 +65,17 @@ class Refit:
     ridge: float
 
 
-def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: float) -> Refit:
+def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: float, bound: bool = False) -> Refit:
     """argmin E||t - W x - b||^2 + ridge ||W - prior||^2, the bias free; ridge = strength * mean diagonal of Cov(x).
 
     W = prior + (C_tx - prior C_xx)(C_xx + ridge I)^-1, b = mean t - W mean x; a prior of None is zero. Never worse than
-    the prior on these statistics; at large strength it is the prior with its best bias.
+    the prior on these statistics; at large strength it is the prior with its best bias. `bound`: see solve_ridge.
     """
     left_OK, residual_prior = regression.centred_OK, regression.spread
     if prior_OK is not None:
         left_OK = left_OK - prior_OK @ regression.covariance_KK
         residual_prior -= float((prior_OK * (regression.centred_OK + left_OK)).sum())
-    solved = solve_ridge(left_OK, regression.covariance_KK, ridge_rel=strength)
+    solved = solve_ridge(left_OK, regression.covariance_KK, ridge_rel=strength, bound=bound)
     change_OK = solved.solution_OK  # change (C_xx + ridge I) = left, so its own error needs no product
     gained = float((change_OK * left_OK).sum()) + solved.ridge * float(change_OK.square().sum())
     weight_OK = change_OK if prior_OK is None else prior_OK + change_OK

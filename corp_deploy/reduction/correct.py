@@ -52,7 +52,7 @@ class _Tried:
     def at(cls, groups: Sequence[_Ways], strength: float) -> "_Tried":
         fitted = held_out = 0.0
         for ways in groups:
-            refits = [(refit_toward(None, own, strength=strength), other) for own, other in ways]
+            refits = [(refit_toward(None, own, strength=strength, bound=True), other) for own, other in ways]
             fitted += fmean(refit.residual for refit, _ in refits)
             held_out += fmean(other.error(refit.weight_OK, refit.bias_O) for refit, other in refits)
         return cls(fitted=fitted, held_out=held_out)
@@ -83,7 +83,7 @@ def group_corrections(
     if strength is not None:
         strength_whole = 0.5 * strength if both_ways else strength
         both = (fit.with_those_of(held_out).regression() for fit, held_out in groups)
-        refits = (refit_toward(None, whole, strength=strength_whole) for whole in both)
+        refits = (refit_toward(None, whole, strength=strength_whole, bound=True) for whole in both)
         changes = [(refit.weight_OK, refit.bias_O) for refit in refits]
     report = LoopFit(
         strength=strength,
