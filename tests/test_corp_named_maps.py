@@ -17,7 +17,7 @@ from corp_deploy.families.family import output_ports, with_outputs
 from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import dense_from_architecture, save
 from ground.errors import BadInput
-from tests import hierarchies, tiny
+from tests import hierarchies, small_convnets, tiny
 from tests.small_models import pixels, small
 from tests.test_corp_named_outputs_cli import invoked
 
@@ -40,6 +40,33 @@ def test_a_swins_maps_are_what_timm_gives_by_rows_and_columns() -> None:
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert got[0].shape == (2, 24, 16, 24), "rows are not columns"
+
+
+@pytest.mark.parametrize(("name", "stage"), [("resnet18d", "layer{}"), ("regnety_002", "s{}")])
+def test_a_convolutional_networks_stages_are_what_timm_gives(name: str, stage: str) -> None:
+    """By their own names, which count from 1, and as stages."""
+    dense: Any = small_convnets.checkpoint(name).model
+    images, theirs = small_convnets.pixels(2), small_convnets.library(name)
+    places = (1, 2, 3, 4)
+    words = ",".join([*(f"{stage.format(place)}_map" for place in places), "map"])
+    with torch.inference_mode():
+        *got, last = with_outputs(dense, outputs_from_text(words))(images)
+        again = with_outputs(dense, outputs_from_text(words.replace(stage.format(""), "stage")))(images)
+        raw = theirs.forward_intermediates(images, intermediates_only=True)[1:]  # type: ignore[operator]
+    for ours, other, exact in zip(got, again, raw, strict=False):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+        assert torch.equal(ours, other)
+    torch.testing.assert_close(last, raw[-1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(BadInput, match=f"has no such layer; it has {stage.format(1)}, {stage.format(2)}, "):
+        with_outputs(dense, outputs_from_text("map,block3_map"))
+    with pytest.raises(BadInput, match="channels aren't those of the last norm"):
+        with_outputs(dense, outputs_from_text(f"map,{stage.format(1)}_norm"))
+
+
+def test_a_stage_of_blocks_by_name_has_no_last_norm() -> None:
+    dense = small_convnets.checkpoint("small_efficientnet").model
+    with pytest.raises(BadInput, match="channels aren't those of the last norm"):
+        with_outputs(dense, outputs_from_text("map,block0_norm"))
 
 
 def test_patches_are_a_map_where_they_are_of_an_image() -> None:

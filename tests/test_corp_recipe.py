@@ -15,7 +15,9 @@ from corp_deploy.release.recipe_tables import ExportTable, ReduceTable
 from corp_deploy.release.recipe_toml import text_of_recipe
 from corp_deploy.release.rendering import rendered
 from corp_deploy.release.starter import starter
+from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
+from tests import small_convnets
 
 ROOT = Path(__file__).parents[1]
 LEAST = """
@@ -115,7 +117,7 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
         ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
         ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "[reduce]: --heads square is not honoured by preset corp"),
         ("mlp = 0.5\nattn = 0.5\npreset = 'grail'", "[reduce]: --attn 0.5 is not honoured by preset grail"),
-        ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction of the MLPs alone"),
+        ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction that leaves attention alone"),
         ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
         ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
         ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or 'symmetric'"),
@@ -316,6 +318,22 @@ def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     assert load_recipe(path).model.weights == tmp_path.resolve() / "weights.safetensors"
     with pytest.raises(BadInput, match="neither a model directory nor a timm name; names that look alike: deit_tiny"):
         starter("deit_tiny_patch61", path, images=None, held_out=None, labels=None)
+
+
+def test_the_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
+    """Says nothing of heads and MLPs, which it has none of; of its directory, a snapshot and its name alike."""
+    convnet = (ROOT / "examples" / "digits" / "resnet").resolve()
+    save(small_convnets.checkpoint("resnet18"), tmp_path / "saved")
+    for model in (str(convnet), str(tmp_path / "saved"), "resnet18"):
+        path = tmp_path / "convnet.toml"
+        path.write_text(starter(model, path, images=tmp_path / "cal.npz", held_out=None, labels=None))
+        assert load_recipe(path).reduce == ReduceTable(macs=0.7)
+        words = path.read_text()
+        assert "# conv = 0.5" in words
+        assert "align_conv = 32" in words
+        assert [word for word in ("# mlp =", "heads =", "align_mlp", "blocks.7") if word in words] == []
+    dense = starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None)
+    assert "conv =" not in dense
 
 
 def test_reading_and_planning_import_neither_torch_nor_onnx() -> None:

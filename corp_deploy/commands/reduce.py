@@ -56,7 +56,7 @@ def reduce_command(
     inputs: InputChoice,
     out: Output,
 ) -> None:
-    """Remove MLP channels and query/key dimensions and repair the loss in closed form.
+    """Remove MLP channels, query/key dimensions and channels between convolutions, and repair the loss in closed form.
 
     With --polish a fit follows, and the same command goes on where an interrupted one was. Under torchrun the
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...

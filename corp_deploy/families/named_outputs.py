@@ -4,6 +4,7 @@ Legend: B inputs, N tokens, C channels.
 """
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +20,7 @@ from .outputs import Output, Outputs
 from .steps import Outlet, Step, Walk
 from .token_merging import unmerged
 
+_BLOCK = re.compile(r"(?:blocks\.)?b?\d+(?:\.|$)")  # behind the name of a stage
 # Tokens that are no place of the image, in front of those that are.
 IN_FRONT = ("class", "distillation", "register")
 _KINDS = {"class": "class", "registers": "register"}
@@ -106,9 +108,20 @@ def _inside(layer: str, steps: list[Step]) -> list[int]:
 
 
 def _own_layer(layer: str, steps: list[Step]) -> str:
-    """The layer as the model calls it: what some call stages others call layers."""
+    """The layer as the model calls it: layer1 is one of several layers or has that very name; what some call stages
+    others call layers, layer1 or s1.
+    """
     word, _, number = layer.partition(".")
-    return layer if word != "stages" or _inside(layer, steps) else f"layers.{number}"
+    names = [layer, f"{word.removesuffix('s')}{number}"]
+    if word == "stages":
+        names += [f"layers.{number}", f"layer{number}", f"s{number}"]
+    return next((name for name in names if _inside(name, steps)), layer)
+
+
+def _is_stage(layer: str, steps: list[Step]) -> bool:
+    """Whether the layer is one of several blocks, by their names."""
+    own = _own_layer(layer, steps)
+    return any(_BLOCK.match(steps[place].name.removeprefix(f"{own}.")) for place in _inside(own, steps))
 
 
 def _last_of(layer: str, steps: list[Step]) -> int:
@@ -129,9 +142,12 @@ def _part(output: Output, x_BNC: Tensor, kinds: tuple[str, ...]) -> Tensor:
 
 
 def _layers(steps: list[Step]) -> list[str]:
-    """Names of outputs behind the model's layers: blocks.3.mlp is of block3, stages.1.blocks.0.mlp of stage1."""
-    parts = (step.name.split(".") for step in steps)
-    return list(dict.fromkeys(f"{part[0].removesuffix('s')}{part[1]}" for part in parts if len(part) > 1))
+    """Names of outputs behind the model's layers: blocks.3.mlp is of block3, stages.1.blocks.0.mlp of stage1,
+    layer1.0.conv1 of layer1.
+    """
+    parts = [part for step in steps if len(part := step.name.split(".")) > 1]
+    counted = (part[0] if part[0][-1].isdigit() else f"{part[0].removesuffix('s')}{part[1]}" for part in parts)
+    return list(dict.fromkeys(counted))
 
 
 def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[Step]) -> str:
@@ -145,7 +161,8 @@ def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[St
         return f"the model has no {kind} token; its tokens are {', '.join(dict.fromkeys(kinds))}"
     if output.layer and _last_of(output.layer, steps) < 0:
         return f"the model has no such layer; it has {', '.join(_layers(steps))}"
-    if output.layer.startswith("stages.") and output.normed:
+    stays = output.layer.startswith("stages.") or _last_of(output.layer, steps) < len(steps) - 1
+    if output.layer and output.normed and stays and _is_stage(output.layer, steps):
         return "a stage's channels aren't those of the last norm"
     return _refusal_of_places(output, model, family, steps) if output.has_patches else ""
 

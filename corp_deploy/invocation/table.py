@@ -228,7 +228,7 @@ PRESET = Axis(
 ATTENTION = Axis(
     command="reduce",
     ways={
-        "kept": Way(words="a reduction of the MLPs alone", ask="--mlp alone", honours={}),
+        "kept": Way(words="a reduction that leaves attention alone", ask="--mlp or --conv alone", honours={}),
         "reduced": Way(
             words="a reduction of attention",
             ask="--attn above 0, a budget, --within or --heads auto",

@@ -14,18 +14,22 @@ LEAST_ERROR = 1e-6
 
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
-    """One row a trial; the front of least error at least MACs is starred."""
+    """One row a trial; the front of least error at least MACs is starred. Columns of sites are those that any trial
+    narrows, MLPs and attention where budgets alone say.
+    """
     several = [f"error of {score.name}" for trial in trials[:1] for score in trial.outputs]
-    names = "preset", "MLP", "Q/K", "conv", "budget", "heads", "MACs", "parameters", "relative error"
+    conv = any(trial.conv_sparsity for trial in trials)
+    linear = not conv or any(trial.mlp_sparsity or trial.attention_sparsity for trial in trials)
+    sites = ["MLP", "Q/K"] * linear + ["conv"] * conv
+    names = "preset", *sites, "budget", *["heads"] * linear, "MACs", "parameters", "relative error"
     table = Table(*names, *several, "agreement", "accuracy", "")
     for trial in trials:
         table.add_row(
             trial.preset,
-            f"{trial.mlp_sparsity:g}",
-            f"{trial.attention_sparsity:g}",
-            f"{trial.conv_sparsity:g}",
+            *[f"{trial.mlp_sparsity:g}", f"{trial.attention_sparsity:g}"] * linear,
+            *[f"{trial.conv_sparsity:g}"] * conv,
             "-" if trial.budget is None else f"{trial.budget:g}",
-            trial.geometry,
+            *[trial.geometry] * linear,
             f"{trial.macs_share:.1%}",
             f"{trial.parameters:,}",
             f"{trial.relative_error:.4f}",

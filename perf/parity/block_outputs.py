@@ -36,7 +36,9 @@ def borders(model: ModelProto) -> dict[str, str]:
     """Values that leave a site, in the order of the graph: key -> value name.
 
     The key is the site; where several values leave it (the residual sums of `blocks.3`), the last one has that key and
-    the earlier ones are `blocks.3:0` and so on. Raises BadInput when no node carries a path.
+    the earlier ones are `blocks.3:0` and so on, as is the last one of a site that goes on in another behind it (the sum
+    of `layer1.0` in front of `layer1.0.act2`): what the module gives is that one's. Raises BadInput when no node
+    carries a path.
     """
     types, sites = element_types(model), {node.name: site_of(node.name) for node in model.graph.node}
     readers: dict[str, set[str]] = {value.name: {""} for value in model.graph.output}
@@ -53,11 +55,18 @@ def borders(model: ModelProto) -> dict[str, str]:
                 order.append((site, name))
     if not order:
         raise BadInput("no node of this graph is named by its module (`blocks.3.attn/MatMul`); export it again")
-    return {_key(site, name, leaving[site]): name for site, name in order}
+    last = {sites[node.name]: place for place, node in enumerate(model.graph.node)}
+    ended = {site for site, place in last.items() if not _goes_on(site, place, last)}
+    return {_key(site, name, leaving[site], ended=site in ended): name for site, name in order}
 
 
-def _key(site: str, name: str, names: list[str]) -> str:
-    return site if name == names[-1] else f"{site}:{names.index(name)}"
+def _goes_on(site: str, place: int, last: Mapping[str, int]) -> bool:
+    """Whether a node of a site inside this one comes behind its own last node."""
+    return any(other.startswith(f"{site}.") and later > place for other, later in last.items())
+
+
+def _key(site: str, name: str, names: list[str], *, ended: bool) -> str:
+    return site if ended and name == names[-1] else f"{site}:{names.index(name)}"
 
 
 def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
