@@ -22,9 +22,12 @@ from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.family import sites_of, timm_family_of
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.dense_model import load_dense
+from examples.digits.images import load
 from tests import tiny
 
 SIZE = 48
+DIGITS = Path(__file__).parents[1] / "examples" / "digits"
 _FOLDER = TemporaryDirectory()
 _RESNET: dict[str, Any] = {"layers": [1, 1, 2, 1], "channels": [16, 16, 24, 32], "stem_width": 8}
 _REGNET: dict[str, Any] = {"w0": 16, "wa": 24.0, "wm": 2.0, "depth": 6, "group_size": 8, "stem_width": 16}
@@ -160,3 +163,14 @@ def images_of(name: str, count: int = 64) -> Images:
     folder = Path(_FOLDER.name) / str(count)
     folder.mkdir(exist_ok=True)
     return opened(checkpoint(name).model, count, folder)
+
+
+@cache
+def digits() -> tuple[Checkpoint, Images]:
+    """The digits example's trained ResNet, and images to fit to."""
+    own = load_dense(str(DIGITS / "resnet"), weights=None, kwargs={})
+    return own, tiny.opened(Path(_FOLDER.name) / "digits.npy", load("train").images[:192], own.model)
+
+
+def unseen_digits() -> Tensor:
+    return torch.from_numpy(load("held-out").images[:256])

@@ -12,7 +12,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
-from tests.small_convnets import SMALL, checkpoint, conv_sites, error, images_of, method, pixels
+from tests.small_convnets import SMALL, checkpoint, conv_sites, digits, error, images_of, method, pixels, unseen_digits
 
 FORMS = tuple(SMALL)
 FEW = ("resnet18d", "resnet50", "resnext50_32x4d", "seresnet50")
@@ -58,6 +58,15 @@ def test_and_at_the_outputs(name: str) -> None:
     errors = {how: error(each.model, checkpoint(name).model, pixels(48, seed=5)) for how, each in halved(name).items()}
     assert errors["ours"] < errors["open"]
     assert errors["ours"] < errors["grail"]
+
+
+def test_of_trained_weights_it_errs_least_by_far() -> None:
+    own, source = digits()
+    taken, best = calibrate(own, source, batch_size=32), method("best", 0.7)
+    grail, unseen = method("grail", 0.7), unseen_digits()
+    ours = error(reduce_closed_loop(own.model, source, best).model, own.model, unseen)
+    assert ours < 0.8 * error(reduce(own.model, taken, best).model, own.model, unseen)
+    assert ours < 0.3 * error(reduce_symmetric_loop(own.model, source, grail).model, own.model, unseen)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -25,7 +25,7 @@ from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny
-from tests.small_convnets import checkpoint, error, images_of, method, outputs, pixels
+from tests.small_convnets import checkpoint, digits, error, images_of, method, outputs, pixels, unseen_digits
 
 COUNT = 48
 FORMS = ("resnet18d", "resnet50", "seresnet50", "resnext50_32x4d", "regnety_002", "small_efficientnet")
@@ -118,6 +118,17 @@ def test_it_lowers_the_error_of_much_reduced_models(name: str) -> None:
     plain, rescaled = rescaled_and_not(name, "open", 0.7)
     dense, unseen = checkpoint(name).model, pixels(32, seed=5)
     assert error(rescaled.model, dense, unseen) < error(plain.model, dense, unseen)
+
+
+def test_of_trained_weights_it_lowers_grails_error_by_half() -> None:
+    own, source = digits()
+    taken, unseen, grail = calibrate(own, source, batch_size=32), unseen_digits(), method("grail", 0.7)
+    again = replace(grail, rescales=True)
+    for plain, rescaled in (
+        (reduce(own.model, taken, grail), reduce(own.model, taken, again, images=source)),
+        (reduce_symmetric_loop(own.model, source, grail), reduce_symmetric_loop(own.model, source, again)),
+    ):
+        assert error(rescaled.model, own.model, unseen) < 0.6 * error(plain.model, own.model, unseen)
 
 
 def test_nothing_removed_stays() -> None:

@@ -65,7 +65,7 @@ class SiteReport:
     `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is there where
     held-out statistics were given: a share lost well above the calibration images' is over-fitting. `ridge_fit` is
     there where groups of images chose how strong the ridge is, `loop` where the closed loop refitted the site's last
-    layer, `alignment` where it aligned the first one.
+    layer, or the convolution that reads the part's channels, `alignment` where it aligned the first one.
     """
 
     site: str
