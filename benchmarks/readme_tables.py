@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from benchmarks import polish_page
+from benchmarks import convnets_page, polish_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -219,6 +219,7 @@ def budgets(record: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods.json": methods,
+    "convnets.json": convnets_page.convnets,
     "hard_vit.json": hard_vit,
     "budgets.json": budgets,
     "polish.json": polish_page.polish,
