@@ -6,7 +6,7 @@ out, H rows, W columns, G groups, R channels of a group.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -161,6 +161,10 @@ class PatchTaps:
     output: nn.Conv2d
     edges: Edges | None = None
     channels_GR: Tensor | None = None
+
+    def with_patches_of(self, channels_GR: Tensor) -> "PatchTaps":
+        """The same with patches of these channels of each group alone."""
+        return replace(self, channels_GR=channels_GR)
 
     def __post_init__(self) -> None:
         if self.output.padding_mode != "zeros":

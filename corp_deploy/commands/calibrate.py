@@ -9,7 +9,7 @@ import click
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.table import CALIBRATE
 from corp_deploy.views.console import Output
-from ground.quantities import IMAGES, SHARE_REMOVED
+from ground.quantities import GIGABYTES, IMAGES, SHARE_REMOVED
 
 from .input_choice import (
     InputChoice,
@@ -42,6 +42,7 @@ class StatisticsChoice:
     no_attention: bool
     attention_system: bool
     residual: bool
+    patch_memory: float | None
     attn: tuple[float, ...] | None
     first_pass: Path | None
     align: dict[str, int] | None
@@ -64,6 +65,7 @@ class StatisticsChoice:
             attention_system=self.attention_system,
             precision=self.dtype,
             residual=self.residual,
+            patch_bytes=None if self.patch_memory is None else int(self.patch_memory * 1e9),
         )
 
     def restriction(self) -> "Restriction | None":
@@ -103,6 +105,13 @@ statistics_options = value_options(
         "--residual",
         is_flag=True,
         help="Also take what reads residual streams of convolutions; reduce --residual needs it.",
+    ),
+    click.option(
+        "--patch-memory",
+        type=Number(GIGABYTES),
+        default=None,
+        help="GB that all sums may take: patches of the largest convolutions are summed of fewer channels, those of "
+        "the largest weights; the others are the first to be removed. Default: patches of all channels.",
     ),
     click.option(
         "--attn",

@@ -158,15 +158,15 @@ class ConvSite:
         """Of the statistics of what enters a part."""
         return f"{self.name}.{name}"
 
+    def patches(self, place: int) -> PatchTaps:
+        """What the convolution behind one place reads."""
+        name = self.between[place].reader
+        return PatchTaps(name=self.tap_name(name), output=self.convolution(name), edges=self.convolution(name).edges)
+
     def listening(self) -> tuple[ChannelTaps | PatchTaps, ...]:
-        readers = (each.reader for each in self.between)
-        patches = (
-            PatchTaps(name=self.tap_name(name), output=self.convolution(name), edges=self.convolution(name).edges)
-            for name in readers
-        )
         squeezes = (name for each in self.between for name in self.squeezes(each))
         means = (ChannelTaps(name=self.tap_name(name), output=self.squeeze(name).reduce) for name in squeezes)
-        return (*patches, *means)
+        return (*map(self.patches, range(len(self.between))), *means)
 
     def words(self) -> str:
         kept = " and ".join(str(channels) for channels in self.width.channels)

@@ -12,6 +12,7 @@ from torch import nn
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .channel_site import ChannelSite
+from .conv_site import ConvSite
 from .coupled_site import CoupledSite
 from .head_site import HeadSite
 from .site import LinearSite, Site
@@ -64,6 +65,11 @@ class Sites:
     @property
     def channels(self) -> tuple[ChannelSite, ...]:
         return tuple(site for site in self.every if isinstance(site, ChannelSite))
+
+    @property
+    def rows(self) -> tuple[ConvSite, ...]:
+        """Of convolutions."""
+        return tuple(site for site in self.every if isinstance(site, ConvSite))
 
     @property
     def heads(self) -> tuple[HeadSite, ...]:

@@ -25,6 +25,7 @@ from corp_deploy.store.inputs import lineage_for_moments
 from ground.errors import BadInput
 
 from .kept_dims import narrower
+from .patch_memory import within_memory
 
 PIXEL_RANGE = "pixel_range"
 
@@ -50,7 +51,8 @@ class Statistics:
     """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
 
     `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `residual`: of what reads
-    streams of coupled channels, too.
+    streams of coupled channels, too. `patch_bytes`: of all sums, kept to by summing
+    the patches of fewer channels where convolutions are largest.
     """
 
     patterns: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ class Statistics:
     kept: Mapping[str, Tensor] | None = None
     precision: Precision = "float32"
     residual: bool = False
+    patch_bytes: int | None = None
 
 
 _NO_STREAMS = "--residual: no stream of this model ({}) has channels that can be removed{}; leave it away"
@@ -83,9 +86,12 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
     taps = [each for each in every if statistics.attention or each.kind != "attention"]
-    return [
+    named = [
         site for site in taps if not statistics.patterns or any(fnmatchcase(site.name, p) for p in statistics.patterns)
     ]
+    if statistics.patch_bytes is None:
+        return named
+    return within_memory(checkpoint.model, named, statistics.patch_bytes)
 
 
 def memory_needed(

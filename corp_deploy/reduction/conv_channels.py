@@ -178,6 +178,19 @@ def _together(parts: list[ChannelRecovery]) -> ChannelRecovery:
     )
 
 
+def unchanged(reading: Reading) -> ChannelRecovery:
+    """Where all channels stay."""
+    return ChannelRecovery(
+        weight_OK=reading.weight_GPU.flatten(0, 1),
+        bias_O=reading.bias_O,
+        residual=0.0,
+        residual_uncompensated=0.0,
+        r2=1.0,
+        condition=1.0,
+        ridge=0.0,
+    )
+
+
 def output_energy(moments: PatchMoments, reading: Reading) -> float:
     """Variance of the dense outputs, the scale that errors are shares of."""
     pairs = zip(reading.weight_GPU, moments.covariance_GUU, strict=True)

@@ -12,7 +12,7 @@ from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import ConvWidths
 
-from .conv_channels import channels_between, elimination, error_of, output_energy
+from .chosen_patches import channels_between, elimination, error_of, output_energy
 from .conv_loop import fitted_row, rebuilt_row
 from .conv_modules import Row, conv_report, random_like, reading_of
 from .kind import ErrorCurve, Reduced

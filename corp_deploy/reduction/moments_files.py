@@ -16,6 +16,7 @@ from calib.distributed import Ranks
 from calib.groups import group_ids, parted_by_group
 from calib.input_set import InputSet, parted
 from calib.moments import Moments
+from calib.patch_moments import PatchMoments
 from calib.resume import ResumeFile
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
@@ -35,9 +36,11 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
     """What a moments file holds, for people and machines."""
-    kinds, widths = [], set[int]()
-    for site in moments.sites.values():  # each is read from the file when it is asked for
+    kinds, widths, chosen = [], set[int](), dict[str, list[int]]()
+    for name, site in moments.sites.items():  # each is read from the file when it is asked for
         kinds.append(site.kind)
+        if isinstance(site, PatchMoments) and site.channels_GR is not None:
+            chosen[name] = [site.channels_GR.numel(), site.map_sum_GC.numel()]
         widths |= set() if site.system_width is None else {site.system_width}
     return {
         "moments": str(path),
@@ -48,6 +51,7 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
         "attention_sites": kinds.count("attention"),
         "convolutions": kinds.count("convolution"),
         "system_widths": sorted(widths),
+        "patches_of": chosen,
         "lineage": dict(moments.lineage),
     }
 

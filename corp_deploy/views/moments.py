@@ -8,9 +8,11 @@ def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
     """A summary in one line; `noun` is what was calibrated on."""
     sites = sum(summary[kind] for kind in ("mlp_sites", "attention_sites", "convolutions"))
     size = f"{sites} sites, {summary['images']} {noun}, {summary['size_bytes'] / 1e6:.1f} MB"
+    patches = summary["patches_of"]
     widths = ", ".join(map(str, summary["system_widths"]))
     covered = f"; per-image systems for head widths up to {widths}" if widths else ""
-    return f"{summary['moments']}: {size}{covered}"
+    chosen = "".join(f"; patches of {name}: {some} of {every} channels" for name, (some, every) in patches.items())
+    return f"{summary['moments']}: {size}{covered}{chosen}"
 
 
 def lines_of_overfitting(summary: Mapping[str, Any]) -> list[str]:
