@@ -1,5 +1,6 @@
 """A polish of rows of convolutions: by gradients, block by block or as a whole; least squares are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from corp_deploy.polish.matrices import Matrix, chosen_
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import Polished, polished
 from corp_deploy.polish.walk import blocks
-from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from ground.errors import BadInput
@@ -47,6 +48,15 @@ def test_it_errs_less_than_what_it_began_with(how: PolishName, steps: int, reduc
 def test_layers_are_refused_with_the_reason(reduced: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"conv1, layer1\.0.* are rows of convolutions, through which no step is solved"):
         by("layer", reduced, tmp_path, 1)
+
+
+@pytest.mark.parametrize("how", ["block", "model"])
+def test_streams_of_fewer_channels_are_refused(how: PolishName, tmp_path: Path) -> None:
+    own = checkpoint(NAME)
+    moments = calibrate(own, opened(own.model, 32, tmp_path), statistics=Statistics(residual=True), batch_size=32)
+    narrower = reduce(own.model, moments, replace(METHOD, residual_sparsity=0.5)).model
+    with pytest.raises(BadInput, match="have fewer channels than the dense model's"):
+        by(how, narrower, tmp_path, 1)
 
 
 def test_a_block_is_one_row_with_its_shortcut(reduced: nn.Module) -> None:

@@ -70,6 +70,17 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
         )
 
 
+def _refuse_narrower_streams(dense: nn.Module, reduced: nn.Module) -> None:
+    """Raise BadInput where streams have fewer channels than the dense model's, to which none can be fitted."""
+    widths = {site.name: site.width for site in sites_of(dense).coupled}
+    narrower = [site.name for site in sites_of(reduced).coupled if widths.get(site.name) != site.width]
+    if narrower:
+        raise BadInput(
+            f"polish: the streams that {', '.join(narrower[:4])} write have fewer channels than the dense model's, to "
+            "which they would be fitted; leave --polish or --residual away"
+        )
+
+
 def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
     """Raise BadInput where a layer's step would have to be solved through a norm, or through turns of each token."""
     narrower = reduced_sites(dense, reduced)
@@ -118,6 +129,7 @@ def polished(
     several processes each takes `batch_size` of a step's inputs, and all get the same model. All runs where the models
     are. Raises BadInput for too few images and for the state of another polish.
     """
+    _refuse_narrower_streams(dense, reduced)
     _refuse_whole_blocks(dense, reduced, options)
     _refuse_unsolved(dense, reduced, options)
     inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
