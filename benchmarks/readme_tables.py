@@ -17,6 +17,7 @@ from benchmarks import convnets_page, polish_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
+from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,6 +241,7 @@ REAL: dict[str, Callable[[dict[str, Any]], str]] = {
     "real_vit.json": real_page.real_vit,
     "real_vit_engines.json": real_page.real_vit_engines,
     "dense_features.json": real_page.dense_features,
+    "real_convnet.json": convnet_page.real_convnet,
 }
 
 

@@ -49,7 +49,8 @@ def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Pat
         pytest.skip(f"{row['source']} is not installed")
     with torch.device("meta" if row["source"] == "timm" else "cpu"):
         sites = sites_of(dense(instance_of(row), tmp_path).model)
-    assert (row["mlps"], row["attentions"]) == (len(sites.channels), len(sites.heads))
+    rows = len(sites.every) - len(sites.linear)
+    assert (row["mlps"], row["attentions"], row.get("rows", 0)) == (len(sites.channels), len(sites.heads), rows)
     assert row["reasons"] == sorted({refusal.reason for refusal in sites.refused})
 
 
@@ -59,7 +60,7 @@ def test_the_chain_finds_what_a_row_says(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(chain, "fused", lambda subject, candidate, directory: None)
     again = chain.row_of(instance_of(row), tmp_path)
     own = {"errors": row["errors"], "graphs": row["graphs"]}
-    assert again | own == {"inputs": 64, "draws": 1, **row, "engines": again["engines"]}
+    assert again | own == {"inputs": 64, "draws": 1, "rows": 0, **row, "engines": again["engines"]}
     assert again["errors"] == pytest.approx(row["errors"], rel=0.05)
     assert again["graphs"]["fp32"] < 1e-4
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import named, pieces
 from calib.moments import Moments
+from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.family import example_of, family_of, input_ports, sites_of
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
@@ -39,7 +40,8 @@ TARGET = "86"
 
 
 def method(preset: str, sparsity: float) -> Method:
-    return method_from_preset(preset, mlp_sparsity=sparsity, attention_sparsity=sparsity, align_hidden=8, align_head=8)
+    shares = dict.fromkeys(("mlp_sparsity", "attention_sparsity", "conv_sparsity"), sparsity)
+    return method_from_preset(preset, **shares, align_hidden=8, align_head=8, align_conv=8)
 
 
 def away(got: Tensor, expected: Tensor) -> float:
@@ -82,7 +84,18 @@ def needed(model: nn.Module) -> int:
     finally:
         for handle in handles:
             handle.remove()
-    return max(CALIBRATION, *(math.ceil(each) for each in inputs_by_site.values()))
+    return max(CALIBRATION, *(math.ceil(each) for each in inputs_by_site.values()), *map(needed_by_row, rows_of(model)))
+
+
+def rows_of(model: nn.Module) -> list[ConvSite]:
+    """Rows of convolutions."""
+    return [site for site in sites_of(model).every if isinstance(site, ConvSite)]
+
+
+def needed_by_row(site: ConvSite) -> int:
+    """As many as give each of its convolutions more patches than those have columns."""
+    readers = [site.convolution(each.reader) for each in site.between]
+    return max(math.ceil(1.5 * reader.weight[0].numel() / reader.positions) for reader in readers)
 
 
 def subject_of(instance: Instance, directory: Path, *, seed: int = 0, **changes: Any) -> Subject:
@@ -175,6 +188,7 @@ def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
         "room": family_of(subject.model).NAME,
         "mlps": len(sites.channels),
         "attentions": len(sites.heads),
+        "rows": len(rows_of(subject.model)),
         "kept": {"qk": sum(site.keeps_qk for site in sites.heads), "v": sum(site.keeps_v for site in sites.heads)},
         "reasons": sorted({refusal.reason for refusal in sites.refused}),
         "identity": identities(instance, subject, directory),

@@ -18,8 +18,9 @@ HEAD = (
 
 
 def _sites(row: Row) -> str:
-    """How many MLPs and attentions of the instance can be reduced."""
-    parts = [f"{row[kind]} {kind}" for kind in ("mlps", "attentions") if row[kind]]
+    """How many of each kind of the instance can be reduced."""
+    told = {"mlps": "MLPs", "attentions": "attentions", "rows": "rows of convolutions"}
+    parts = [f"{row[kind]} {name}" for kind, name in told.items() if row.get(kind)]
     whole = [f"{name.upper()} of {count} whole" for name, count in row["kept"].items() if count]
     return ", ".join(parts + whole) or "none"
 
@@ -61,9 +62,9 @@ def coverage(record: Mapping[str, Any]) -> str:
     text = (
         f"What goes through the whole chain: {count['timm']} of timm's names, {count['transformers']} classes of "
         f"transformers and {count['torchvision']} of torchvision, made small, with random weights and inputs; half of "
-        "every MLP and attention removed. Relative errors of the outputs on other inputs (means of a line's models), "
-        "ONNX Runtime beside torch (the worst of them, batches 1 and 8), and TensorRT-RTX's fused attention in half "
-        "precision:"
+        "every MLP, attention and row of convolutions removed. Relative errors of the outputs on other inputs (means "
+        "of a line's models), ONNX Runtime beside torch (the worst of them, batches 1 and 8), and TensorRT-RTX's fused "
+        "attention in half precision:"
     )
     lines = [
         _line(family if source == "timm" else f"{family} ({source})", rows)

@@ -269,6 +269,35 @@ TIMM: tuple[Group, ...] = (
         )
         for name, dims in (("convnextv2_atto", (16, 32, 64, 128)), ("convnextv2_tiny", (24, 48, 96, 192)))
     ),
+    Group(
+        family="ResNet",
+        names=("resnet18", "resnet18d", "resnet34"),
+        kwargs={**_STAGES, "layers": [1, 1, 2, 1], "channels": [64, 64, 96, 128]},
+        head_dim=None,
+    ),
+    Group(
+        family="ResNet, bottlenecks",
+        names=("resnet50", "resnet50d", "resnet26t", "seresnet50"),
+        kwargs={**_STAGES, "layers": [1, 1, 2, 1], "channels": [32, 32, 48, 64]},
+        head_dim=None,
+    ),
+    Group(
+        family="ResNeXt",
+        names=("resnext50_32x4d",),
+        kwargs={**_STAGES, "layers": [1, 1, 2, 1], "channels": [32, 32, 48, 64], "cardinality": 8, "base_width": 16},
+        head_dim=None,
+    ),
+    Group(family="RegNet", names=("regnetx_002", "regnety_002"), kwargs=_STAGES, head_dim=None),
+    Group(family="MobileNetV2", names=("mobilenetv2_050",), kwargs=_STAGES, head_dim=None),
+    Group(
+        family="MobileNetV3", names=("mobilenetv3_small_100", "mobilenetv3_large_100"), kwargs=_STAGES, head_dim=None
+    ),
+    Group(
+        family="EfficientNet",
+        names=("efficientnet_lite0", "efficientnet_b0", "tf_efficientnetv2_b0"),
+        kwargs=_STAGES,
+        head_dim=None,
+    ),
     Group(family="MLP-Mixer", names=("mixer_s32_224",), kwargs={"num_classes": 10}, head_dim=None),
     Group(family="gMixer", names=("gmixer_12_224",), kwargs={"num_classes": 10}, head_dim=None),
     Group(family="ResMLP", names=("resmlp_12_224",), kwargs={"num_classes": 10}, head_dim=None),
