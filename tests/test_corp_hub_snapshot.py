@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 import corp_deploy
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_names import look_alikes
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
-from tests import tiny
+from tests import small_convnets, tiny
 from tests.test_corp_weights import sharded
 
 NAME = tiny.ARCHITECTURE.name
@@ -332,3 +333,15 @@ def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path
 def test_other_projects_names_lead_to_a_name_of_timm(name: str, twin: str) -> None:
     assert twin in look_alikes(name)
     assert timm.is_model(twin)
+
+
+def test_a_network_of_any_size_is_built_for_the_one_of_its_snapshot(tmp_path: Path) -> None:
+    """Its name's own would be 224."""
+    args = {key: value for key, value in small_convnets.SMALL["resnet18"].items() if key != "img_size"}
+    pretrained = {**PRETRAINED, "input_size": [3, 48, 48], "fixed_input_size": False, "classifier": "fc"}
+    config = {"architecture": "resnet18", "num_classes": 7, "model_args": args, "pretrained_cfg": pretrained}
+    save_file(small_convnets.library("resnet18").state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_dense(str(tmp_path), weights=None, kwargs={}).model
+    assert image_spec(model).shape == (3, 48, 48)
+    assert small_convnets.error(model, small_convnets.library("resnet18"), small_convnets.pixels(2)) < 1e-5

@@ -103,7 +103,9 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
         kwargs.setdefault("num_classes", classes)
     if channels != 3:
         kwargs.setdefault("in_chans", channels)
-    if pretrained.fixed_input_size and not kwargs.get("dynamic_img_size"):
+    # A model that takes any size is built for the one that its snapshot names, and not for its name's own.
+    named = pretrained.fixed_input_size is False and pretrained.input_size is not None
+    if (pretrained.fixed_input_size or named) and not kwargs.get("dynamic_img_size"):
         kwargs.setdefault("img_size", sides)
     return snapshot.architecture, kwargs, record_from_value(entries, Preprocessing, where=where, remedy=again)
 
