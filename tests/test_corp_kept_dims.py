@@ -151,7 +151,7 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
     alone = [calibrated(home, f"{name}-alone.safetensors", *RESTRICTED, images=f"{name}.npy") for name in "ab"]
     refused = run("merge-moments", *alone, "-o", tmp_path / "m.safetensors")
     assert refused.exit_code == 2
-    assert "rank both by the moments of one first pass" in refused.stderr
+    assert "choose both by the moments of one first pass" in refused.stderr
 
 
 def test_both_passes_go_on_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_what_asks_for_heads_is_refused(home: Path) -> None:
         (("--macs", 0.7, "--heads", "square", "--images", "images.npy"), "--heads square"),
         (("--mlp", 0.5, "--heads", "auto", "--images", "images.npy"), "--heads auto"),
     ):
-        assert f"{words} {NONE} (ConvNeXt)" in run(*reduce, *options, code=2).output
+        assert f"{words} {NONE} (ConvNeXt, which has MLPs)" in run(*reduce, *options, code=2).output
         assert not (home / "reduced").exists()
     calibrate = ("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors")
     assert f"--attention-system {NONE}" in run(*calibrate, "--attention-system", code=2).output

@@ -384,7 +384,8 @@ def test_the_record_is_json(home: Home, directory: Path, tmp_path: Path) -> None
 
 
 def point(macs: int, error: float) -> SweepPoint:
-    shares = {"mlp_sparsity": 0.0, "attention_sparsity": 0.0, "macs_share": macs / 100, "relative_error": error}
+    shares = {"mlp_sparsity": 0.0, "attention_sparsity": 0.0, "conv_sparsity": 0.0}
+    shares |= {"macs_share": macs / 100, "relative_error": error}
     counts = {"macs": macs, "parameters": macs, "sites_reduced": 1, "sites_refused": 0}
     none = {"budget": None, "agreement": None, "accuracy": None}
     return SweepPoint(preset="best", geometry="padded", **shares, **counts, **none)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from perf.timing.rounds import measure_pair
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 PLAN = Plan(time_limit_s=10.0, half_width_rel=0.008)
-REPETITIONS = 20  # forty of each are in benchmarks/results/gate_noise.json
+REPETITIONS = 10  # forty of each are in benchmarks/results/gate_noise.json
 
 
 @dataclass
@@ -80,13 +80,13 @@ def judged(candidate_ms: float, seed: int) -> tuple[JudgedRule, bool]:
 def test_a_model_against_itself_does_not_fail_where_a_mean_of_twenty_does() -> None:
     outcomes = [judged(5.0, seed) for seed in range(REPETITIONS)]
     assert sum(verdict.verdict == "FAIL" for verdict, _ in outcomes) <= 1
-    assert sum(verdict.verdict == "PASS" for verdict, _ in outcomes) >= 19
-    assert sum(naive for _, naive in outcomes) >= 4
+    assert sum(verdict.verdict == "PASS" for verdict, _ in outcomes) >= 9
+    assert sum(naive for _, naive in outcomes) >= 2
 
 
 def test_a_true_slowdown_of_five_percent_is_caught() -> None:
     verdicts = [judged(5.25, 100 + seed)[0] for seed in range(REPETITIONS)]
-    assert sum(verdict.verdict == "FAIL" for verdict in verdicts) >= 19
+    assert sum(verdict.verdict == "FAIL" for verdict in verdicts) >= 9
     assert not any(verdict.verdict == "PASS" for verdict in verdicts)
     values = [verdict.value for verdict in verdicts if verdict.value is not None]
     assert np.median(values) == pytest.approx(1 / 1.05, abs=0.003)

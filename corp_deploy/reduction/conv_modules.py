@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from calib.moments import ChannelMoments
-from corp_deploy.algebra import channels as channel_algebra
 from corp_deploy.families.channel_norm import ChannelNorm
 from corp_deploy.families.conv_site import Between, ConvSite
 from corp_deploy.families.convolution import Convolution
@@ -22,6 +21,7 @@ from .conv_channels import Kept, Reading
 from .kind import Reduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
+from .squeezes import narrowed_squeeze
 
 
 def _flat(conv: Convolution) -> Tensor:
@@ -91,19 +91,8 @@ class Row:
         self.biases[name] = self.biases[name] + torch.cat([bias_P for _, bias_P in changes])
 
     def squeeze(self, name: str, kept_K: Tensor, moments: ChannelMoments, method: Method) -> None:
-        """What the squeeze made of all channels' means, of those that stay, by least squares on images' means."""
-        dense = self.site.squeeze(name)
-        assert dense.reduce.bias is not None, name
-        recover = channel_algebra.none if method.conv_recovery == "none" else channel_algebra.affine
-        new = recover(
-            moments.mean_F,
-            moments.second_FF,
-            dense.reduce.weight.detach().double(),
-            dense.reduce.bias.detach().double(),
-            kept_K,
-            ridge_rel=method.ridge_rel,
-        )
-        self.others[name] = dense.narrowed(kept_K, new.weight_OK, new.bias_O)
+        """A squeeze that these channels pass, by the moments of what it reads."""
+        self.others[name] = narrowed_squeeze(self.site.squeeze(name), kept_K, moments, method)
 
     def _convolution(self, name: str) -> nn.Module:
         dense, weight_OIHW = self.site.convolution(name), self.weights[name]

@@ -28,6 +28,7 @@ from .conv_channels import Reading, output_energy, recovered
 from .kind import Reduced
 from .method import Method
 from .report import SiteReport
+from .squeezes import narrowed_squeeze
 
 _OF_VECTORS: Mapping[str, Any] = MappingProxyType(
     {
@@ -155,17 +156,7 @@ def _fill_(
 def _squeezed(path: str, dense: SqueezeExcite, moments: Moments, method: Method, kept_K: Tensor) -> SqueezeExcite:
     own = _statistics(path, moments, dense.reduce.weight.device)
     assert isinstance(own, ChannelMoments), path
-    assert dense.reduce.bias is not None, path
-    recover = channels.none if method.conv_recovery == "none" else channels.affine
-    new = recover(
-        own.mean_F,
-        own.second_FF,
-        dense.reduce.weight.detach().double(),
-        dense.reduce.bias.detach().double(),
-        kept_K,
-        ridge_rel=method.ridge_rel,
-    )
-    return dense.narrowed(kept_K, new.weight_OK, new.bias_O)
+    return narrowed_squeeze(dense, kept_K, own, method)
 
 
 def _report(
