@@ -28,7 +28,7 @@ from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.record import Record
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.machine import versions
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
@@ -76,6 +76,25 @@ def _renormalised(path: Path, count: int) -> Tensor:
     return torch.from_numpy((pictures - lite0.MEAN) / lite0.STD).float()
 
 
+def share_left(model: nn.Module, costs: SiteCosts, sparsity: float) -> float:
+    """Of the MACs, where the same share of channels is removed everywhere."""
+    sites = sites_of(model).by_name
+    widths = uniform_widths(model, method_from_preset("best", conv_sparsity=sparsity, align_conv=ALIGN))
+    saved = sum(costs.now[name] - costs.of(sites[name], width, "padded") for name, width in widths.items())
+    return 1.0 - saved / macs(model)
+
+
+def looks_at_images(row: Row) -> bool:
+    """Whether the command does."""
+    return row.budget or "loop" in row.said or "rescale" in row.said
+
+
+def uniform_sparsity(model: nn.Module, share: float) -> float:
+    """The least whole percent removed everywhere that leaves so much of the MACs."""
+    costs = site_costs(model, "macs")
+    return next(percent / 100 for percent in range(100) if share_left(model, costs, percent / 100) <= share)
+
+
 class Bench:
     """The dense model, crops to fit and to judge, and moments that all rows share."""
 
@@ -106,24 +125,12 @@ class Bench:
             write_json(cost, asdict(took))
         return path
 
-    def sparsity(self, share: float) -> float:
-        """The least whole percent removed everywhere that leaves so much of the MACs."""
-        costs, dense = site_costs(self.model, "macs"), macs(self.model)
-        sites = sites_of(self.model).by_name
-        for percent in range(100):
-            method = method_from_preset("best", conv_sparsity=percent / 100, align_conv=ALIGN)
-            widths = uniform_widths(self.model, method)
-            saved = sum(costs.now[name] - costs.of(sites[name], width, "padded") for name, width in widths.items())
-            if dense - saved <= share * dense:
-                return percent / 100
-        raise Missing(f"no uniform share leaves {share}")
-
     def row(self, row: Row, share: float) -> Mapping[str, Any]:
-        widths = f"--macs {share}" if row.budget else f"--conv {self.sparsity(share):g}"
+        widths = f"--macs {share}" if row.budget else f"--conv {uniform_sparsity(self.model, share):g}"
         said = f"{row.said} {widths} --align conv={ALIGN}"
         directory = self.work / "lite0-reduced"
         shutil.rmtree(directory, ignore_errors=True)
-        images = ["--images", str(self.images)] if row.budget or "loop" in row.said or "rescale" in row.said else []
+        images = ["--images", str(self.images)] if looks_at_images(row) else []
         given = ["--weights", str(self.weights), "--moments", str(self.moments()), *images, "-o", str(directory)]
         cost = run(["reduce", *MODEL, *given, *said.split()], self.threads)
         model = load_checkpoint(directory).model
