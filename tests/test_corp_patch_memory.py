@@ -1,17 +1,22 @@
 """Calibration within a memory: patches of some channels alone, and what is made of them."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn import functional
 
+from calib import memory
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
+from corp_deploy.cli import main
 from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.family import example_of, sites_of
 from corp_deploy.families.sites import calibration_taps
@@ -19,6 +24,7 @@ from corp_deploy.families.widths import ConvWidths
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
 from tests.small_convnets import checkpoint, opened, pixels
 
@@ -135,3 +141,18 @@ def test_what_needs_other_patches_is_refused(preset: str, kept: int) -> None:
 def test_too_little_memory_is_said() -> None:
     with pytest.raises(BadInput, match="GB more than are available"):
         moments(0.01)
+
+
+def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = checkpoint(NAME)
+    monkeypatch.setattr(memory, "bytes_available", lambda device: whole_bytes() // 2)
+    save(own, tmp_path / "dense")
+    np.save(tmp_path / "images.npy", pixels(4).numpy())
+    words = ["calibrate", "--model", tmp_path / "dense", "--images", tmp_path / "images.npy", "-o", tmp_path / "m"]
+    said = CliRunner().invoke(main, list(map(str, words)))
+    assert said.exit_code == 2
+    named = re.search(r"\(d\) --patch-memory (\S+): patches of the largest convolutions of fewer channels", said.output)
+    assert named is not None, said.output
+    fits = CliRunner().invoke(main, [*map(str, words), "--patch-memory", named[1]])
+    assert fits.exit_code == 0, fits.output
+    assert f"patches of {SITE}.conv2: " in fits.output

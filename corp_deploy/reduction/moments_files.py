@@ -18,6 +18,7 @@ from calib.input_set import InputSet, parted
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from calib.resume import ResumeFile
+from calib.sites import PatchTaps
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
@@ -127,6 +128,9 @@ class CalibrationRun:
                 state.of_rank(self.ranks).clear()
 
 
+FEWER_PATCHES = "--patch-memory {:.2g}: patches of the largest convolutions of fewer channels"
+
+
 def _refuse_too_large(
     checkpoint: Checkpoint, request: CalibrationRequest, widths: Mapping[str, int], run: CalibrationRun
 ) -> None:
@@ -140,6 +144,8 @@ def _refuse_too_large(
     try:
         memory.refuse_too_large(needed, available)
     except BadInput as error:
+        if request.statistics.patch_bytes is None and any(site.kind == PatchTaps.kind for site in sites):
+            raise BadInput(f"{error}, (d) {FEWER_PATCHES.format(0.9 * available / copies / 1e9)}") from None
         fits = None
         if request.statistics.attention_system and request.restriction is None:
             fits = sparsity_that_fits(checkpoint, sites, request.statistics, PRESETS["corp"].align_head, available)
