@@ -1,17 +1,22 @@
 """Coupled channels of residual streams: who writes and reads them, elimination over all readers, and the reduction."""
 
 import copy
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 from calib.moments import Moments
+from calib.patch_moments import PatchMoments
 from corp_deploy.algebra.coupled import eliminate_coupled
+from corp_deploy.cli import main
 from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.coupled_site import CoupledSite
 from corp_deploy.families.family import sites_of
@@ -34,6 +39,10 @@ def moments(name: str) -> Moments:
     own = checkpoint(name)
     with TemporaryDirectory() as folder:
         return calibrate(own, opened(own.model, 64, Path(folder)), batch_size=32, statistics=Statistics(residual=True))
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def method(preset: str, share: float) -> Method:
@@ -189,3 +198,87 @@ def test_moments_without_streams_are_refused() -> None:
         without = calibrate(own, opened(own.model, 8, Path(folder)), batch_size=8)
     with pytest.raises(BadInput, match=r"layer1\.0\.conv1: .*calibrate again with --residual"):
         reduce(own.model, without, method("best", 0.5))
+
+
+def test_readers_that_nothing_reaches_have_no_say() -> None:
+    covariance = torch.eye(4, dtype=torch.float64)
+    weight = torch.diag(torch.tensor([3.0, 1.0, 2.0, 4.0], dtype=torch.float64))
+    silent = torch.zeros(4, 4, dtype=torch.float64)
+    both = eliminate_coupled([silent, covariance], [weight.flip(0), weight], ridge_rel=1e-4)
+    assert both.order_F.tolist() == [1, 2, 0, 3]
+    nothing = eliminate_coupled([silent], [weight], ridge_rel=1e-4)
+    assert nothing.order_F.tolist() == [0, 1, 2, 3]
+    assert float(nothing.error_F.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("selection", ["active", "wanda", "producer-l2", "variance"])
+def test_other_rankings_keep_what_a_loop_over_the_readers_keeps(selection: str) -> None:
+    own = checkpoint("resnet18")
+    how = method_from_preset("none", residual_sparsity=0.5, align_conv=8, conv_selection=selection)
+    stream = streams(own.model)["conv1"]
+    score_C = torch.zeros(stream.width, dtype=torch.float64)
+    for path, reader in stream.readers.items():
+        taken = moments("resnet18").sites[path]
+        assert isinstance(taken, PatchMoments)
+        second_CC, mean_C = taken.map_second_GCC[0], taken.map_mean_GC[0]
+        weight_C = reader.weight.double().abs().sum(dim=(0, 2, 3))
+        own_C = {
+            "active": taken.active_GC[0] / taken.map_tokens,
+            "wanda": weight_C * second_CC.diagonal().sqrt(),
+            "variance": second_CC.diagonal() - mean_C.square(),
+            "producer-l2": torch.zeros(stream.width, dtype=torch.float64),
+        }[selection]
+        score_C += own_C / own_C.sum() if selection != "producer-l2" else own_C
+    if selection == "producer-l2":
+        rows = [writer.weight.double().flatten(1).square().sum(dim=1) for writer in stream.writers.values()]
+        score_C = torch.stack(rows).sum(dim=0)
+    kept = set(score_C.argsort(descending=True)[: stream.width // 2].tolist())
+    new = reduced_stream(stream, moments("resnet18"), how, stream.width // 2, torch.device("cpu"))
+    assert set(new.kept["conv1"].tolist()) == kept
+
+
+def test_streams_alone_are_reduced_by_command(tmp_path: Path) -> None:
+    own = checkpoint("resnet18")
+    save(own, tmp_path / "dense")
+    np.save(tmp_path / "images.npy", pixels(48).numpy())
+    dense, taken = ("--model", tmp_path / "dense"), ("--moments", tmp_path / "moments.safetensors")
+    calibrated = run("calibrate", *dense, "--images", tmp_path / "images.npy", "--residual", "-o", taken[1])
+    assert calibrated.exit_code == 0, calibrated.output
+    said = run("reduce", *dense, *taken, "--residual", 0.5, "--align", "conv=8", "-o", tmp_path / "reduced")
+    assert said.exit_code == 0, said.output
+    assert "4 of 4 sites reduced" in said.output
+    assert macs(load_checkpoint(tmp_path / "reduced").model) < 0.75 * macs(own.model)
+    nothing = run("reduce", *dense, *taken, "--residual", 0.01, "-o", tmp_path / "none")
+    assert nothing.exit_code == 2
+    assert "nothing would be removed, 0 of 4 sites reduced: widths are rounded to multiples" in nothing.output
+    assert not (tmp_path / "none").exists()
+
+
+def test_streams_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Of a model that gives its stages' maps, whose channels are what it is for."""
+    save(checkpoint("resnet18"), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", pixels(8).numpy())
+    words = ("--model", tmp_path / "dense", "--outputs", "layer1_map,map", "--images", tmp_path / "images.npy")
+    said = run("calibrate", *words, "--residual", "-o", tmp_path / "moments.safetensors")
+    assert said.exit_code == 2
+    assert "--residual: no stream of this model" in said.output
+    assert not (tmp_path / "moments.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("site", "entry", "said"),
+    [
+        ("layer1.0", {"channels": [999]}, r"layer1.0: channels \[999\], which \[64\] can't become"),
+        ("layer1.0", {"channels": [8, 8]}, r"layer1.0: channels \[8, 8\], which \[64\] can't become"),
+        ("conv1", {"coupled": 1_000_000}, "conv1: 1000000 channels of a stream of 64"),
+        ("conv1", {"coupled": 65}, "conv1: 65 channels of a stream of 64"),
+    ],
+)
+def test_edited_widths_are_one_message(site: str, entry: dict[str, object], said: str, tmp_path: Path) -> None:
+    save(checkpoint("resnet18"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["sites"][site] = entry
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=said):
+        load_checkpoint(tmp_path)
+    assert run("inspect", "--model", tmp_path).exit_code == 2

@@ -36,6 +36,11 @@ def eliminate_coupled(covariances: Sequence[Tensor], weights: Sequence[Tensor], 
     covariances: of each reader, float64 [C,C]; weights: of each reader, float64 [X,C]; ridge_rel: relative to each
     covariance's mean diagonal.
     """
+    told = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
+    if not told:  # no channel varies for any reader: biases take them all
+        every_C = torch.arange(len(covariances[0]), device=covariances[0].device)
+        return Elimination(order_F=every_C, error_F=torch.zeros_like(every_C, dtype=torch.float64), ridge=0.0)
+    covariances, weights = [covariances[place] for place in told], [weights[place] for place in told]
     shifted = [shifted_covariance(covariance_CC, ridge_rel) for covariance_CC in covariances]
     energies = [variance(weight_XC, own) for weight_XC, own in zip(weights, covariances, strict=True)]
     shares = [1.0 / energy if energy > 0.0 else 0.0 for energy in energies]

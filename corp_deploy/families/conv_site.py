@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from calib.sites import ChannelTaps, PatchTaps
+from ground.errors import BadInput
 
 from .channel_norm import ChannelNorm
 from .conv_block import ConvBlock
@@ -234,7 +235,10 @@ class ConvSite:
             not 0 < kept <= dense or kept % self._least(place)
             for place, (kept, dense) in enumerate(zip(channels, self.width.channels, strict=False))
         ):
-            raise ValueError(f"{self.name}: channels {list(channels)} don't fit {list(self.width.channels)}")
+            raise BadInput(
+                f"{self.name}: channels {list(channels)[:8]}, which {list(self.width.channels)} can't become; the file "
+                "was edited, write the model again"
+            )
         width = ConvWidths(channels=channels)
         return {} if width == self.width else self.at_width(width)
 

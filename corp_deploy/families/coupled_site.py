@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from calib.sites import ChannelTaps, PatchTaps
+from ground.errors import BadInput
 
 from .convolution import Convolution
 from .modules import linear
@@ -38,6 +39,12 @@ class CoupledSite:
         """What kept channels are a multiple of; finer than asked where that would leave no choice."""
         return next((step for step in (align, MIN_WIDTH) if 2 * step <= self.width), 1)
 
+    def kept(self, share: float, align: int) -> int:
+        """Channels that stay of a share kept, to the nearest multiple."""
+        step = self.step(align)
+        nearest = int(self.width * share / step + 0.5) * step
+        return self.width if share == 1.0 else min(self.width, max(nearest, step))
+
     def squeezes(self) -> dict[str, SqueezeExcite]:
         """By their paths."""
         return {path: each for path, each in self.along.items() if isinstance(each, SqueezeExcite)}
@@ -56,6 +63,10 @@ class CoupledSite:
     def recorded(self, entry: Mapping[str, Any]) -> dict[str, nn.Module]:
         """The modules, by name and without weights yet, that make the stream as wide as `as_json` has written."""
         width = entry["coupled"]
+        if not 0 < width <= self.width:
+            raise BadInput(
+                f"{self.name}: {width} channels of a stream of {self.width}; the file was edited, write the model again"
+            )
         return {} if width == self.width else self.at_width(width)
 
     def at_width(self, width: int) -> dict[str, nn.Module]:

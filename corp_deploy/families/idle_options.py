@@ -11,6 +11,7 @@ from .channel_site import ChannelSite
 from .conv_site import ConvSite
 from .family import sites_of
 from .head_site import HeadSite
+from .sites import Sites
 
 WORDS: Mapping[str, str] = MappingProxyType(
     {ChannelSite.kind: "MLPs", ConvSite.kind: "rows of convolutions", HeadSite.kind: "attention"}
@@ -21,6 +22,13 @@ WORDS: Mapping[str, str] = MappingProxyType(
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
     return sites_of(model).kinds
+
+
+def require_streams(sites: Sites, name: str) -> None:
+    """Raise BadInput, with the reasons, where no stream has channels that --residual could remove."""
+    if not sites.coupled:
+        reasons = "".join(f"; {stream}: {reason}" for stream, reason in sites.uncoupled.items())
+        raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed{reasons}")
 
 
 def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, object]) -> None:

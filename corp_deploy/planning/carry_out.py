@@ -13,7 +13,7 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.idle_options import refuse_idle_options
+from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.coverage import coverage, require_as_asked
@@ -101,6 +101,8 @@ def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
         "--rescale": asked.method.rescales,
     }
     refuse_idle_options(dense.model, "convolutions", of_rows)
+    if asked.method.residual_sparsity is not None:
+        require_streams(sites_of(dense.model), type(dense.model).__name__)
 
 
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:

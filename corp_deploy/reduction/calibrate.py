@@ -17,7 +17,7 @@ from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
 from corp_deploy.families.family import example_of, family_of, sites_of
-from corp_deploy.families.idle_options import refuse_idle_options
+from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
@@ -64,21 +64,14 @@ class Statistics:
     patch_bytes: int | None = None
 
 
-_NO_STREAMS = "--residual: no stream of this model ({}) has channels that can be removed{}; leave it away"
-
-
-def _reasons(uncoupled: Mapping[str, str]) -> str:
-    return "".join(f"; {name}: {reason}" for name, reason in uncoupled.items())
-
-
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
     asked = statistics.attention_system or statistics.kept is not None
     refuse_idle_options(checkpoint.model, "heads", {"--attention-system": asked})
     sites = sites_of(checkpoint.model)
     every = calibration_taps(checkpoint.model, sites, coupled=statistics.residual)
-    if statistics.residual and not sites.coupled:
-        raise BadInput(_NO_STREAMS.format(type(checkpoint.model).__name__, _reasons(sites.uncoupled)))
+    if statistics.residual:
+        require_streams(sites, type(checkpoint.model).__name__)
     if not every:
         reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in sites.refused)
         raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")

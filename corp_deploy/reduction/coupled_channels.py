@@ -85,11 +85,18 @@ def _read(module: Reader, moments: PatchMoments | ChannelMoments) -> _Read:
     )
 
 
+def _active_share(moments: PatchMoments | ChannelMoments) -> Tensor:
+    """How often each channel is on [C]."""
+    return moments.active_share_F if isinstance(moments, ChannelMoments) else moments.active_share_GC[0]
+
+
 def _scores(read: _Read, method: Method) -> Tensor:
     """Of every channel [C], by one reader."""
     second_C = read.second_CC.diagonal()
     match method.conv_selection:
-        case "energy" | "active":
+        case "active":
+            return scores.active(_active_share(read.moments))
+        case "energy":
             return scores.energy(second_C)
         case "variance":
             return scores.variance(read.covariance_CC.diagonal())
@@ -99,6 +106,12 @@ def _scores(read: _Read, method: Method) -> Tensor:
             return scores.combined(second_C, read.weight_XC)
         case _:
             return scores.wanda(second_C, read.weight_XC)
+
+
+def _shares(score_C: Tensor) -> Tensor:
+    """Of their sum; none of a reader to which nothing matters."""
+    total = score_C.sum()
+    return torch.where(total > 0.0, score_C / total, torch.zeros_like(score_C))
 
 
 def kept_together(site: CoupledSite, reads: list[_Read], method: Method, width: int) -> Tensor:
@@ -113,7 +126,7 @@ def kept_together(site: CoupledSite, reads: list[_Read], method: Method, width: 
         score = scores.producer_l1 if method.conv_selection == "producer-l1" else scores.producer_l2
         return scores.kept_from_scores(score(rows_CX), width)
     by_reader = [_scores(read, method) for read in reads]
-    return scores.kept_from_scores(torch.stack([each / each.sum() for each in by_reader]).sum(dim=0), width)
+    return scores.kept_from_scores(torch.stack([_shares(each) for each in by_reader]).sum(dim=0), width)
 
 
 def _recovered(read: _Read, method: Method, kept_K: Tensor) -> tuple[ChannelRecovery, float]:
@@ -166,7 +179,7 @@ def _report(
         site=site.name,
         part=f"read by {reader}",
         width_dense=site.width,
-        width_asked=site.width * (1.0 - (method.residual_sparsity or 0.0)),
+        width_asked=site.width * method.residual_kept,
         width=kept,
         energy=energy,
         error_uncompensated=recovery.residual_uncompensated,
@@ -175,14 +188,6 @@ def _report(
         condition=recovery.condition,
         ridge=recovery.ridge,
     )
-
-
-def kept_width(site: CoupledSite, method: Method) -> int:
-    """The share kept, to the nearest multiple."""
-    share = 1.0 - (method.residual_sparsity or 0.0)
-    step = site.step(method.align_conv)
-    nearest = int(site.width * share / step + 0.5) * step
-    return site.width if share == 1.0 else min(site.width, max(nearest, step))
 
 
 def reduced_stream(site: CoupledSite, moments: Moments, method: Method, width: int, where: torch.device) -> Reduced:
@@ -212,7 +217,7 @@ def with_fewer_coupled(
     reports, kept = list[SiteReport](), dict[str, Tensor]()
     for name in [site.name for site in sites_of(model).coupled]:
         site = next(each for each in sites_of(model).coupled if each.name == name)
-        width = kept_width(site, method)
+        width = site.kept(method.residual_kept, method.align_conv)
         if width == site.width:
             continue
         new = reduced_stream(site, moments, method, width, device(model))

@@ -40,8 +40,8 @@ class Coverage:
 
 
 def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
-    """What these widths do to the sites that were to shrink: all of them by a budget (`by_site`), else those that a
-    sparsity asks for, or where none does, all.
+    """What these widths do to the sites that were to shrink, streams of coupled channels among them: all of them by a
+    budget (`by_site`), else those that a sparsity asks for, or where none does, all.
     """
     asks_nothing = not method.asks_to_remove
 
@@ -49,7 +49,10 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
         return by_site or asks_nothing or bool(kind.sparsity(method))
 
     refused = {name: each.reason for each in sites.refused for name, kind in each.sites.items() if counts(KINDS[kind])}
-    reduced, left = [], []
+    reduced, left = list[str](), list[str]()
+    for stream in sites.coupled if method.residual_sparsity else ():
+        kept = stream.kept(method.residual_kept, method.align_conv)
+        (reduced if kept < stream.width else left).append(stream.name)
     for site in sites.every:
         kind = kind_of(site)
         if widths.get(site.name, site.width) != site.width:
@@ -82,7 +85,8 @@ def require_as_asked(covered: Coverage, method: Method) -> None:
         why = (
             "this preset's method reduces MLPs only"
             if method.attention_sparsity and method.qk_recovery == "keep"
-            else f"widths are rounded to multiples (hidden {method.align_hidden}, head {method.align_head})"
+            else f"widths are rounded to multiples (hidden {method.align_hidden}, head {method.align_head}, "
+            f"conv {method.align_conv})"
         )
         raise BadInput(
             f"nothing would be removed, {covered.verdict}: {why}; ask for more, change --align or --preset, or give "

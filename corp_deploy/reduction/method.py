@@ -115,6 +115,11 @@ class Method:
         return 1.0 - (self.conv_sparsity or 0.0)
 
     @property
+    def residual_kept(self) -> float:
+        """Share of the coupled channels of streams that stay."""
+        return 1.0 - (self.residual_sparsity or 0.0)
+
+    @property
     def asks_to_remove(self) -> bool:
         """Whether a sparsity of more than nothing is asked for."""
         return bool(self.mlp_sparsity or self.attention_sparsity or self.conv_sparsity or self.residual_sparsity)

@@ -4,7 +4,7 @@ Selections and recoveries say what to do; here it is done, once, on new modules.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -121,6 +121,7 @@ def reduce(
         require_same_model(model, held_out)
         require_apart(moments, held_out)
     dense, shown = model, require_rescalable(model, images) if method.rescales else None
+    dense_streams = sites_of(model).coupled
     model, of_streams, kept = with_fewer_coupled(model, moments, method)
     asked = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
@@ -149,7 +150,7 @@ def reduce(
         model=reduced,
         method=method,
         sites=tuple(reports),
-        coverage=coverage(sites, method, asked, by_site=widths is not None),
+        coverage=coverage(replace(sites, coupled=dense_streams), method, asked, by_site=widths is not None),
         notes=(*notes_on(sites, method, asked), *few),
         said=() if shown is None else (SAID,),
     )
