@@ -1,7 +1,7 @@
 """How many of the sites that a reduction was to make smaller it does, and what stands in the way of the others."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,16 @@ def _by_reason(refused: Mapping[str, str]) -> str:
     )
 
 
+def _multiples(method: Method) -> Iterator[str]:
+    """The multiples of the widths that are asked to shrink."""
+    if method.mlp_sparsity:
+        yield f"hidden {method.align_hidden}"
+    if method.attention_sparsity:
+        yield f"head {method.align_head}"
+    if method.conv_sparsity or method.residual_sparsity:
+        yield f"conv {method.align_conv}"
+
+
 def require_as_asked(covered: Coverage, method: Method) -> None:
     """Raise BadInput where sparsities would remove less than asked because sites are refused, or nothing at all."""
     if covered.refused and method.asks_to_remove:
@@ -85,8 +95,7 @@ def require_as_asked(covered: Coverage, method: Method) -> None:
         why = (
             "this preset's method reduces MLPs only"
             if method.attention_sparsity and method.qk_recovery == "keep"
-            else f"widths are rounded to multiples (hidden {method.align_hidden}, head {method.align_head}, "
-            f"conv {method.align_conv})"
+            else f"widths are rounded to multiples ({', '.join(_multiples(method))})"
         )
         raise BadInput(
             f"nothing would be removed, {covered.verdict}: {why}; ask for more, change --align or --preset, or give "
