@@ -22,7 +22,8 @@ from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
 
 IMAGES_HELP = (
-    "Calibration images: for a budget, auto, the closed loop, --rescale, a polish and presets grail-fold and fold."
+    "Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that merge "
+    "channels."
 )
 TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 
@@ -57,6 +58,7 @@ def reduce_command(
     out: Output,
 ) -> None:
     """Remove MLP channels, query/key dimensions and channels between convolutions, and repair the loss in closed form.
+    --sparse sets weights to zero.
 
     With --polish a fit follows, and the same command goes on where an interrupted one was. Under torchrun the
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
@@ -112,7 +114,7 @@ def reduce_command(
             speed = measured_speedup(dense, output, reduction.budget.batch or 1)
         record |= {"predicted_speedup": plan.predicted_speedup, "measured_speedup": speed}
         measured.append(speedup_line(plan.predicted_speedup, speed))
-    merges, narrower = "merging" in record, bool(result.coverage.reduced)
-    done_words = ["tokens merged"] * merges + [result.coverage.verdict] * (narrower or not merges)
+    others = ["tokens merged"] * ("merging" in record) + ["weights sparse"] * ("sparsity" in record)
+    done_words = others + [result.coverage.verdict] * (bool(result.coverage.reduced) or not others)
     written = f"{output}: reduced model written, {', '.join(done_words)}"
     out.result(record, *reduction_shown(result, plan), *measured, written)

@@ -19,6 +19,7 @@ from .merging_choice import merging_of_reduction
 from .numbers import WIDTHS, Alignment, Number
 from .options import ANY_PATH, DIRECTORY, FILE, explicit_options, usage_errors, value_options
 from .passes import BUDGET, CLOSED_LOOP, cost
+from .sparse_choice import sparse_of_reduction
 
 
 class Ranking(click.ParamType[dict[str, str]]):
@@ -227,6 +228,12 @@ def _reduction(**options: Any) -> ReductionChoice:
 
 
 reduction_options = value_options(
-    "reduction", _reduction, *method_options, *budget_options, *repair_options, *merging_of_reduction
+    "reduction",
+    _reduction,
+    *method_options,
+    *budget_options,
+    *repair_options,
+    *merging_of_reduction,
+    *sparse_of_reduction,
 )
 """Adds what settles method, widths and tokens, and hands the command a `ReductionChoice` as `reduction`."""

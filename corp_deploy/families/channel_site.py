@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps
@@ -176,6 +177,21 @@ class ChannelSite:
             return {self.name: Constant(self.last)}
         norms: dict[str, nn.Module] = {} if self.norm is None else {self.norm_name: nn.Identity()}
         return {self.first_name: nn.Identity(), **norms, self.last_name: Constant(self.last)}
+
+    @property
+    def reorders(self) -> bool:
+        """Whether channels can stand in another order; norms over them keep statistics of each."""
+        return self.norm is None and self.width > 0
+
+    @torch.no_grad()
+    def reorder_(self, order_F: Tensor) -> None:
+        """Put the channels in another order, in front of the last layer, which has yet to take it."""
+        rows_X = torch.cat((order_F, order_F + self.width)) if self.packed else order_F
+        layers: list[nn.Linear | nn.Conv2d] = [*self.firsts, *(() if self.between is None else (self.between.conv,))]
+        for layer in layers:
+            layer.weight.copy_(layer.weight[rows_X])
+            if layer.bias is not None:
+                layer.bias.copy_(layer.bias[rows_X])
 
     def _inside(self, name: str) -> str:
         return name.removeprefix(f"{self.name}.")

@@ -304,6 +304,20 @@ class HeadSite:
             module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the values of a head can stand in another order."""
+        return not self.keeps_v and self.v > 0
+
+    @torch.no_grad()
+    def reorder_(self, order_C: Tensor) -> None:
+        """Put the values of all heads in another order, in front of the output projection, which has yet to take it."""
+        start = 2 * self.heads * self.qk
+        values = slice(start, start + self.heads * self.v)
+        self.first.weight[values] = self.first.weight[values][order_C]
+        if self.first.bias is not None:
+            self.first.bias[values] = self.first.bias[values][order_C]
+
     def stacked_first(self) -> nn.Linear:
         return copy.deepcopy(self.first)
 

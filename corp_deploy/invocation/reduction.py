@@ -23,6 +23,7 @@ from ground.errors import BadInput
 from .compositions import method_of, with_implied
 from .limit import Limit, limit_from_text
 from .merging import MergingChoice, merging_from_options
+from .sparsity import SparseChoice, sparse_from_options
 from .table import ATTENTION, IMAGES, LOOP, POLISH, PRESET, WIDTHS
 
 if TYPE_CHECKING:
@@ -147,9 +148,9 @@ class ReductionChoice:
     what is polished.
 
     `within` settles the widths by what they may lose; images `judge` that, or else those that calibration left out, and
-    accuracy by their `labels`. `save_as`: what the model is written as beside its own directory. Raises BadInput where
-    nothing is asked for, where a budget or a limit meets sparsities or one another, and for held-out moments with a
-    closed loop.
+    accuracy by their `labels`. `sparsity`: which weights become zero. `save_as`: what the model is written as beside
+    its own directory. Raises BadInput where nothing is asked for, where a budget or a limit meets sparsities or one
+    another, and for held-out moments with a closed loop.
     """
 
     method: MethodChoice
@@ -163,14 +164,17 @@ class ReductionChoice:
     judge: Path | None = None
     labels: Path | None = None
     merging: MergingChoice = field(default_factory=MergingChoice)
+    sparsity: SparseChoice = field(default_factory=SparseChoice)
     save_as: SaveAs | None = None
 
     def __post_init__(self) -> None:
         sparsities = self.method.sparsities
-        if not self.allocates and not any(each is not None for each in sparsities) and not self.merging.asked:
+        narrows = self.allocates or any(each is not None for each in sparsities)
+        if not narrows and not self.merging.asked and not self.sparsity.asked:
             raise BadInput(
                 "nothing asked for: give --mlp, --attn or --conv a share to remove (0 keeps widths), a budget: "
-                "--macs 0.6, a limit: --within 'error 0.05', or tokens to merge: --merge-tokens 12"
+                "--macs 0.6, a limit: --within 'error 0.05', tokens to merge: --merge-tokens 12, or weights to set to "
+                "zero: --sparse 2:4"
             )
         if self.merging.asked and self.method.method.merges:
             raise BadInput(
@@ -194,6 +198,8 @@ class ReductionChoice:
             raise BadInput(f"--within chooses the budget itself; give it without --{self.budget.currency}")
         if any(self.method.sparsities):
             raise BadInput("--within chooses the widths itself; give it without --mlp, --attn and --conv")
+        if self.sparsity.asked:
+            raise BadInput("--within judges widths, and --sparse would follow unjudged; give one of both")
         if self.auto_heads:
             raise BadInput("--within tries budgets of one geometry; give --heads padded, square or ragged")
         if self.labels is not None and self.within.measure != "accuracy":
@@ -227,7 +233,7 @@ class ReductionChoice:
         """Whether the reduction looks at images beside their moments."""
         planned = self.allocates or self.auto_heads
         fitted = self.closed_loop is not None or self.polish.polish != "none"
-        return planned or fitted or self.method.method.merges or self.method.rescale
+        return planned or fitted or self.method.method.merges or self.method.rescale or self.sparsity.asked
 
     @property
     def touches_attention(self) -> bool:
@@ -242,6 +248,7 @@ class ReductionChoice:
         POLISH.refuse([("", self.polish.polish)], options)
         IMAGES.refuse([("", "images" if self.needs_images else "none")], options)
         self.merging.refuse_ignored(options)
+        self.sparsity.refuse_ignored(options)
 
 
 def _of(fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,5 +269,6 @@ def reduction_from_options(options: Mapping[str, Any]) -> ReductionChoice:
         closed_loop=loop_from(options.get("closed_loop")),
         polish=PolishChoice(**{name: value for name, value in polish.items() if value is not None}),
         merging=merging_from_options(options),
+        sparsity=sparse_from_options(options),
         **_of(dict.fromkeys(("reads", "held_out", "allow_partial", "judge", "labels", "save_as")), options),
     )

@@ -264,8 +264,8 @@ IMAGES = Axis(
         "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
         "images": Way(
             words="what looks at images",
-            ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, or a preset that merges "
-            "channels (grail-fold, fold)",
+            ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or a preset that "
+            "merges channels (grail-fold, fold)",
             honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },
@@ -304,6 +304,19 @@ LOOP = Axis(
     },
 )
 
+# By whether weights are set to zero.
+SPARSE = Axis(
+    command="reduce",
+    ways={
+        "none": Way(words="a reduction that sets no weights to zero", ask="no --sparse", honours={}),
+        "sparse": Way(
+            words="sparse weights",
+            ask="--sparse 2:4",
+            honours={"sparse_pattern": ANY, "sparse_permute": ANY},
+        ),
+    },
+)
+
 # By what of the reduced model is fitted by gradients.
 POLISH = Axis(
     command="reduce",
@@ -330,5 +343,5 @@ MERGING = Axis(
     },
 )
 
-REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH, MERGING)
+REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH, MERGING, SPARSE)
 AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, VERIFY_HEADS, CALIBRATE, INPUTS, *REDUCE)

@@ -37,6 +37,7 @@ from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
 from .request import ReductionRequest, WithinRequest, loop_of
 from .saving import refuse_outdated, require_sayable
+from .sparsity import with_sparsity
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
 
@@ -75,7 +76,13 @@ def _reduced_checkpoint(
         lineage["held_out_images"] = held_out.lineage["images"]
     if reduction.polish is not None:
         lineage["polish"] = "gradients" if reduction.polish["gradients"] else "least squares"
-    return Checkpoint(model=reduction.model, architecture=dense.architecture, lineage=lineage, unread=dense.unread)
+    return Checkpoint(
+        model=reduction.model,
+        architecture=dense.architecture,
+        lineage=lineage,
+        unread=dense.unread,
+        sparsity={} if reduction.sparsity is None else reduction.sparsity.patterns,
+    )
 
 
 def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
@@ -274,6 +281,7 @@ def reduce_checkpoint(
     if given is not None and asked.polish is not None:
         polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
         reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
+    reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         written = _reduced_checkpoint(dense, reduction, planned, asked, moments, held_out)

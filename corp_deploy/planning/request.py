@@ -7,6 +7,7 @@ from calib.moments import Moments
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice, SaveAs
+from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.method import LoopName, Method
@@ -35,12 +36,12 @@ class WithinRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRequest:
-    """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop, a polish and merged channels
-    need images.
+    """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop, a polish, merged
+    channels and sparse weights need images.
 
     `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
     closed loop's last block is fitted to, see tokens_to_fit; `merging`: which tokens are merged away;
-    `save_as`: what else the model is written as.
+    `sparsity`: which weights become zero, last of all; `save_as`: what else the model is written as.
     """
 
     preset: str
@@ -53,13 +54,14 @@ class ReductionRequest:
     reads: Reads | None = None
     polish: PolishOptions | None = None
     merging: MergingChoice = field(default_factory=MergingChoice)
+    sparsity: SparseChoice = field(default_factory=SparseChoice)
     save_as: SaveAs | None = None
 
     @property
     def needs_images(self) -> bool:
         planned = self.budget is not None or self.within is not None or self.auto_heads
         fitted = self.closed_loop is not None or self.polish is not None
-        return planned or fitted or self.method.merges or self.method.rescales
+        return planned or fitted or self.method.merges or self.method.rescales or self.sparsity.asked
 
 
 def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:
@@ -104,5 +106,6 @@ def request_from_choice(choice: ReductionChoice, *, seed: int = 0) -> ReductionR
         reads=choice.reads,
         polish=choice.polish.options(seed=seed),
         merging=choice.merging,
+        sparsity=choice.sparsity,
         save_as=choice.save_as,
     )

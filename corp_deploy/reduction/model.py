@@ -27,6 +27,7 @@ from .method import Method
 from .moments import halves_at, require_apart, require_same_model, site_moments
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
+from .sparse_report import SparsityReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Reduction:
     became smaller, and the notes on those that did not.
 
     `said`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after the
-    method, as plain JSON values; None without any.
+    method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Reduction:
     notes: tuple[str, ...]
     said: tuple[str, ...] = ()
     polish: Mapping[str, Any] | None = None
+    sparsity: SparsityReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Choices, sites, coverage and notes as plain JSON values."""
@@ -55,7 +57,8 @@ class Reduction:
             "sites": sites,
             "notes": list(self.notes),
         }
-        return record if self.polish is None else record | {"polish": dict(self.polish)}
+        polish = {} if self.polish is None else {"polish": dict(self.polish)}
+        return record | polish | ({} if self.sparsity is None else {"sparsity": self.sparsity.as_json()})
 
 
 def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:

@@ -116,6 +116,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "allow_partial": table.allow_partial,
         "save_as": table.save_as,
         **table.merging,
+        **table.sparsity,
         "select": select if str(select) else None,
         "align": Pairs(mlp=table.align_mlp, head=table.align_head, conv=table.align_conv),
         "ridge": table.ridge,

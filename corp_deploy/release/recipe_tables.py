@@ -17,7 +17,8 @@ from corp_deploy.invocation.honours import Axis
 from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.merging import AUTO, merging_from_options
 from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, PolishChoice, ReductionChoice
-from corp_deploy.invocation.table import ATTENTION, LOOP, MERGING, POLISH, PRESET
+from corp_deploy.invocation.sparsity import sparse_from_options
+from corp_deploy.invocation.table import ATTENTION, LOOP, MERGING, POLISH, PRESET, SPARSE
 from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from corp_deploy.store.hub_snapshot import PREFIX
@@ -147,6 +148,9 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     merge_metric: recipe_values.MergeMetric | None = None
     merge_how: recipe_values.MergeHow | None = None
     merge_outputs: recipe_values.MergeOutputs | None = None
+    sparse: recipe_values.Text | None = None
+    sparse_pattern: recipe_values.SparsePattern | None = None
+    sparse_permute: recipe_values.SparsePermute | None = None
     save_as: recipe_values.SaveAs | None = None
 
     def __post_init__(self) -> None:
@@ -162,7 +166,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "polish_time": self.polish_time,
         }
         for axis, way in self.ways:
-            refuse_ignored("[reduce]", axis, way, asked | self.merging)
+            refuse_ignored("[reduce]", axis, way, asked | self.merging | self.sparsity)
         try:
             _ = self.choice
         except BadInput as error:
@@ -177,11 +181,11 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput(
                 f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn, conv, residual); give one of the two"
             )
-        asked = (self.mlp, self.attn, self.conv, self.residual, self.merge_tokens)
+        asked = (self.mlp, self.attn, self.conv, self.residual, self.merge_tokens, self.sparse)
         if not budgets and all(each is None for each in asked):
             raise BadInput(
                 "[reduce] asks for nothing; give mlp, attn or conv a share to remove (0 keeps the widths), a budget, "
-                "or merge_tokens"
+                "merge_tokens, or sparse"
             )
         if budgets and method_of(self.preset) != "best":
             raise BadInput(f"reduce.{budgets[0]} needs preset best, got {self.preset!r}")
@@ -220,8 +224,9 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         touched = "reduced" if self.touches_attention else "kept"
         by_preset = (PRESET, method_of(self.preset))
         tokens = "none" if self.merge_tokens is None else self.merge_how or "merge"
+        zeros = "none" if self.sparse is None else "sparse"
         on_streams = (LOOP, self.loop or "open"), (POLISH, self.polishing)
-        return by_preset, (ATTENTION, touched), *on_streams, (MERGING, tokens)
+        return by_preset, (ATTENTION, touched), *on_streams, (MERGING, tokens), (SPARSE, zeros)
 
     @property
     def merging(self) -> dict[str, str]:
@@ -231,6 +236,16 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "merge_metric": self.merge_metric,
             "merge_how": self.merge_how,
             "merge_outputs": self.merge_outputs,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def sparsity(self) -> dict[str, str]:
+        """The options of sparse weights that are set, as the command takes them."""
+        values = {
+            "sparse": self.sparse,
+            "sparse_pattern": self.sparse_pattern,
+            "sparse_permute": self.sparse_permute,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -265,6 +280,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             reads=self.reads,
             allow_partial=self.allow_partial,
             merging=merging_from_options(self.merging),
+            sparsity=sparse_from_options(self.sparsity),
             save_as=self.save_as,
         )
 

@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from msgspec import Meta
 
+from corp_deploy.algebra.sparsity import Rule
 from corp_deploy.families.merging import How, Metric
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
 from corp_deploy.invocation.compositions import NAMES
 from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import ConvRanking, MlpRanking, QkRanking
+from corp_deploy.reduction.sparse_options import Permute
 from ground import quantities
 from ground.quantity import BATCH, Count, Quantity
 
@@ -83,6 +85,8 @@ MergeTokens: TypeAlias = Annotated[
 ]
 MergeMetric: TypeAlias = Annotated[Metric, _of(Metric)]
 MergeHow: TypeAlias = Annotated[How, _of(How)]
+SparsePattern: TypeAlias = Annotated[Rule, _of(Rule)]
+SparsePermute: TypeAlias = Annotated[Permute, _of(Permute)]
 SaveAs: TypeAlias = Annotated[_SaveAs, _of(_SaveAs)]
 MergeOutputs: TypeAlias = Annotated[_Outputs, _of(_Outputs)]
 AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]

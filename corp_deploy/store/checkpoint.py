@@ -26,6 +26,7 @@ from ground.records import record_from_value
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
 from .model_config import REMEDY, MergingEntry, ModelConfig, load_model_config
+from .sparse_layers import require_sparse
 from .weight_fit import require_fit
 from .weights import State, first_names, read_weights
 
@@ -37,7 +38,8 @@ WEIGHTS = "model.safetensors"
 class Checkpoint:
     """A model, how it was built, its preprocessing and what led to it.
 
-    `notes`: what whoever loaded it should hear about its weights; `unread`: tensors of its file that are no part of it.
+    `notes`: what whoever loaded it should hear about its weights; `unread`: tensors of its file that are no part of it;
+    `sparsity`: by layer the pattern, such as 2:4, that its weights hold.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Checkpoint:
     lineage: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     unread: State = field(default_factory=dict)
+    sparsity: Mapping[str, str] = field(default_factory=dict)
 
 
 def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
@@ -96,6 +99,7 @@ def _entry_of(architecture: Architecture) -> dict[str, Any]:
 def save(checkpoint: Checkpoint, directory: Path) -> None:
     """Write model.safetensors, then config.json that carries its digest; other files there are left alone."""
     directory.mkdir(parents=True, exist_ok=True)
+    require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.model.state_dict().items()}
     with replacing(directory / WEIGHTS) as temporary:
         save_file(state, temporary, metadata={"format": "pt"})
@@ -113,6 +117,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
             "sites": _widths(family.sites(checkpoint.model)),
             **({} if merging is None else {"merging": merging.as_json()}),
             **({} if outputs is None else {"outputs": list(outputs.names)}),
+            **({"sparsity": dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
             "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
             "weights_sha256": sha256_of_file(directory / WEIGHTS),
             "lineage": dict(checkpoint.lineage),
@@ -188,4 +193,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)
     family_of(model).take_beside_(model, directory)
-    return Checkpoint(model=model.eval(), architecture=architecture, lineage=config.lineage)
+    require_sparse(model, config.sparsity, where)
+    return Checkpoint(
+        model=model.eval(), architecture=architecture, lineage=config.lineage, sparsity=dict(config.sparsity)
+    )

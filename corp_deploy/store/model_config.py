@@ -14,6 +14,7 @@ from ground.records import Sha256, record_from_file, record_from_value
 
 CONFIG, KIND = "config.json", "corp-deploy/model"
 REMEDY = "the file was edited or cut off, write the model again"
+_Pattern = Annotated[str, Meta(pattern="^[1-9]:[1-9]$")]
 _Width = Annotated[int, Meta(ge=0, le=2**20)]  # of 0 a constant stays
 
 
@@ -78,8 +79,8 @@ class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the dense model is built, the widths of its sites, how tokens are merged, what it gives and takes, and what
-    its weights' file is.
+    """How the dense model is built, the widths of its sites, how tokens are merged, what it gives and takes, which
+    layers are sparse (2:4 by layer), and what its weights' file is.
     """
 
     family: str = "timm"
@@ -88,6 +89,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sites: dict[str, dict[str, Any]]
     merging: MergingEntry | None = None
     outputs: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    sparsity: dict[str, _Pattern] = msgspec.field(default_factory=dict)
     input: ModelInput
     weights_sha256: Sha256
     lineage: dict[str, Any]

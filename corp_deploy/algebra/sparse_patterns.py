@@ -1,0 +1,101 @@
+"""Which k of every n neighbouring weights of a row stay: k:n patterns. PURE.
+
+The loss of new weights W' of a linear layer, over inputs of covariance C, is tr((W' - W) C (W' - W)') beside what no
+weights can lessen, W being the best dense ones.
+
+Legend: O rows, K inputs, G groups of n neighbours, P patterns of a group, D those of a pattern that are dropped.
+"""
+
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from .sparsity import Sparsity
+
+
+def dropped_patterns(sparsity: Sparsity, device: torch.device) -> Tensor:
+    """Every way to drop n - k of n, as positions [P,D]."""
+    ways = list(combinations(range(sparsity.of), sparsity.of - sparsity.kept))
+    return torch.tensor(ways, dtype=torch.int64, device=device)
+
+
+def holds(weight_OK: Tensor, sparsity: Sparsity) -> bool:
+    """Whether every group of n neighbours in a row has at most k weights that are not zero."""
+    if weight_OK.shape[1] % sparsity.of:
+        return False
+    groups_Gn = weight_OK.reshape(-1, sparsity.of)
+    return int((groups_Gn != 0).sum(dim=1).max()) <= sparsity.kept if len(groups_Gn) else True
+
+
+def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
+    """Keep the largest of every group; among equals the first. Boolean [O,K]."""
+    groups_OGn = weight_OK.abs().unflatten(1, (-1, sparsity.of))
+    order_OGn = groups_OGn.argsort(dim=-1, descending=True, stable=True)
+    mask_OGn = torch.zeros_like(groups_OGn, dtype=torch.bool)
+    return mask_OGn.scatter(-1, order_OGn[..., : sparsity.kept], True).flatten(1)
+
+
+def cast_mask(
+    weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity, *, prior_OK: Tensor | None = None, alpha: float = 0.0
+) -> Tensor:
+    """CAST's choice (Marchenko-Pastur paper, Sec. 3): of a group g the pattern of least r' C_g r + alpha c_g h, where r
+    are the weights it drops, C_g = E[x_g x_g'], h the Hamming distance to a prior mask and c_g the patterns' mean cost.
+
+    It looks at each group by itself and changes no weight. Boolean [O,K].
+    """
+    size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
+    masks_Pn = torch.ones(len(patterns_PD), size, dtype=torch.bool, device=weight_OK.device)
+    masks_Pn.scatter_(1, patterns_PD, False)
+    kept = torch.empty_like(weight_OK, dtype=torch.bool)
+    for start in range(0, weight_OK.shape[1], size):
+        group = slice(start, start + size)
+        dropped_OPn = weight_OK[:, None, group] * ~masks_Pn
+        cost_OP = ((dropped_OPn @ second_KK[group, group]) * dropped_OPn).sum(dim=-1)
+        if prior_OK is not None and alpha:
+            distance_OP = (masks_Pn != prior_OK[:, None, group]).sum(dim=-1)
+            cost_OP = cost_OP + alpha * cost_OP.mean(dim=1, keepdim=True) * distance_OP
+        kept[:, group] = masks_Pn[cost_OP.argmin(dim=1)]
+    return kept
+
+
+def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tuple[Tensor, Tensor]:
+    """By row what it costs least to drop [O,D] where all behind the group makes up for it, and the multipliers
+    [H^-1]_DD^-1 w_D of it [O,D].
+    """
+    blocks_PDD = inverse_nn[patterns_PD[:, :, None], patterns_PD[:, None, :]]
+    w_POD = weight_On[:, patterns_PD].transpose(0, 1)
+    solved_POD = torch.linalg.solve(blocks_PDD, w_POD.mT).mT
+    cost_PO = (w_POD * solved_POD).sum(dim=-1)
+    best_O = cost_PO.argmin(dim=0)
+    rows_O = torch.arange(len(weight_On), device=weight_On.device)
+    return patterns_PD[best_O], solved_POD[best_O, rows_O]
+
+
+def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:
+    """SparseGPT's order of columns (arXiv 2301.00774), with the exact cost of dropping several of a group at once.
+
+    Group by group from the left, each row drops those D of its group that cost w_D' ([H^-1]_DD)^-1 w_D least, H being
+    that of the group and of all behind it, and the weights of both are set to make up for it (optimal brain surgeon).
+    `hessian_KK`: the inputs' covariance with its ridge, positive definite. Boolean [O,K].
+    """
+    size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
+    upper_KK = inverse_upper(hessian_KK)
+    weight_OK = weight_OK.clone()
+    mask_OK = torch.ones_like(weight_OK, dtype=torch.bool)
+    for start in range(0, weight_OK.shape[1], size):
+        group = slice(start, start + size)
+        upper_nX = upper_KK[group, start:]
+        behind_nX = upper_nX[:, :size].T @ upper_nX  # of the inverse of H without all that is before the group
+        dropped_OD, multiplier_OD = _cheapest(weight_OK[:, group], behind_nX[:, :size], patterns_PD)
+        spread_On = torch.zeros_like(weight_OK[:, group]).scatter_(1, dropped_OD, multiplier_OD)
+        weight_OK[:, start:] -= spread_On @ behind_nX
+        mask_OK[:, group] = mask_OK[:, group].scatter(1, dropped_OD, False)
+    return mask_OK
+
+
+def inverse_upper(hessian_KK: Tensor) -> Tensor:
+    """U, upper, with U' U = H^-1. Raises for a matrix that is not positive definite."""
+    inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(hessian_KK))
+    upper_KK: Tensor = torch.linalg.cholesky(inverse_KK, upper=True)
+    return upper_KK

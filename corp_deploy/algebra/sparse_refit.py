@@ -1,0 +1,188 @@
+"""A linear layer's weights once it is settled which of them stay: least squares on each row's own support. PURE.
+
+Legend: O rows, K inputs, S kept weights of a row, X rows of one solve.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .regression import Regression
+from .sparse_patterns import cast_mask, magnitude_mask, obs_mask
+from .sparsity import Rule, Sparsity
+
+_SINGULAR = 1e-12  # pivots below this share of a row's largest count as zero
+_AT_ONCE = 2**24  # numbers in the systems of one solve: 128 MB
+PATTERN_DAMP = 1e-2  # of the mean diagonal, as SparseGPT damps; it decides on patterns only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """E||t - W x - b||^2 + ridge ||W - dense||^2 of a layer, its bias free, or 0 where `fits_bias` is false.
+
+    On any support its minimum solves w_S A_SS = T_S, with A = C_xx + ridge I and T = C_tx + ridge dense; without a bias
+    the second moments stand for covariances. `ridge_rel` is relative to the mean diagonal of C_xx.
+    """
+
+    regression: Regression
+    dense_OK: Tensor
+    ridge_rel: float
+    fits_bias: bool = True
+
+    @cached_property
+    def inputs_KK(self) -> Tensor:
+        """C_xx."""
+        return self.regression.covariance_KK if self.fits_bias else self.regression.second_KK
+
+    @cached_property
+    def ridge(self) -> float:
+        return self.ridge_rel * max(float(self.inputs_KK.diagonal().mean()), 0.0)
+
+    @cached_property
+    def system_KK(self) -> Tensor:
+        """A."""
+        system_KK = self.inputs_KK.clone()
+        system_KK.diagonal().add_(self.ridge)
+        return system_KK
+
+    @cached_property
+    def right_OK(self) -> Tensor:
+        """T."""
+        cross_OK = self.regression.centred_OK if self.fits_bias else self.regression.cross_OK
+        return cross_OK + self.ridge * self.dense_OK
+
+    def bias_of(self, weight_OK: Tensor) -> Tensor:
+        """The best for these weights."""
+        if not self.fits_bias:
+            return torch.zeros_like(self.regression.mean_O)
+        return self.regression.mean_O - weight_OK @ self.regression.mean_K
+
+    def error(self, weight_OK: Tensor, bias_O: Tensor) -> float:
+        """E||t - W x - b||^2."""
+        return self.regression.error(weight_OK, bias_O)
+
+
+def _pseudo_solved(right_XS: Tensor, system_SS: Tensor) -> Tensor:
+    """The shortest of the least-squares solutions."""
+    values_S, vectors_SS = torch.linalg.eigh(system_SS)
+    inverse_S = torch.where(values_S > _SINGULAR * values_S[-1].clamp_min(0.0), 1.0 / values_S, 0.0)
+    solved_XS: Tensor = ((right_XS @ vectors_SS) * inverse_S) @ vectors_SS.T
+    return solved_XS
+
+
+def _is_singular(factor_XSS: Tensor, info_X: Tensor) -> Tensor:
+    """Whether Cholesky found a system singular to working precision."""
+    pivots_XS = factor_XSS.diagonal(dim1=-2, dim2=-1).square()
+    return (info_X != 0) | ~(pivots_XS.amin(dim=-1) > _SINGULAR * pivots_XS.amax(dim=-1))
+
+
+def _solved(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
+    """By Cholesky; the shortest solution of a row whose system is singular to working precision."""
+    factor_XSS, info_X = torch.linalg.cholesky_ex(system_XSS)
+    solved_XS = torch.cholesky_solve(right_XS.unsqueeze(-1), factor_XSS).squeeze(-1)
+    for row in _is_singular(factor_XSS, info_X).nonzero().flatten().tolist():
+        solved_XS[row] = _pseudo_solved(right_XS[row], system_XSS[row])
+    return solved_XS
+
+
+def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start_OK: Tensor) -> Tensor:
+    """Row by row w_S A_SS = T_S, zeros elsewhere, float64; every row keeps as many weights.
+
+    Where A_SS is singular, the solution that changes the start's weights there least. Rows of one support share a
+    factor; others are solved in batches, S^3 / 3 multiply-adds each.
+    """
+    supports_PK, which_O = torch.unique(mask_OK, dim=0, return_inverse=True)
+    kept = int(supports_PK[0].sum()) if len(supports_PK) else 0
+    assert bool((supports_PK.sum(dim=1) == kept).all()), "rows that keep different numbers of weights"
+    new_OK = torch.zeros_like(right_OK)
+    if not kept:
+        return new_OK
+    residual_OK = right_OK - (start_OK * mask_OK) @ system_KK
+    each = max(1, _AT_ONCE // kept**2)
+    if len(supports_PK) < len(mask_OK) // 2:
+        for number, support_K in enumerate(supports_PK):
+            _refit_alike_(new_OK, residual_OK, system_KK, support_K, (which_O == number).nonzero().flatten())
+    else:
+        kept_OS = mask_OK.nonzero()[:, 1].view(-1, kept)
+        for rows_X in torch.arange(len(mask_OK), device=mask_OK.device).split(each):
+            kept_XS = kept_OS[rows_X]
+            system_XSS = system_KK[kept_XS[:, :, None], kept_XS[:, None, :]]
+            new_OK[rows_X[:, None], kept_XS] = _solved(residual_OK[rows_X[:, None], kept_XS], system_XSS)
+    return new_OK + start_OK * mask_OK
+
+
+def _refit_alike_(new_OK: Tensor, residual_OK: Tensor, system_KK: Tensor, support_K: Tensor, rows_X: Tensor) -> None:
+    kept_S = support_K.nonzero().flatten()
+    system_SS, right_XS = system_KK[kept_S[:, None], kept_S], residual_OK[rows_X[:, None], kept_S]
+    factor_SS, info = torch.linalg.cholesky_ex(system_SS)
+    singular = bool(_is_singular(factor_SS, info))
+    solved_XS = _pseudo_solved(right_XS, system_SS) if singular else torch.cholesky_solve(right_XS.T, factor_SS).T
+    new_OK[rows_X[:, None], kept_S] = solved_XS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """Weights with their zeros, and their errors E||t - W x - b||^2: of the dense weights, of those that stay alone
+    (`error_masked`), and refitted. `energy`: of the target about its mean, or about 0 without a bias.
+    """
+
+    weight_OK: Tensor
+    bias_O: Tensor
+    mask_OK: Tensor
+    energy: float
+    error_dense: float
+    error_masked: float
+    error: float
+    ridge: float
+
+
+def best_dense(objective: Objective) -> Tensor:
+    """W with W A = T: the objective's minimum without zeros; the dense weights where A is singular."""
+    factor_KK, info = torch.linalg.cholesky_ex(objective.system_KK)
+    if int(info) != 0:
+        return objective.dense_OK
+    return torch.cholesky_solve(objective.right_OK.T, factor_KK).T
+
+
+def damped(system_KK: Tensor, damp_rel: float = PATTERN_DAMP) -> Tensor:
+    """With so much of its mean diagonal added to it, and never nothing: positive definite."""
+    mean = max(float(system_KK.diagonal().mean()), 0.0)
+    damped_KK = system_KK.clone()
+    damped_KK.diagonal().add_(damp_rel * mean if mean > 0.0 else 1.0)
+    return damped_KK
+
+
+def choose(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
+    """Which weights stay, boolean [O,K]; see the rules."""
+    if rule == "magnitude":
+        return magnitude_mask(objective.dense_OK, sparsity)
+    if rule == "cast":
+        return cast_mask(objective.dense_OK, objective.regression.second_KK, sparsity)
+    return obs_mask(best_dense(objective), damped(objective.inputs_KK), sparsity)
+
+
+def sparse_layer(objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule) -> Sparse:
+    """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay."""
+    return refitted(objective, dense_bias_O, choose(objective, sparsity, rule))
+
+
+def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor) -> Sparse:
+    """The refit on these supports. Exact, so that with its penalty it is least; the penalty of the dense weights that
+    stay is least of all, so that the error alone is never above theirs either.
+    """
+    masked_OK = objective.dense_OK * mask_OK
+    weight_OK = refit_on_support(objective.right_OK, objective.system_KK, mask_OK, masked_OK)
+    bias_O = objective.bias_of(weight_OK)
+    energy = objective.regression.spread if objective.fits_bias else objective.regression.target_square
+    return Sparse(
+        weight_OK=weight_OK,
+        bias_O=bias_O,
+        mask_OK=mask_OK,
+        energy=energy,
+        error_dense=objective.error(objective.dense_OK, dense_bias_O),
+        error_masked=objective.error(masked_OK, dense_bias_O),
+        error=objective.error(weight_OK, bias_O),
+        ridge=objective.ridge,
+    )

@@ -1,0 +1,19 @@
+"""How weights are set to zero: words and defaults. No torch."""
+
+from typing import Literal, get_args
+
+from corp_deploy.algebra.sparsity import Rule
+
+SparseKind = Literal["mlp", "head", "conv"]
+"""Of which sites layers are."""
+Permute = Literal["none", "inside"]
+"""Whether what a site's last layer reads is put into another order first, by the rows that give it."""
+Target = Literal["reduced", "own"]
+"""What a layer is fitted to: what it gave in the model without zeros, or what its weights without zeros give on the
+stream as it is by then.
+"""
+KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
+PERMUTES: tuple[Permute, ...] = get_args(Permute)
+DEFAULT_RULE: Rule = "obs"
+DEFAULT_PERMUTE: Permute = "inside"
+RIDGE_REL = 1e-4

@@ -1,0 +1,109 @@
+"""The layers of a model whose weights can be made k:n sparse, and their weights as rows whose neighbours make groups.
+
+The groups of a linear layer run along its inputs, those of a convolution along the input channels at each place of the
+kernel, as TensorRT counts them (developer guide, Structured Sparsity).
+
+Legend: B inputs, N tokens or places, G groups of a convolution (1 of a linear layer), O rows of one, K their inputs, R
+channels of a group, T places of a kernel.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from calib.patches import patches
+from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.families.convolution import Convolution
+from corp_deploy.families.family import sites_of
+from corp_deploy.store.sparse_layers import rows_of_weight
+
+from .sparse_options import SparseKind
+
+Layer = nn.Linear | Convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePlace:
+    """A layer by its path in the model. `reorder_` puts what it reads in another order, in front of it, where nothing
+    else reads that; inputs change places within neighbouring `block`s of so many alone.
+    """
+
+    name: str
+    kind: SparseKind
+    layer: Layer
+    block: int = 0
+    reorder_: Callable[[Tensor], None] | None = None
+
+    @property
+    def groups(self) -> int:
+        return 1 if isinstance(self.layer, nn.Linear) else self.layer.groups
+
+    @property
+    def summed(self) -> int:
+        """Neighbours that a group of weights may be taken of: inputs of a linear layer, channels of a convolution."""
+        layer = self.layer
+        return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups
+
+    def reason(self, sparsity: Sparsity) -> str:
+        """Why the layer stays as it is, or nothing."""
+        layer = self.layer
+        if not layer.weight.numel():
+            return "nothing is left of it"
+        if isinstance(layer, Convolution) and layer.is_depthwise:
+            return "a depthwise convolution sums over one channel at each place"
+        each = " of each of its groups" if self.groups > 1 else ""
+        if self.summed < sparsity.of:
+            return f"it sums over {self.summed} channels{each}, fewer than {sparsity.of}"
+        if self.summed % sparsity.of:
+            return f"it sums over {self.summed} inputs{each}, no multiple of {sparsity.of}"
+        return ""
+
+    def weight_rows(self) -> Tensor:
+        """Float64 [G,O,K], neighbours side by side."""
+        rows_OK = rows_of_weight(self.layer).flatten(1).double()
+        return rows_OK.view(self.groups, -1, rows_OK.shape[1])
+
+    def entering(self, x: Tensor) -> Tensor:
+        """What the rows multiply with [G,N,K], of what enters the layer."""
+        layer = self.layer
+        if isinstance(layer, nn.Linear):
+            return x.reshape(1, -1, layer.in_features)
+        u_BNGU = patches(x, layer, layer.edges)
+        u_GXU = u_BNGU.flatten(0, 1).transpose(0, 1)
+        return u_GXU.reshape(self.groups, -1, self.summed, layer.taps).transpose(2, 3).flatten(2)
+
+    def leaving(self, y: Tensor) -> Tensor:
+        """What the layer gives, by the rows that give it [G,N,O]."""
+        layer = self.layer
+        if isinstance(layer, nn.Linear):
+            return y.reshape(1, -1, layer.out_features)
+        y_XO = y.flatten(2).transpose(1, 2).flatten(0, 1)
+        return y_XO.view(len(y_XO), self.groups, -1).transpose(0, 1)
+
+    @torch.no_grad()
+    def fill_(self, weight_GOK: Tensor, bias_GO: Tensor) -> None:
+        """Set the layer: where float64 results become the model's type; a zero stays one."""
+        weight_OK = weight_GOK.flatten(0, 1)
+        if isinstance(self.layer, Convolution):
+            weight_OK = weight_OK.view(len(weight_OK), -1, self.summed).transpose(1, 2).flatten(1)
+        self.layer.weight.copy_(weight_OK.view_as(self.layer.weight))
+        if self.layer.bias is not None:
+            self.layer.bias.copy_(bias_GO.flatten())
+
+
+def sparse_places(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> Iterator[SparsePlace]:
+    """The layers of the sites of these kinds; what the model itself doesn't hold is none of them."""
+    sites, names = sites_of(model), {id(module): name for name, module in model.named_modules()}
+    every: list[tuple[SparseKind, Layer, int, Callable[[Tensor], None] | None]] = []
+    for site in sites.channels:
+        every += [("mlp", first, 0, None) for first in site.firsts]
+        every.append(("mlp", site.last, site.width, site.reorder_ if site.reorders else None))
+    for heads in sites.heads:
+        every += [("head", first, 0, None) for first in heads.firsts]
+        every.append(("head", heads.last, heads.v, heads.reorder_ if heads.reorders else None))
+    every += [("conv", conv, 0, None) for row in sites.rows for conv in row.block.convolutions.values()]
+    for kind, layer, block, reorder_ in every:
+        if kind in kinds and id(layer) in names:
+            yield SparsePlace(name=names[id(layer)], kind=kind, layer=layer, block=block, reorder_=reorder_)

@@ -1,0 +1,309 @@
+"""A model whose layers are k:n sparse: patterns chosen and weights refitted one layer after the other, in the order
+they run, each on what enters it in the model as sparse by then.
+
+A layer is fitted to what it gives in the model without zeros, on that one's own stream (asymmetric calibration,
+arXiv 2504.02692), so that it makes up for zeros in front of it too. No label is looked at.
+
+Legend: G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from calib.hooks import evaluating
+from calib.input_set import InputSet
+from calib.inputs import moved
+from corp_deploy.algebra.regression import Regression
+from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.sparse_permutation import interleaved, saliency, swapped
+from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
+from corp_deploy.algebra.sparsity import Rule, Sparsity
+from corp_deploy.families.family import family_of, is_run_whole
+from corp_deploy.families.modules import device, replaced
+from corp_deploy.families.steps import Walk
+from ground.errors import BadInput
+
+from .branch_sums import refuse_nonfinite
+from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
+from .sparse_places import SparsePlace, sparse_places
+from .sparse_report import LayerSparsity, SparsityReport
+from .streams import CPU_TOKENS, embedded
+
+State = Any  # a Walk between two steps, or the inputs of a model that is run whole
+Run = Callable[[State], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparsifying:
+    """Patterns by kind of site, how they are chosen, whether inputs are brought into another order first."""
+
+    kinds: Mapping[SparseKind, Sparsity]
+    rule: Rule = DEFAULT_RULE
+    permute: Permute = DEFAULT_PERMUTE
+    ridge_rel: float = RIDGE_REL
+    target: Target = "reduced"
+    search: Literal["swaps", "interleave"] = "swaps"
+
+
+class _Reached(Exception):
+    """Ends a run whose rest would compute nothing that is asked for."""
+
+
+def _heard(run: Run, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """What enters and leaves a layer in a run, which ends there."""
+    heard: list[tuple[Tensor, Tensor]] = []
+
+    def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        heard.append((inputs[0], y))
+        raise _Reached
+
+    handle = layer.register_forward_hook(hear)
+    try:
+        with suppress(_Reached):
+            run(state)
+    finally:
+        handle.remove()
+    return heard[0]
+
+
+def _calls(run: Run, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
+    """Which of these layers a run calls, in order, and what it gives."""
+    came: list[str] = []
+    handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
+    try:
+        return came, run(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(slots=True)
+class _Pair:
+    """The stream of a few inputs before a step, without zeros and as sparse by then."""
+
+    reduced: State
+    sparse: State
+    inputs: int
+
+    @property
+    def weights(self) -> Tensor | None:
+        return self.sparse.tokens.sizes if isinstance(self.sparse, Walk) else None
+
+
+def _pairs(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[_Pair]:
+    if is_run_whole(model):
+        for batch in inputs.batches(batch_size):
+            here = moved(batch, device(model))
+            yield _Pair(here, here, len(here) if isinstance(here, Tensor) else len(next(iter(here.values()))))
+        return
+    merges = family_of(model).merging_of(model) is not None
+    for x_BNC, weights_BN in embedded(model, inputs, batch_size):
+        size = max(1, CPU_TOKENS // x_BNC.shape[1]) if x_BNC.device.type == "cpu" else len(x_BNC)
+        pieces = x_BNC.split(size)
+        weights = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
+        for piece_BNC, piece_BN in zip(pieces, weights, strict=True):
+            walk = Walk.of(piece_BNC, piece_BN, merges)
+            yield _Pair(walk, walk, len(piece_BNC))
+
+
+def _runs(model: nn.Module) -> list[Run]:
+    """The steps of a model, or all of it."""
+    if is_run_whole(model):
+        return [model]
+    return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The same step of both models."""
+
+    reduced: Run
+    sparse: Run
+
+
+def _sums(place: SparsePlace, before: nn.Module | None, step: _Step, pairs: Sequence[_Pair]) -> list[RegressionSums]:
+    """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
+    None for what it gives itself.
+    """
+    weight_GOK = place.weight_rows()
+    sums = [
+        RegressionSums.empty(inputs=weight_GOK.shape[2], outputs=weight_GOK.shape[1], device=weight_GOK.device)
+        for _ in weight_GOK
+    ]
+    for pair in pairs:
+        x, y = _heard(step.sparse, pair.sparse, place.layer)
+        if before is not None:
+            _, y = _heard(step.reduced, pair.reduced, before)
+        weights = pair.weights
+        if weights is not None:
+            assert x.shape[:-1] == weights.shape, (place.name, x.shape, weights.shape)
+        for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
+            if weights is None:
+                own.add(x_NK.unsqueeze(0), y_NO.unsqueeze(0))
+            else:
+                is_there_N = weights.flatten() > 0.0
+                there = (tensor[is_there_N].unsqueeze(0) for tensor in (x_NK, y_NO, weights.reshape(-1, 1)))
+                x_1XK, y_1XO, counted_1X1 = there
+                own.add(x_1XK, y_1XO, counted_1X1.squeeze(-1))
+    return sums
+
+
+def _reordered(regression: Regression, order_K: Tensor) -> Regression:
+    return replace(
+        regression,
+        mean_K=regression.mean_K[order_K],
+        second_KK=regression.second_KK[order_K[:, None], order_K],
+        cross_OK=regression.cross_OK[:, order_K],
+    )
+
+
+def _order(place: SparsePlace, regression: Regression, weight_OK: Tensor, how: Sparsifying, own: Sparsity) -> Tensor:
+    """In which the layer's inputs are to stand, each within its block."""
+    saliency_OK = saliency(weight_OK, regression.covariance_KK.diagonal())
+    if how.search == "swaps":
+        return swapped(saliency_OK, own, block=place.block)
+    scores = saliency_OK.sum(dim=0).split(place.block)
+    return torch.cat([interleaved(score_V, own) + at * place.block for at, score_V in enumerate(scores)])
+
+
+def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying) -> tuple[list[Sparse], bool]:
+    """Set the layer to its new weights; whether what it reads was put into another order."""
+    sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
+    bias_GO = weight_GOK.new_zeros(weight_GOK.shape[:2])
+    if place.layer.bias is not None:
+        bias_GO = place.layer.bias.detach().double().view_as(bias_GO)
+    regressions = [each.regression() for each in sums]
+    for regression in regressions:
+        refuse_nonfinite(place.name, regression.second_KK)
+    reorders = how.permute == "inside" and place.reorder_ is not None and not place.block % sparsity.of
+    if reorders and place.reorder_ is not None:
+        order_K = _order(place, regressions[0], weight_GOK[0], how, sparsity)
+        place.reorder_(order_K)
+        regressions, weight_GOK = [_reordered(regressions[0], order_K)], weight_GOK[:, :, order_K]
+    made = [
+        sparse_layer(
+            Objective(
+                regression=regression,
+                dense_OK=weight_OK,
+                ridge_rel=how.ridge_rel,
+                fits_bias=place.layer.bias is not None,
+            ),
+            bias_O,
+            sparsity,
+            how.rule,
+        )
+        for regression, weight_OK, bias_O in zip(regressions, weight_GOK, bias_GO, strict=True)
+    ]
+    place.fill_(torch.stack([each.weight_OK for each in made]), torch.stack([each.bias_O for each in made]))
+    return made, reorders
+
+
+def _reported(
+    place: SparsePlace,
+    sums: Sequence[RegressionSums],
+    made: Sequence[Sparse],
+    how: Sparsifying,
+    reordered: bool,
+    inputs: int,
+) -> LayerSparsity:
+    sparsity = how.kinds[place.kind]
+    macs = round(sum(own.x.tokens * each.weight_OK.numel() for own, each in zip(sums, made, strict=True)) / inputs)
+    return LayerSparsity(
+        layer=place.name,
+        kind=place.kind,
+        pattern=str(sparsity),
+        reordered=reordered,
+        energy=sum(each.energy for each in made),
+        error_dense=sum(each.error_dense for each in made),
+        error_masked=sum(each.error_masked for each in made),
+        error=sum(each.error for each in made),
+        macs=macs,
+        macs_of_zeros=round(macs * (1.0 - sparsity.share)),
+    )
+
+
+def _chosen(
+    model: nn.Module, how: Sparsifying, first: State, runs: Sequence[Run]
+) -> tuple[list[SparsePlace], dict[str, str]]:
+    """The places in no order, and by name why others are none."""
+    every = list(sparse_places(model, how.kinds))
+    came: list[str] = []
+    state = first
+    layers = {place.name: place.layer for place in every}
+    for run in runs:
+        called, state = _calls(run, state, layers)
+        came += called
+    left: dict[str, str] = {}
+    for place in every:
+        times = came.count(place.name)
+        once = "" if times == 1 else f"it runs {times} times for an input"
+        if reason := once or place.reason(how.kinds[place.kind]):
+            left[place.name] = reason
+    order = {name: at for at, name in enumerate(came)}
+    every.sort(key=lambda place: order.get(place.name, len(came)))
+    return every, left
+
+
+def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
+    if any(each.pattern for each in reports):
+        return
+    kinds = ", ".join(f"{kind}={pattern}" for kind, pattern in how.kinds.items())
+    why = "; ".join(dict.fromkeys(f"{each.layer}: {each.reason}" for each in reports[:3]))
+    raise BadInput(
+        f"--sparse {kinds}: no layer can be sparse ({why or 'the model has none of these kinds'}); leave it away"
+    )
+
+
+@torch.no_grad()
+def sparsified(
+    reduced: nn.Module,
+    inputs: InputSet,
+    how: Sparsifying,
+    *,
+    batch_size: int = 32,
+    done: Callable[[int], None] | None = None,
+) -> tuple[nn.Module, SparsityReport]:
+    """A copy of the model with k:n sparse layers, refitted on these inputs, and what became of each layer.
+
+    Where tokens are merged the targets are of the sparse stream itself, whose tokens are others than the reduced one's.
+    Memory: two residual streams of all inputs in float32. `done` is told how many layers are finished. Raises BadInput
+    where no layer can be sparse, and for activations that are not finite.
+    """
+    own = replaced(reduced, {})
+    if not is_run_whole(reduced) and family_of(reduced).merging_of(reduced) is not None:
+        how = replace(how, target="own")
+    with evaluating(reduced), evaluating(own):
+        steps = [_Step(reduced=one, sparse=other) for one, other in zip(_runs(reduced), _runs(own), strict=True)]
+        pairs = list(_pairs(reduced, inputs, batch_size))
+        places, left = _chosen(own, how, pairs[0].sparse, [step.sparse for step in steps])
+        count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
+        waiting = {place.name: place for place in places if place.name not in left}
+        for step in steps:
+            layers = {name: place.layer for name, place in waiting.items()}
+            for name in _calls(step.sparse, pairs[0].sparse, layers)[0]:
+                place = waiting.pop(name)
+                before = reduced.get_submodule(name) if how.target == "reduced" else None
+                sums = _sums(place, before, step, pairs)
+                made, reordered = _made_sparse_(place, sums, how)
+                reports[name] = _reported(place, sums, made, how, reordered, count)
+                if done is not None:
+                    done(len(reports))
+            if waiting:
+                _advance(pairs, step)
+    listed = [
+        reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
+        for each in places
+    ]
+    _refuse_none(listed, how)
+    report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
+    return own.eval().requires_grad_(False), report
+
+
+def _advance(pairs: Sequence[_Pair], step: _Step) -> None:
+    for pair in pairs:
+        pair.reduced, pair.sparse = step.reduced(pair.reduced), step.sparse(pair.sparse)

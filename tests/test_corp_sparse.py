@@ -1,0 +1,302 @@
+"""Models with k:n sparse layers: what the walk fits, what the directory keeps, and the command."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from calib.images import Images
+from calib.store import save as save_moments
+from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.cli import main
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.modules import replaced
+from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.invocation.sparsity import sparsities_from_text
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.sparse_places import sparse_places
+from corp_deploy.reduction.sparse_report import SparsityReport
+from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.errors import BadInput
+from ground.files import sha256_of_file
+from tests import encoders, small_convnets, tiny
+
+TWO_OF_FOUR = Sparsity(kept=2, of=4)
+ALL: Any = dict.fromkeys(("mlp", "head", "conv"), TWO_OF_FOUR)
+
+
+@cache
+def images() -> Images:
+    return tiny.opened(Path(small_convnets._FOLDER.name) / "sparse.npy", tiny.images(48))
+
+
+@cache
+def made(permute: Any = "inside", target: Any = "reduced") -> tuple[nn.Module, SparsityReport]:
+    return sparsified(tiny.checkpoint().model, images(), Sparsifying(kinds=ALL, permute=permute, target=target))
+
+
+def groups(weight: Tensor) -> Tensor:
+    """Non-zeros of every four neighbours along the inputs, spelled out."""
+    weight = weight.movedim(1, -1)
+    return (weight.reshape(*weight.shape[:-1], -1, 4) != 0).sum(-1)
+
+
+def weight_of(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(f"{name}.weight").detach()
+
+
+def heard(model: nn.Module, name: str, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """What enters and leaves a layer, in float64."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def hear(_: nn.Module, inputs: Any, y: Tensor) -> None:
+        found.append((inputs[0].double(), y.double()))
+
+    handle = model.get_submodule(name).register_forward_hook(hear)
+    with torch.inference_mode():
+        model(batch)
+    handle.remove()
+    return found[0]
+
+
+def test_every_layer_of_the_sites_is_sparse_and_refitted_to_the_reduced_model() -> None:
+    """In the sparse model, kept weights of a layer satisfy the normal equations against what the layer gave without
+    zeros: by hooks on both models.
+    """
+    model, report = made("none")
+    dense, batch = tiny.checkpoint().model, torch.from_numpy(tiny.images(48))
+    names = [each.layer for each in report.layers]
+    assert names == [f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+    for each in report.layers:
+        layer: Any = model.get_submodule(each.layer)
+        assert int(groups(layer.weight).max()) == 2, each.layer
+        assert (each.pattern, each.reason) == ("2:4", "")
+        assert each.error <= each.error_masked, each
+        assert each.macs == 17 * layer.weight.numel(), each
+        assert each.macs_of_zeros == each.macs // 2, each
+        (x, y), (_, t) = heard(model, each.layer, batch), heard(dense, each.layer, batch)
+        x, left = x.flatten(0, -2), (y - t).flatten(0, -2)
+        told = float(left.square().sum() / len(left))
+        assert told == pytest.approx(each.error, rel=1e-3, abs=1e-6 * each.energy)
+        own: Any = dense.get_submodule(each.layer)
+        ridge = 1e-4 * float((x - x.mean(0)).square().mean(0).mean())
+        gradient = left.T @ x / len(x) + ridge * (layer.weight - own.weight).detach().double()
+        mask = layer.weight.detach() != 0
+        assert float((gradient * mask).abs().max()) < 1e-5 * float((t.flatten(0, -2).T @ x / len(x)).abs().max())
+
+
+def test_the_reduced_models_targets_lose_less_than_the_streams_own() -> None:
+    dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
+    errors = [small_convnets.error(made("none", target)[0], dense, unseen) for target in ("reduced", "own")]
+    assert errors[0] < errors[1] < 0.6
+
+
+@pytest.mark.parametrize("kind", ["channels", "heads"])
+def test_an_order_leaves_the_model_as_it_is(kind: str) -> None:
+    """Channels of an MLP and values within heads change places, in front of the layer that reads them and in it."""
+    dense = tiny.checkpoint().model
+    own, batch = replaced(dense, {}), torch.from_numpy(tiny.images(4))
+    generator = torch.Generator().manual_seed(0)
+    for place in sparse_places(own, ALL):
+        if place.reorder_ is None or (place.kind == "mlp") != (kind == "channels"):
+            continue
+        blocks = range(0, place.layer.weight.shape[1], place.block)
+        order = torch.cat([at + torch.randperm(place.block, generator=generator) for at in blocks])
+        assert not torch.equal(order, torch.arange(len(order)))
+        place.reorder_(order)
+        with torch.no_grad():
+            place.layer.weight.copy_(place.layer.weight[:, order])
+    torch.testing.assert_close(own(batch), dense(batch), rtol=1e-5, atol=1e-5)
+    assert (
+        not torch.equal(own.state_dict()["blocks.0.mlp.fc1.weight"], dense.state_dict()["blocks.0.mlp.fc1.weight"])
+        or kind == "heads"
+    )
+
+
+def test_orders_inside_sites_are_told() -> None:
+    model, report = made("inside")
+    assert [each.layer for each in report.layers if each.reordered] == [
+        f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn.proj", "mlp.fc2")
+    ]
+    dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
+    assert small_convnets.error(model, dense, unseen) < 1.2 * small_convnets.error(made("none")[0], dense, unseen)
+
+
+@pytest.mark.parametrize("name", ["resnet18d", "resnext50_32x4d", "small_mobilenetv4", "seresnet50"])
+def test_convolutions_are_sparse_along_their_channels_at_each_place(name: str) -> None:
+    own, source = small_convnets.checkpoint(name), small_convnets.images_of(name, 48)
+    model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
+    assert report.patterns
+    for each in report.layers:
+        conv: Any = model.get_submodule(each.layer)
+        if each.pattern:
+            assert int(groups(conv.weight).max()) <= 2, each.layer
+            assert each.error <= each.error_masked, each
+            grid = conv.grid[0] * conv.grid[1]
+            assert each.macs == grid * conv.weight.numel(), each
+        else:
+            assert each.reason, each
+            assert torch.equal(conv.weight, weight_of(own.model, each.layer))
+    unseen = small_convnets.pixels(16, seed=5)
+    assert small_convnets.error(model, own.model, unseen) < 0.9
+    if name == "small_mobilenetv4":
+        assert any("depthwise" in each.reason for each in report.layers)
+
+
+def test_padding_counts_for_nothing(tmp_path: Path) -> None:
+    """A text encoder: however much of it there is, the sums are the same."""
+    from calib.texts import open_texts
+    from corp_deploy.families.family import text_spec
+    from corp_deploy.store.transformers_directory import load_transformers
+
+    encoders.write_encoder(tmp_path / "hf", num_attention_heads=2)
+    own = load_transformers(tmp_path / "hf", {})
+    (tmp_path / "texts.txt").write_text("\n".join(encoders.texts(24)))
+    texts = open_texts(tmp_path / "texts.txt", encode=text_spec(own.model).encoder())
+    _, report = sparsified(own.model, texts, Sparsifying(kinds=ALL), batch_size=24)
+    _, again = sparsified(own.model, texts, Sparsifying(kinds=ALL), batch_size=1)  # padded to other lengths
+    assert len(report.patterns) == len(report.layers) == 8
+    for one, other in zip(report.layers, again.layers, strict=True):
+        assert one.energy == pytest.approx(other.energy, rel=1e-4), one
+        assert one.error == pytest.approx(other.error, rel=0.2), one  # patterns that cost the same may differ
+
+
+def test_a_layer_that_can_not_be_sparse_is_left_with_the_reason() -> None:
+    own = tiny.checkpoint(embed_dim=54, num_heads=3)
+    source = tiny.opened(Path(small_convnets._FOLDER.name) / "narrow.npy", tiny.images(24), own.model)
+    model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
+    assert list(report.patterns) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
+    left = {each.layer: each.reason for each in report.layers if each.reason}
+    assert set(left.values()) == {"it sums over 54 inputs, no multiple of 4"}
+    assert torch.equal(weight_of(model, "blocks.0.attn.qkv"), weight_of(own.model, "blocks.0.attn.qkv"))
+    with pytest.raises(BadInput, match=r"--sparse head=2:4: no layer can be sparse.*54 inputs"):
+        sparsified(own.model, source, Sparsifying(kinds={"head": TWO_OF_FOUR}))
+
+
+# The command
+
+
+def invoked(*words: Any, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sparse")
+    own = tiny.checkpoint()
+    save(own, folder / "dense")
+    np.save(folder / "images.npy", tiny.images(48))
+    save_moments(calibrate(own, images(), batch_size=16), folder / "m.safetensors")
+    return folder
+
+
+def reduced(home: Path, name: str, *words: Any, code: int = 0) -> Result:
+    given = ["reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy"]
+    return invoked(*given, *words, "-o", home / name, code=code)
+
+
+NARROWER = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=16,head=8")
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        (),
+        NARROWER,
+        (*NARROWER, "--closed-loop"),
+        ("--macs", 0.6, "--align", "mlp=16,head=8"),
+        (*NARROWER, "--polish", "layer", "--polish-steps", 1),
+    ],
+    ids=["alone", "widths", "loop", "budget", "polish"],
+)
+def test_the_written_model_is_sparse_and_says_so(home: Path, widths: tuple[Any, ...]) -> None:
+    result = reduced(home, "sparse", *widths, "--sparse", "2:4", "--json")
+    told = json.loads(result.stdout)["sparsity"]
+    config = json.loads((home / "sparse" / "config.json").read_text())
+    assert config["sparsity"] == {each["layer"]: "2:4" for each in told["layers"]}
+    assert len(config["sparsity"]) == 8
+    loaded = load_checkpoint(home / "sparse")
+    assert loaded.sparsity == config["sparsity"]
+    for name in config["sparsity"]:
+        assert int(groups(weight_of(loaded.model, name)).max()) <= 2, name
+    assert told["macs_of_zeros"] * 2 == told["sparse_macs"] == sum(each["macs"] for each in told["layers"])
+    narrower = sites_of(loaded.model).channels[0].width < 192
+    assert narrower == bool(widths)
+
+
+def test_kinds_are_asked_for_apart(home: Path) -> None:
+    result = reduced(
+        home, "kinds", "--sparse", "mlp=2:4,head=1:4", "--sparse-pattern", "cast", "--sparse-permute", "none"
+    )
+    words = " ".join(result.output.split())
+    assert "2:4, 1:4 sparse: 8 of 8 layers" in words or "1:4, 2:4 sparse: 8 of 8 layers" in words
+    assert "1:4: for analysis, no engine has kernels for it; 2:4 has" in words
+    assert "weights sparse" in words
+    patterns = load_checkpoint(home / "kinds").sparsity
+    assert {name.split(".")[2]: pattern for name, pattern in patterns.items()} == {"attn": "1:4", "mlp": "2:4"}
+
+
+def test_weights_that_are_not_as_recorded_are_refused(home: Path) -> None:
+    reduced(home, "edited", "--sparse", "mlp=2:4")
+    weights, path = home / "edited" / "model.safetensors", home / "edited" / "config.json"
+    state = load_file(weights)
+    state["blocks.1.mlp.fc2.weight"][0, :4] = 1.0
+    save_file(state, weights)
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"weights_sha256": sha256_of_file(weights)}))
+    with pytest.raises(BadInput, match=r"blocks\.1\.mlp\.fc2 is not 2:4: some 4 neighbouring weights have more than 2"):
+        load_checkpoint(home / "edited")
+    path.write_text(json.dumps(config | {"sparsity": {"blocks.9.mlp.fc2": "2:4"}}))
+    weights.write_bytes((home / "dense" / "model.safetensors").read_bytes())
+    config |= {"weights_sha256": sha256_of_file(weights), "sparsity": {"blocks.9.mlp.fc2": "2:4"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"the model has no layer 'blocks\.9\.mlp\.fc2'"):
+        load_checkpoint(home / "edited")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--sparse", "4:2"), "expected K:N"),
+        (("--sparse", "mlps=2:4"), "expected 2:4 for all sites"),
+        (("--sparse", "mlp=2:4,mlp=1:4"), "each once"),
+        (("--sparse", "2:4", "--within", "error 0.1"), "--within judges widths"),
+        ((*NARROWER, "--closed-loop", "--sparse-permute", "none"), "not honoured by a reduction that sets no weights"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(home: Path, words: tuple[Any, ...], message: str) -> None:
+    result = reduced(home, "refused", *words, code=2)
+    assert "Traceback" not in result.stderr
+    assert message in " ".join(result.stderr.split())
+    assert not (home / "refused").exists()
+
+
+def test_it_needs_images(home: Path) -> None:
+    words = ["reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "--sparse", "2:4"]
+    result = invoked(*words, "-o", home / "none", code=2)
+    assert "--sparse and presets that merge channels" in " ".join(result.stderr.split())
+
+
+def test_recipes_ask_for_the_same() -> None:
+    table = ReduceTable(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
+    assert (
+        table.choice.sparsity
+        == reduction_from_options({"sparse": "mlp=2:4", "sparse_pattern": "cast", "sparse_permute": "none"}).sparsity
+    )
+    assert table.looks_at_images
+    with pytest.raises(BadInput, match=r"\[reduce\]: --sparse-pattern cast is not honoured"):
+        ReduceTable(mlp=0.5, sparse_pattern="cast")
+    with pytest.raises(BadInput, match="expected K:N"):
+        ReduceTable(sparse="nonsense")
+    assert sparsities_from_text("2:4") == ALL

@@ -1,0 +1,226 @@
+"""k:n patterns and the refit on their supports, held to float64 computations of their own: lstsq by row, and loops."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from corp_deploy.algebra.regression import Regression
+from corp_deploy.algebra.sparse_patterns import cast_mask, holds, magnitude_mask, obs_mask
+from corp_deploy.algebra.sparse_permutation import dropped_saliency, interleaved, saliency, swapped
+from corp_deploy.algebra.sparse_refit import Objective, Sparse, refitted, sparse_layer
+from corp_deploy.algebra.sparsity import RULES, Rule, Sparsity, sparsity_from_text
+from ground.errors import BadInput
+
+TWO_OF_FOUR = Sparsity(kept=2, of=4)
+INPUTS, OUTPUTS, TOKENS = 24, 10, 300
+KINDS = ("random", "ill-conditioned", "singular")
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def samples(kind: str) -> Tensor:
+    """Inputs [X,K] with a mean."""
+    x_XK = drawn(TOKENS, INPUTS, seed=1) @ drawn(INPUTS, INPUTS, seed=2)
+    if kind == "ill-conditioned":
+        x_XK = x_XK @ torch.diag(torch.logspace(0, -3, INPUTS, dtype=torch.float64))
+    if kind == "singular":
+        x_XK[:, 5], x_XK[:, 9] = x_XK[:, 4], 0.0
+        x_XK[:, 20:] = x_XK[:, :4]
+    return x_XK + drawn(INPUTS, seed=3)
+
+
+def regression_of(x_XK: Tensor, t_XO: Tensor) -> Regression:
+    count = len(x_XK)
+    return Regression(
+        mean_K=x_XK.mean(0),
+        second_KK=x_XK.T @ x_XK / count,
+        mean_O=t_XO.mean(0),
+        cross_OK=t_XO.T @ x_XK / count,
+        target_square=float(t_XO.square().sum()) / count,
+    )
+
+
+def problem(kind: str, *, ridge_rel: float, fits_bias: bool = True) -> tuple[Objective, Tensor, Tensor, Tensor]:
+    """A layer whose target is what other inputs give; with bias, inputs and targets."""
+    x_XK, dense_OK, bias_O = samples(kind), drawn(OUTPUTS, INPUTS, seed=4), drawn(OUTPUTS, seed=5)
+    bias_O = bias_O if fits_bias else torch.zeros_like(bias_O)
+    t_XO = (x_XK + 0.2 * drawn(TOKENS, INPUTS, seed=6)) @ dense_OK.T + bias_O
+    regression = regression_of(x_XK, t_XO)
+    return (
+        Objective(regression=regression, dense_OK=dense_OK, ridge_rel=ridge_rel, fits_bias=fits_bias),
+        bias_O,
+        x_XK,
+        t_XO,
+    )
+
+
+def by_lstsq(objective: Objective, x_XK: Tensor, t_XO: Tensor, mask_OK: Tensor) -> tuple[Tensor, Tensor]:
+    """Every row for itself: samples, the ridge as rows beneath them, a column of ones for the bias."""
+    weight_OK, bias_O = torch.zeros_like(objective.dense_OK), torch.zeros(len(mask_OK), dtype=torch.float64)
+    count = len(x_XK)
+    spread = x_XK - x_XK.mean(0) if objective.fits_bias else x_XK
+    ridge = objective.ridge_rel * float(spread.square().mean(0).mean())
+    for row, mask_K in enumerate(mask_OK):
+        kept_S = mask_K.nonzero().flatten()
+        ones = torch.full((count, 1), float(objective.fits_bias), dtype=torch.float64)
+        above = torch.cat((x_XK[:, kept_S], ones), dim=1) / count**0.5
+        beneath = torch.cat(
+            (ridge**0.5 * torch.eye(len(kept_S), dtype=torch.float64), torch.zeros(len(kept_S), 1)), dim=1
+        )
+        right = torch.cat((t_XO[:, row] / count**0.5, ridge**0.5 * objective.dense_OK[row, kept_S]))
+        solved = torch.linalg.lstsq(torch.cat((above, beneath)), right[:, None], driver="gelsd").solution[:, 0]
+        weight_OK[row, kept_S], bias_O[row] = solved[:-1], solved[-1]
+    return weight_OK, bias_O
+
+
+@pytest.mark.parametrize("fits_bias", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_refit_is_each_rows_least_squares_on_its_support(kind: str, rule: Rule, fits_bias: bool) -> None:
+    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=1e-4, fits_bias=fits_bias)
+    sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
+    weight_OK, offset_O = by_lstsq(objective, x_XK, t_XO, sparse.mask_OK)
+    torch.testing.assert_close(sparse.weight_OK, weight_OK, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(sparse.bias_O, offset_O, rtol=1e-6, atol=1e-7)
+    told = float((t_XO - x_XK @ sparse.weight_OK.T - sparse.bias_O).square().sum()) / TOKENS
+    assert sparse.error == pytest.approx(told, rel=1e-8)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ridge_rel", [0.0, 1e-4])
+def test_kept_weights_satisfy_the_normal_equations(kind: str, rule: Rule, ridge_rel: float) -> None:
+    """The gradient of the objective by every weight that stays is zero, singular or not."""
+    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel)
+    sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
+    left_XO = x_XK @ sparse.weight_OK.T + sparse.bias_O - t_XO
+    gradient_OK = left_XO.T @ x_XK / TOKENS + objective.ridge * (sparse.weight_OK - objective.dense_OK)
+    scale = float((t_XO.T @ x_XK).abs().max()) / TOKENS
+    assert float((gradient_OK * sparse.mask_OK).abs().max()) < 1e-8 * scale
+    assert float(left_XO.mean(0).abs().max()) < 1e-9 * scale
+    assert holds(sparse.weight_OK, TWO_OF_FOUR)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ridge_rel", [0.0, 1e-4, 1.0])
+def test_the_refit_is_never_worse_than_the_mask(kind: str, rule: Rule, ridge_rel: float) -> None:
+    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel)
+    sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
+    masked = float((t_XO - x_XK @ (objective.dense_OK * sparse.mask_OK).T - bias_O).square().sum()) / TOKENS
+    assert sparse.error_masked == pytest.approx(masked, rel=1e-8)
+    assert sparse.error <= sparse.error_masked * (1.0 + 1e-12)
+
+
+def test_rows_of_one_support_are_solved_alike() -> None:
+    objective, bias_O, x_XK, t_XO = problem("random", ridge_rel=1e-4)
+    alike_OK = torch.tensor([True, False, False, True]).repeat(OUTPUTS, INPUTS // 4)
+    sparse = refitted(objective, bias_O, alike_OK)
+    torch.testing.assert_close(sparse.weight_OK, by_lstsq(objective, x_XK, t_XO, alike_OK)[0], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_planted_sparse_weights_come_back(rule: Rule) -> None:
+    """They give their own targets with no loss, whatever the inputs' correlations."""
+    x_XK = samples("random")
+    planted_OK = drawn(OUTPUTS, INPUTS, seed=7)
+    planted_OK = planted_OK * magnitude_mask(planted_OK, TWO_OF_FOUR)
+    bias_O = drawn(OUTPUTS, seed=8)
+    objective = Objective(
+        regression=regression_of(x_XK, x_XK @ planted_OK.T + bias_O), dense_OK=planted_OK, ridge_rel=1e-4
+    )
+    sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
+    torch.testing.assert_close(sparse.weight_OK, planted_OK, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(sparse.bias_O, bias_O, rtol=1e-8, atol=1e-8)
+    assert sparse.error < 1e-10 * sparse.energy
+
+
+def obs_by_loops(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:
+    """Row by row: every pattern of a group is tried by solving for the group and all behind it."""
+    weight_OK, mask_OK = weight_OK.clone(), torch.ones_like(weight_OK, dtype=torch.bool)
+    for row in range(len(weight_OK)):
+        for start in range(0, weight_OK.shape[1], sparsity.of):
+            w_X, inverse_XX = weight_OK[row, start:], torch.linalg.inv(hessian_KK[start:, start:])
+            tried = []
+            for dropped in combinations(range(sparsity.of), sparsity.of - sparsity.kept):
+                at = torch.tensor(dropped)
+                multiplier = torch.linalg.inv(inverse_XX[at[:, None], at]) @ w_X[at]
+                tried.append((float(w_X[at] @ multiplier), at, inverse_XX[:, at] @ multiplier))
+            _, at, change_X = min(tried, key=lambda each: each[0])
+            mask_OK[row, start + at] = False
+            weight_OK[row, start:] = w_X - change_X
+    return mask_OK
+
+
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, Sparsity(kept=1, of=4), Sparsity(kept=4, of=8)], ids=str)
+def test_obs_tries_every_pattern_at_its_exact_cost(sparsity: Sparsity) -> None:
+    x_XK = samples("random")
+    hessian_KK = x_XK.T @ x_XK / TOKENS + 0.1 * torch.eye(INPUTS, dtype=torch.float64)
+    weight_OK = drawn(OUTPUTS, INPUTS, seed=9)
+    mask_OK = obs_mask(weight_OK, hessian_KK, sparsity)
+    assert torch.equal(mask_OK, obs_by_loops(weight_OK, hessian_KK, sparsity))
+    assert bool((mask_OK.view(-1, sparsity.of).sum(1) == sparsity.kept).all())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_cast_takes_each_groups_cheapest_pattern(alpha: float) -> None:
+    x_XK, weight_OK = samples("random"), drawn(OUTPUTS, INPUTS, seed=10)
+    second_KK, prior_OK = x_XK.T @ x_XK / TOKENS, drawn(OUTPUTS, INPUTS, seed=11) > 0.0
+    mask_OK = cast_mask(weight_OK, second_KK, TWO_OF_FOUR, prior_OK=prior_OK, alpha=alpha)
+    for row in range(OUTPUTS):
+        for start in range(0, INPUTS, 4):
+            costs, masks = [], []
+            for kept in combinations(range(4), 2):
+                mask = torch.zeros(4, dtype=torch.bool)
+                mask[list(kept)] = True
+                r = weight_OK[row, start : start + 4] * ~mask
+                costs.append(float(r @ second_KK[start : start + 4, start : start + 4] @ r))
+                masks.append(mask)
+            mean = sum(costs) / len(costs)
+            prior = prior_OK[row, start : start + 4]
+            judged = [cost + alpha * mean * int((mask != prior).sum()) for cost, mask in zip(costs, masks, strict=True)]
+            assert torch.equal(mask_OK[row, start : start + 4], masks[judged.index(min(judged))])
+
+
+def test_orders_are_permutations_that_drop_no_more() -> None:
+    x_XK, weight_OK = samples("random"), drawn(OUTPUTS, INPUTS, seed=12)
+    weight_OK = weight_OK * torch.linspace(3.0, 0.1, INPUTS, dtype=torch.float64)
+    saliency_OK = saliency(weight_OK, x_XK.var(0, correction=0))
+    orders = {
+        "swaps": swapped(saliency_OK, TWO_OF_FOUR),
+        "in blocks": swapped(saliency_OK, TWO_OF_FOUR, block=8),
+        "quantiles": interleaved(saliency_OK.sum(0), TWO_OF_FOUR),
+    }
+    for order_K in orders.values():
+        assert torch.equal(order_K.sort().values, torch.arange(INPUTS))
+        assert dropped_saliency(saliency_OK[:, order_K], TWO_OF_FOUR) < dropped_saliency(saliency_OK, TWO_OF_FOUR)
+    assert torch.equal(orders["in blocks"] // 8, torch.arange(INPUTS) // 8)
+
+
+@pytest.mark.parametrize("text", ["2:4", "1:4", "4:8"])
+def test_a_pattern_reads_as_it_is_written(text: str) -> None:
+    assert str(sparsity_from_text(text)) == text
+    assert sparsity_from_text(text).has_kernel == (text == "2:4")
+
+
+@pytest.mark.parametrize("text", ["2", "4:2", "2:2", "0:4", "8:16", "a:b", "2:4:8", "-1:4", ""])
+def test_what_is_no_pattern_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="expected K:N"):
+        sparsity_from_text(text)
+
+
+def test_zeros_alone_are_lost_where_inputs_never_vary() -> None:
+    """Constant inputs say nothing of weights: those that stay are the dense ones, and the bias has the rest."""
+    x_XK, dense_OK = torch.ones(8, 4, dtype=torch.float64), drawn(3, 4)
+    t_XO = x_XK @ dense_OK.T
+    made: Sparse = sparse_layer(
+        Objective(regression=regression_of(x_XK, t_XO), dense_OK=dense_OK, ridge_rel=1e-4),
+        torch.zeros(3, dtype=torch.float64),
+        TWO_OF_FOUR,
+        "obs",
+    )
+    torch.testing.assert_close(x_XK @ made.weight_OK.T + made.bias_O, t_XO)
