@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from export.graph.check import check_onnx, load_onnx, require_onnx
 from export.graph.to_onnx import onnx_bytes, onnx_from_model
-from export.graph.weights import fp16_weight_share, matmul_weights, matmuls_2_4
+from export.graph.weights import matmul_weights, matmuls_2_4, weight_shares
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
@@ -248,7 +248,7 @@ def test_files_that_are_no_model_are_refused(fp32: ModelProto, tmp_path: Path) -
 
 
 def test_half_share_counts_elements(fp32: ModelProto, fp16: ModelProto) -> None:
-    assert (fp16_weight_share(fp32), fp16_weight_share(fp16)) == (0.0, 1.0)
+    assert (weight_shares(fp32), weight_shares(fp16)) == ({"float32": 1.0}, {"float16": 1.0})
     by_hand = 64 * 3 * 64 + 64 * 192 + 64 * 64 + 2 * 64 * 128 + 64 * 10
     assert sum(weight.elements for weight in matmul_weights(fp16)) == by_hand
 

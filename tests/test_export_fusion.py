@@ -35,22 +35,23 @@ LOG = "\n".join(
 
 def test_kernels_are_read_from_the_log() -> None:
     kernels = kernels_from_log(LOG)
-    assert [(kernel.name, kernel.kind, kernel.fp16) for kernel in kernels] == [
+    assert [(kernel.name, kernel.kind, kernel.types) for kernel in kernels] == [
         ("__mye1_0_myl0_0", "shape_call", None),
-        ("a_gemm_b", "gemm", True),
-        ("_gemm_mha_v2_myl0_7", "kgen", True),
-        ("__myl_Add_1", "kgen", False),
+        ("a_gemm_b", "gemm", {"float16"}),
+        ("_gemm_mha_v2_myl0_7", "kgen", {"float16"}),
+        ("__myl_Add_1", "kgen", {"float32"}),
     ]
     assert kernels[2].nodes == ("b.0/MatMul_1", "b.0/Softmax")
     assert [kernel.is_fused_attention for kernel in kernels] == [False, False, True, False]
     fusion = Fusion(kernels=kernels, attention_sites=("b.0", "b.1"))
-    assert (fusion.fused_sites, fusion.fp16_kernel_share) == (("b.0",), 2 / 3)
+    assert (fusion.fused_sites, fusion.half_kernel_share) == (("b.0",), 2 / 3)
+    assert fusion.kernel_types == {"float16": 2 / 3, "float32": 1 / 3}
     assert fusion.kinds == {"gemm": 1, "kgen": 2, "shape_call": 1}
     assert kernels_from_log("nothing here") == ()
 
 
 def kernel(site: str, name: str = "_gemm_mha_v2_1", kind: str = "kgen", tactic: str = "") -> Kernel:
-    return Kernel(name=name, kind=kind, tactic=tactic, fp16=True, nodes=(f"{site}/Softmax",))
+    return Kernel(name=name, kind=kind, tactic=tactic, types=frozenset({"float16"}), nodes=(f"{site}/Softmax",))
 
 
 @pytest.mark.parametrize(

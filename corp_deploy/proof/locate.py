@@ -8,6 +8,7 @@ import onnx
 from numpy.typing import NDArray
 
 from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families.norm_types import NORMS
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from export.graph.to_onnx import onnx_from_model
@@ -38,6 +39,7 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
         output_ports(checkpoint.model),
         precision=precision,
         metadata={},
+        norms=NORMS,
     )
 
 

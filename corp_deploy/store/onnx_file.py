@@ -13,6 +13,7 @@ from corp_deploy import __version__
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.norm_types import NORMS
 from export.graph.ports import ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
@@ -79,6 +80,7 @@ def export_checkpoint(
         opset=opset,
         batch=batch,
         metadata=metadata_of_checkpoint(checkpoint),
+        norms=NORMS,
     )
     with replacing(path) as temporary:
         save(proto, temporary)

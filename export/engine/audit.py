@@ -37,7 +37,8 @@ class AuditedEngine:
             "attention_sites": list(self.fusion.attention_sites),
             "fused_attention_sites": list(self.fusion.fused_sites),
             "fused_attention": self.fusion.fused_attention,
-            "half_kernel_share": self.fusion.fp16_kernel_share,
+            "half_kernel_share": self.fusion.half_kernel_share,
+            "kernel_types": self.fusion.kernel_types,
             "plan_bytes": self.plan_bytes,
             "build_seconds": self.build_seconds,
         }

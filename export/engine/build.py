@@ -11,17 +11,20 @@ from onnx import ModelProto
 
 from export.graph.check import require_onnx
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
-from export.graph.weights import fp16_weight_share, matmuls_2_4
+from export.graph.weights import element_types, matmuls_2_4, weight_shares
 from ground.errors import BadInput
 from ground.files import replacing, write_text
+from ground.precision import BFLOAT16, half_share, precision_of_shares
 
 from .fusion import Fusion, fusion_of
 from .interrupt import interruptible
 from .libraries import Library, open_library
 from .messages import Progress
 from .options import BatchProfile, BuildOptions
-from .record import EngineRecord, precision_of, record_path, sha256_of
+from .record import EngineRecord, record_path, sha256_of
 from .session import Session
+
+FIRST_BF16_SM = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ def build_engine(
     when the bindings or the GPU are not there. Ctrl-C stops the builder at its next step.
     """
     proto = require_onnx(onnx_path, precision=choices.precision, backend=choices.backend)
+    _refuse_old_targets(proto, choices.sms, onnx_path)
     sparse_share = _sparse_share(proto, onnx_path) if choices.sparse else None
     profiles = _settled_profiles(proto, choices.profiles, onnx_path)
     library = library or open_library(choices.backend, command=choices.command)
@@ -84,6 +88,16 @@ def _settled_profiles(
     return ()
 
 
+def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path) -> None:
+    """BF16 came with SM80; a builder says it of an older target in its own words, after minutes."""
+    old = [sm for sm in sms if sm.isdigit() and int(sm) < FIRST_BF16_SM]
+    if old and BFLOAT16.onnx in element_types(proto.graph).values():
+        raise BadInput(
+            f"{onnx_path}: holds bfloat16, which GPUs have from SM{FIRST_BF16_SM} on, and --sm asks for "
+            f"{', '.join(old)}; leave {'it' if len(old) == 1 else 'those'} out, or export with --precision fp16"
+        )
+
+
 def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     """The share of matrices that sparse kernels can take; BadInput when there is none."""
     sparse = matmuls_2_4(proto)
@@ -105,7 +119,7 @@ def _record(
 ) -> EngineRecord:
     choices, content = session.choices, session.onnx_path.read_bytes()
     inputs, outputs = ports_of_graph(session.proto)
-    share = fp16_weight_share(session.proto)
+    shares = weight_shares(session.proto)
     gpu, own_target = (None, None) if session.library.is_rtx else _gpu()
     targets = (choices.sms or ("portable",)) if session.library.is_rtx else (own_target or "unknown",)
     options: dict[str, str | int | float | bool] = {"timing_cache": session.cache_state, "sparse": choices.sparse}
@@ -124,9 +138,9 @@ def _record(
         onnx_bytes=len(content),
         plan_sha256=sha256_of(plan),
         plan_bytes=len(plan),
-        precision=precision_of(share),
-        half_weight_share=share,
-        half_kernel_share=None if fusion is None else fusion.fp16_kernel_share,
+        precision=precision_of_shares(shares),
+        half_weight_share=half_share(shares),
+        half_kernel_share=None if fusion is None else fusion.half_kernel_share,
         targets=targets,
         gpu=gpu,
         profiles=tuple(map(str, profiles)),
@@ -139,6 +153,8 @@ def _record(
         build_seconds=seconds,
         options=options,
         roles=roles_of_graph(session.proto),
+        weight_types=shares,
+        kernel_types={} if fusion is None else fusion.kernel_types,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from onnx import ModelProto
 
 from ground.errors import BadInput
+from ground.precision import BFLOAT16, FLOAT16, FLOAT32, HALVES
 
 _FUSED_NAME = re.compile(r"gem[mv]_mha|kgen_mha|fmha")
 _FUSED_KIND = ("Attention", "MultiHeadAttention", "kgen_mha")
@@ -19,17 +20,21 @@ _LOG_LINE = re.compile(
 )
 _ONNX_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
 _LOG_TYPE = re.compile(r"Datatype: (\w+)")
-_FP16 = re.compile(r"\b(Half|FP16)\b")
+_TYPE_WORDS = (
+    (FLOAT16, re.compile(r"\b(Half|FP16)\b")),
+    (BFLOAT16, re.compile(r"\b(BFloat16|BF16)\b")),
+    (FLOAT32, re.compile(r"\b(Float|FP32)\b")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One launch of an engine; `fp16` says whether it reads or writes float16, None when it touches no tensor."""
+    """One launch of an engine; `types` are those that it reads or writes, by name, None when it touches no tensor."""
 
     name: str
     kind: str
     tactic: str
-    fp16: bool | None
+    types: frozenset[str] | None
     nodes: tuple[str, ...]
 
     @property
@@ -55,10 +60,18 @@ class Fusion:
         return dict(sorted(Counter(kernel.kind for kernel in self.kernels).items()))
 
     @property
-    def fp16_kernel_share(self) -> float:
-        """Share of the kernels with tensors that read or write float16."""
-        typed = [kernel.fp16 for kernel in self.kernels if kernel.fp16 is not None]
-        return sum(typed) / len(typed) if typed else 0.0
+    def half_kernel_share(self) -> float:
+        """Share of the kernels with tensors that read or write sixteen bits."""
+        typed = [kernel.types for kernel in self.kernels if kernel.types is not None]
+        halves = {each.name for each in HALVES}
+        return sum(bool(types & halves) for types in typed) / len(typed) if typed else 0.0
+
+    @property
+    def kernel_types(self) -> dict[str, float]:
+        """Share of the kernels with tensors that read or write a floating type, by its name; those that do."""
+        typed = [kernel.types for kernel in self.kernels if kernel.types is not None]
+        counts = Counter(name for types in typed for name in types)
+        return {name: count / len(typed) for name, count in sorted(counts.items())}
 
     @property
     def fused_sites(self) -> tuple[str, ...]:
@@ -102,7 +115,7 @@ def kernels_from_log(text: str) -> tuple[Kernel, ...]:
             name=match["name"],
             kind=match["kind"],
             tactic=match["tactic"],
-            fp16=_any_fp16(_LOG_TYPE.findall(match["inputs"] + match["outputs"])),
+            types=_types(_LOG_TYPE.findall(match["inputs"] + match["outputs"])),
             nodes=tuple(_ONNX_NODE.findall(match["metadata"] or "")),
         )
         for match in _LOG_LINE.finditer(text)
@@ -123,7 +136,7 @@ def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
             name=layer["Name"],
             kind=layer["LayerType"],
             tactic=layer.get("TacticName", ""),
-            fp16=_any_fp16([_tensor_type(tensor) for key in ("Inputs", "Outputs") for tensor in layer.get(key, ())]),
+            types=_types([_tensor_type(tensor) for key in ("Inputs", "Outputs") for tensor in layer.get(key, ())]),
             nodes=tuple(_ONNX_NODE.findall(layer.get("Metadata", ""))),
         )
         for layer in layers
@@ -135,5 +148,8 @@ def _tensor_type(tensor: dict[str, str]) -> str:
     return tensor.get("Datatype") or tensor.get("Format/Datatype", "")
 
 
-def _any_fp16(types: list[str]) -> bool | None:
-    return any(_FP16.search(name) for name in types) if types else None
+def _types(said: list[str]) -> frozenset[str] | None:
+    """The floating types that the library's words for tensors mean."""
+    if not said:
+        return None
+    return frozenset(held_in.name for held_in, word in _TYPE_WORDS if any(word.search(text) for text in said))

@@ -10,14 +10,15 @@ import onnx
 from export.graph.check import require_onnx
 from export.graph.ports import ports_of_graph, roles_of_graph
 from export.graph.to_onnx import onnx_bytes
-from export.graph.weights import fp16_weight_share
+from export.graph.weights import weight_shares
 from ground.errors import BadInput, Missing
+from ground.precision import half_share, precision_of_shares
 
 from .build import Engine
 from .fusion import Fusion, Kernel, attention_sites
 from .libraries import missing_message
 from .messages import Progress
-from .record import EngineRecord, precision_of, sha256_of
+from .record import EngineRecord, sha256_of
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}
@@ -40,10 +41,11 @@ def build_ort_artifact(
     if device not in _PROVIDERS:
         raise BadInput(f"ONNX Runtime device {device!r} is unknown; choose one of {', '.join(_PROVIDERS)}")
     proto = require_onnx(onnx_path, precision=precision, backend="onnxruntime")
-    share = fp16_weight_share(proto)
-    if device == "cpu" and share:
+    shares = weight_shares(proto)
+    if device == "cpu" and half_share(shares):
         raise BadInput(
-            f"{onnx_path}: ONNX Runtime's CPU kernels compute in float32 and this graph is {precision_of(share)}; "
+            f"{onnx_path}: ONNX Runtime's CPU kernels compute in float32 and this graph is "
+            f"{precision_of_shares(shares)}; "
             "build the fp32 graph, or for cuda"
         )
     started = time.perf_counter()
@@ -81,9 +83,9 @@ def _engine(
     onnx_path: Path, proto: onnx.ModelProto, optimised: onnx.ModelProto, *, device: str, command: str, seconds: float
 ) -> Engine:
     content, plan = onnx_path.read_bytes(), onnx_bytes(optimised)
-    share = fp16_weight_share(optimised)
+    shares = weight_shares(optimised)
     kernels = tuple(
-        Kernel(name=node.name, kind=node.op_type, tactic="", fp16=None, nodes=(node.name,))
+        Kernel(name=node.name, kind=node.op_type, tactic="", types=None, nodes=(node.name,))
         for node in optimised.graph.node
     )
     fusion = Fusion(kernels=kernels, attention_sites=attention_sites(proto))
@@ -96,8 +98,8 @@ def _engine(
         onnx_bytes=len(content),
         plan_sha256=sha256_of(plan),
         plan_bytes=len(plan),
-        precision=precision_of(share),
-        half_weight_share=share,
+        precision=precision_of_shares(shares),
+        half_weight_share=half_share(shares),
         half_kernel_share=None,
         targets=(device,),
         gpu=None,
@@ -111,5 +113,6 @@ def _engine(
         build_seconds=seconds,
         options={"optimization": "extended"},
         roles=roles_of_graph(proto),
+        weight_types=shares,
     )
     return Engine(plan=plan, fusion=fusion, record=record)

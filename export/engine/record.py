@@ -25,7 +25,9 @@ class EngineRecord:
     """Sizes in bytes, time in seconds, shares in [0, 1]; None where the backend does not say.
 
     `roles` holds what outputs are for that are not logits, by their names.
-    `precision` is what the weights are (fp32, fp16, mixed), not what somebody calls them. `kernels` and `kernel_kinds`
+    `precision` is what the weights are, in the words of ground.precision, not what somebody calls them. `half_*` are
+    shares of sixteen bits, `weight_types` and `kernel_types` shares by floating type, empty where they weren't told;
+    a kernel that touches several types counts with each. `kernels` and `kernel_kinds`
     count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
     """
 
@@ -51,6 +53,8 @@ class EngineRecord:
     build_seconds: Annotated[float, msgspec.Meta(ge=0.0)]
     options: Mapping[str, str | int | float | bool]
     roles: Mapping[str, Role] = field(default_factory=dict)
+    weight_types: Mapping[str, Share] = field(default_factory=dict)
+    kernel_types: Mapping[str, Share] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for profile in self.profiles:
@@ -78,11 +82,6 @@ def record_of_plan(plan_path: Path, *, where: str | None = None) -> EngineRecord
     if not path.exists():
         raise BadInput(f"{plan_path}: no engine record beside it ({path.name}); build it with `corp-deploy build`")
     return record_from_file(path, EngineRecord, kind=KIND, version=VERSION, where=where, remedy="build it again")
-
-
-def precision_of(fp16_share: float) -> str:
-    """What a graph is by its weights."""
-    return {0.0: "fp32", 1.0: "fp16"}.get(fp16_share, "mixed")
 
 
 def sha256_of(content: bytes) -> str:

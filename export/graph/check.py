@@ -12,15 +12,16 @@ from onnx import ModelProto, NodeProto, TensorProto
 from ground.errors import BadInput
 from ground.files import regular
 from ground.ports import OutputPort, Port
+from ground.precision import FLOAT32, HALVES, FloatType, Precision, mixed_of, precision_named
 
 from .borders import border_reasons
-from .weights import element_types, matmul_weights
+from .operator_types import OPSETS, untaken
+from .weights import MatmulWeight, element_types, matmul_weights
 
-OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
 _PRECISION_KEY = "export.precision"
-SPELLED_OUT = "norms are spelled out in float16"
+SPELLED_OUT = "norms are spelled out in"
 
 
 def load_onnx(path: Path) -> ModelProto:
@@ -59,8 +60,8 @@ def check_onnx(
 ) -> list[str]:
     """Every reason why this graph will not do, empty when it will.
 
-    `precision` fp32, fp16 or mixed is what the caller calls the graph, `inputs` and `outputs` what it must take and
-    give; None takes the graph's own word, and one without any is a classifier of images.
+    `precision` is what the caller calls the graph, one of ground.precision.WORDS, `inputs` and `outputs` what it must
+    take and give; None takes the graph's own word, and one without any is a classifier of images.
     """
     if isinstance(source, Path):
         try:
@@ -69,7 +70,7 @@ def check_onnx(
             return [str(error)]
     reasons = [*_storage_reasons(source), *_opset_reasons(source, backend)]
     if not reasons:
-        reasons += _validity_reasons(source)
+        reasons += [*_operator_reasons(source)] or [*_validity_reasons(source)]
     if reasons:
         return reasons  # what follows reads shapes and types, which only a valid graph has
     labels = {entry.key: entry.value for entry in source.metadata_props}
@@ -122,41 +123,93 @@ def _name_reasons(proto: ModelProto) -> Iterator[str]:
         yield f"{len(leaks)} notes hold a local path (first {leaks[0][0]!r}: {leaks[0][1]}...); strip them"
 
 
-def _typing_reasons(proto: ModelProto, precision: str | None) -> Iterator[str]:
-    if precision not in (None, "fp32", "fp16", "mixed"):
-        yield f"precision {precision!r} is unknown"
+def _operator_reasons(proto: ModelProto) -> Iterator[str]:
+    """Operators that don't take the types that they are given, each once."""
+    nodes = untaken(proto)
+    for first in sorted({node.first for node in nodes if node.first is not None}):
+        named = [node for node in nodes if node.first == first]
+        operators = ", ".join(dict.fromkeys(node.operator for node in named))
+        yield f"{operators} takes no bfloat16 before opset {first} (first at {named[0].node}); export with opset {first} or newer"
+    never = [node for node in nodes if node.first is None]
+    if never:
+        operators = ", ".join(dict.fromkeys(node.operator for node in never))
+        yield f"{operators} takes no bfloat16 up to opset {OPSETS[-1]} (first at {never[0].node}); keep it in float32"
+
+
+def _typing_reasons(proto: ModelProto, word: str | None) -> Iterator[str]:
     weights = matmul_weights(proto)
-    fp16 = [weight for weight in weights if weight.fp16]
-    fp32 = [weight for weight in weights if not weight.fp16]
-    if precision in ("fp16", "mixed") and not fp16:
-        yield f"called {precision} but none of its {len(weights)} weight matrices is float16; call it fp32"
-    elif precision == "fp16" and fp32:
-        yield f"called fp16 but {len(fp32)} of {len(weights)} weight matrices are float32 (first at {fp32[0].node})"
-    elif precision == "fp32" and fp16:
-        yield f"called fp32 but {len(fp16)} of {len(weights)} weight matrices are float16 (first at {fp16[0].node})"
-    elif precision == "mixed" and not fp32:
-        yield "called mixed but every weight matrix is float16; call it fp16"
-    if fp16:
-        yield from _norm_reasons(proto)
+    if word is not None:
+        try:
+            yield from _word_reasons(precision_named(word), weights)
+        except BadInput as error:
+            yield str(error)
+    yield from _norm_reasons(proto)
+
+
+def _word_reasons(precision: Precision, weights: Sequence[MatmulWeight]) -> Iterator[str]:
+    """Where the matrices are not of the types that the precision says."""
+    own = [weight for weight in weights if weight.held_in is precision.type]
+    others = [weight for weight in weights if weight.held_in not in (precision.type, None)]
+    called, name = f"called {precision.name} but", precision.type.name
+    if not own and precision.type is not FLOAT32:
+        yield f"{called} none of its {len(weights)} weight matrices is {name}; call it {_word(others)}"
+    elif precision.mixed:
+        stray = [weight for weight in others if weight.held_in is not FLOAT32]
+        if not others:
+            yield f"{called} every weight matrix is {name}; call it {precision.pure}"
+        elif stray:
+            yield f"{called} {_counted(stray, weights)}"
+    elif others:
+        yield f"{called} {_counted(others, weights)}"
+
+
+def _counted(some: Sequence[MatmulWeight], weights: Sequence[MatmulWeight]) -> str:
+    types = " or ".join(dict.fromkeys(weight.held_in.name for weight in some if weight.held_in is not None))
+    return f"{len(some)} of {len(weights)} weight matrices are {types} (first at {some[0].node})"
+
+
+def _word(weights: Sequence[MatmulWeight]) -> str:
+    """What matrices of these types are called."""
+    types: list[FloatType | None] = list(dict.fromkeys(weight.held_in for weight in weights))
+    narrow = [each for each in types if each in HALVES]
+    if not narrow or narrow[0] is None:
+        return "fp32"
+    mixed = mixed_of(narrow[0])
+    return mixed.name if FLOAT32 in types else mixed.pure
 
 
 def _norm_reasons(proto: ModelProto) -> Iterator[str]:
-    """Norms whose mean of squares is summed in float16, where it overflows; their operators sum in float32."""
+    """Norms whose mean of squares is summed in sixteen bits, where it overflows or loses small terms; their operators
+    sum in float32.
+    """
     if not any(node.op_type == "Sqrt" for node in proto.graph.node):
         return
     types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    for held_in in HALVES:
+        spelled_out = [root for root, mean in _spelled_norms(proto) if types.get(mean.input[0]) == held_in.onnx]
+        if spelled_out:
+            yield (
+                f"{len(spelled_out)} {SPELLED_OUT} {held_in.name} (ReduceMean, Sqrt; first at {_named(spelled_out[0])})"
+                "; export them as one operator (LayerNormalization, or RMSNormalization from opset 23), or keep them "
+                "in float32"
+            )
+
+
+def spells_out_norms(proto: ModelProto) -> bool:
+    """Whether a norm is not one operator but roots of means, in whatever type."""
+    return any(True for _ in _spelled_norms(proto))
+
+
+def _spelled_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """Each root that is taken of a mean, with that mean."""
     producers = {name: node for node in proto.graph.node for name in node.output}
-    spelled_out = []
     for node in proto.graph.node:
-        if node.op_type == "Sqrt":
-            mean = _mean_below(node, producers)
-            if mean is not None and types.get(mean.input[0]) == TensorProto.FLOAT16:
-                spelled_out.append(node.name or node.output[0])
-    if spelled_out:
-        yield (
-            f"{len(spelled_out)} {SPELLED_OUT} (ReduceMean, Sqrt; first at {spelled_out[0]}); export them as one "
-            "operator (LayerNormalization, or RMSNormalization from opset 23), or keep them in float32"
-        )
+        if node.op_type == "Sqrt" and (mean := _mean_below(node, producers)) is not None:
+            yield node, mean
+
+
+def _named(node: NodeProto) -> str:
+    return node.name or node.output[0]
 
 
 def _mean_below(root: NodeProto, producers: Mapping[str, NodeProto]) -> NodeProto | None:

@@ -1,4 +1,4 @@
-"""How a model is typed: a float32, half or mixed copy whose ports stay float32."""
+"""How a model is typed: a copy in float32, float16 or bfloat16, or mixed with float32, whose ports stay float32."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,34 +9,46 @@ import torch
 from torch import nn
 
 from ground.errors import BadInput
+from ground.precision import FLOAT32, MIXED, FloatType, Precision, mixed_of, precision_named
 
-PRECISIONS = ("fp32", "fp16", "mixed")
+Norms = tuple[type[nn.Module], ...]
+# What takes means of squares: in sixteen bits they overflow, or lose what the mean is made of.
+NORMS: Norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
-def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = ()) -> nn.Module:
+def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), *, norms: Norms = NORMS) -> nn.Module:
     """A copy of `model` on the CPU, in eval mode, typed as asked; what it takes and gives as floats stays float32.
 
-    fp16 halves every parameter and floating buffer, except those of nn.LayerNorm modules: they see float32 and give
-    half back. mixed does the same but leaves the modules that match a pattern of `keep_fp32` in float32 too. Casts
-    stand at the borders of what is kept. A module all of whose children are kept is kept itself, so `blocks.7.*` also
-    keeps the residual additions of that block.
+    fp16 and bf16 hold every parameter and floating buffer in sixteen bits, except those of modules of the types
+    `norms`: they see float32 and give sixteen bits back. mixed and mixed-bf16 do the same but leave the modules that
+    match a pattern of `keep_fp32` in float32 too. Casts stand at the borders of what is kept. A module all of whose
+    children are kept is kept itself, so `blocks.7.*` also keeps the residual additions of that block.
 
     Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
     """
-    _refuse_odd_choice(precision, keep_fp32)
+    wanted = precision_named(precision)
+    _refuse_odd_choice(wanted, keep_fp32)
     typed = copy.deepcopy(model).cpu().eval()
     _refuse_non_finite(typed)
-    if precision == "fp32":
+    if wanted.type is FLOAT32:
         return typed.float()
     kept = kept_modules(typed, keep_fp32)
-    islands = kept | {name for name, module in typed.named_modules() if isinstance(module, nn.LayerNorm)}
-    _halve_outside_(typed, islands)
+    islands = kept | {name for name, module in typed.named_modules() if isinstance(module, norms)}
+    _narrow_outside_(typed, islands, wanted)
+    narrow = torch_dtype(wanted.type)
     for name, module in typed.named_modules():
         if name in islands and not _has_ancestor(name, islands):
             module.float()
-            _cast_at_border_(module, inner=torch.float32, outer=torch.float16)
-    _cast_at_border_(typed, inner=torch.float16, outer=torch.float32)
+            _cast_at_border_(module, inner=torch.float32, outer=narrow)
+    _cast_at_border_(typed, inner=narrow, outer=torch.float32)
     return typed
+
+
+def torch_dtype(held_in: FloatType) -> torch.dtype:
+    """torch.bfloat16 of BFLOAT16."""
+    dtype = getattr(torch, held_in.name)
+    assert isinstance(dtype, torch.dtype), held_in
+    return dtype
 
 
 def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
@@ -55,15 +67,18 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     return kept
 
 
-def _refuse_odd_choice(precision: str, keep_fp32: Sequence[str]) -> None:
-    if precision not in PRECISIONS:
-        raise BadInput(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+def _refuse_odd_choice(precision: Precision, keep_fp32: Sequence[str]) -> None:
     if isinstance(keep_fp32, str):
         raise BadInput(f"keep_fp32 takes a list of patterns, got the string {keep_fp32!r}")
-    if precision == "mixed" and not keep_fp32:
-        raise BadInput("precision mixed needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose fp16")
-    if precision != "mixed" and keep_fp32:
-        raise BadInput(f"keep_fp32 {list(keep_fp32)} has a meaning with precision mixed only, got {precision}")
+    if precision.mixed and not keep_fp32:
+        raise BadInput(
+            f"precision {precision.name} needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose "
+            f"{precision.pure}"
+        )
+    if keep_fp32 and not precision.mixed:
+        raise BadInput(
+            f"keep_fp32 {list(keep_fp32)} has a meaning with precision {' and '.join(MIXED)} only, got {precision.name}"
+        )
 
 
 def _refuse_non_finite(model: nn.Module) -> None:
@@ -77,25 +92,25 @@ def _floating_state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in state.items() if tensor.is_floating_point()]
 
 
-def _halve_outside_(model: nn.Module, islands: set[str]) -> None:
+def _narrow_outside_(model: nn.Module, islands: set[str], precision: Precision) -> None:
     for name, module in model.named_modules():
         if name in islands or _has_ancestor(name, islands):
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor.is_floating_point():
-                tensor.data = _fp16_of(tensor.data, f"{name}.{key}".lstrip("."))
+                tensor.data = _narrowed(tensor.data, precision, f"{name}.{key}".lstrip("."))
 
 
-def _fp16_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    fp16 = tensor.half()
-    if not bool(torch.isfinite(fp16).all()):
+def _narrowed(tensor: torch.Tensor, precision: Precision, name: str) -> torch.Tensor:
+    narrow = tensor.to(torch_dtype(precision.type))
+    if not bool(torch.isfinite(narrow).all()):
         largest = float(tensor.abs().max())
         module = name.rpartition(".")[0] or name
         raise BadInput(
-            f"{name}: the largest weight is {largest:.3g}, float16 ends at 65504; "
-            f"use precision mixed with keep_fp32 {module!r}, or fp32"
+            f"{name}: the largest weight is {largest:.3g}, {precision.type.name} ends at {precision.type.largest:.6g}; "
+            f"use precision {mixed_of(precision.type).name} with keep_fp32 {module!r}, or fp32"
         )
-    return fp16
+    return narrow
 
 
 def _has_ancestor(name: str, names: set[str]) -> bool:

@@ -5,13 +5,17 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+import numpy as np
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ground.errors import BadInput
+from ground.precision import BY_ONNX, HALVES, FloatType
 
 from .weights import element_types
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
+
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
@@ -22,6 +26,7 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
     sites = node_sites(model.graph, modules)
     _refuse_control_flow(model.graph, sites)
     widen_softmax(model.graph, sites)
+    narrow_folded(model.graph)
     merge_initializers(model.graph)
     name_by_site(model.graph, sites, parameters)
     strip_notes(model)
@@ -43,11 +48,12 @@ def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
 
 
 def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
-    """Casts around every half softmax: the exporter casts behind it, which is too late for its exponentials."""
-    types = element_types(graph)
+    """Casts around every softmax of sixteen bits: the exporter casts behind it, too late for its exponentials."""
+    types, narrow = element_types(graph), {each.onnx for each in HALVES}
     nodes: list[NodeProto] = []
     for node in graph.node:
-        if node.op_type != "Softmax" or types.get(node.input[0]) != TensorProto.FLOAT16:
+        held_in = types.get(node.input[0])
+        if node.op_type != "Softmax" or held_in not in narrow:
             nodes.append(node)
             continue
         source, result = node.input[0], node.output[0]
@@ -55,9 +61,39 @@ def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
         sites |= dict.fromkeys((*node.input, *node.output), sites[result])
         nodes.append(helper.make_node("Cast", [source], [node.input[0]], to=TensorProto.FLOAT))
         nodes.append(node)
-        nodes.append(helper.make_node("Cast", [node.output[0]], [result], to=TensorProto.FLOAT16))
+        nodes.append(helper.make_node("Cast", [node.output[0]], [result], to=held_in))
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def narrow_folded(graph: GraphProto) -> None:
+    """Convolutions' weights typed as what they multiply: the exporter folds a bfloat16 normalisation into float32 ones.
+
+    Raises BadInput where the folded weights are beyond what the type holds.
+    """
+    types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
+    noted = {value.name: value for value in graph.value_info}
+    for node in graph.node:
+        held_in = BY_ONNX.get(types.get(node.input[0], 0)) if node.op_type in _CONVOLUTIONS else None
+        wide = [stored[name] for name in node.input[1:] if types.get(name) == TensorProto.FLOAT and name in stored]
+        if held_in not in HALVES or not wide:
+            continue
+        for tensor in wide:
+            tensor.CopyFrom(_stored_as(tensor, held_in))
+        for name in (*(tensor.name for tensor in wide), node.output[0]):
+            types[name] = held_in.onnx
+            if name in noted:
+                noted[name].type.tensor_type.elem_type = held_in.onnx
+
+
+def _stored_as(tensor: TensorProto, held_in: FloatType) -> TensorProto:
+    values = numpy_helper.to_array(tensor)
+    largest = float(np.abs(values).max(initial=0.0))
+    if not largest <= held_in.largest:
+        raise BadInput(
+            f"{tensor.name}: the largest folded weight is {largest:.3g}, {held_in.name} ends at {held_in.largest:.6g}"
+        )
+    return numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(held_in.onnx)), tensor.name)
 
 
 def merge_initializers(graph: GraphProto) -> None:

@@ -14,10 +14,11 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from . import tidy
-from .check import MAX_BYTES, SPELLED_OUT, check_onnx
+from .check import MAX_BYTES, SPELLED_OUT, check_onnx, spells_out_norms
 from .examples import DTYPES, example_inputs
+from .operator_types import untaken
 from .ports import port_notes
-from .precision import typed_copy
+from .precision import NORMS, Norms, typed_copy
 
 OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
 BATCH = "batch"
@@ -36,22 +37,24 @@ def onnx_from_model(
     batch: int | None = None,
     examples: Mapping[str, torch.Tensor] = MappingProxyType({}),
     metadata: Mapping[str, str],
+    norms: Norms = NORMS,
 ) -> onnx.ModelProto:
     """One named tensor [batch,*shape] for each input, one float32 for each output, by torch's dynamo exporter.
 
     `model` is left as it is; it takes its inputs in the order of the ports and gives its outputs so. Inputs keep the
-    type of their port in every precision. `opset` None takes the first of OPSETS, or the last where the model has
-    norms that only that has as operators. `batch` None keeps the one batch of all ports symbolic, a number fixes it.
-    `examples` are what the model is traced with (see `example_inputs`). `metadata` goes into the model's metadata_props
-    beside the entries `export.*` (precision, opset, versions, and the ports where they are not those of a classifier of
-    images). Half softmax and LayerNorm are computed in float32. Equal inputs give equal bytes (see `onnx_bytes`).
+    type of their port in every precision. `opset` None takes the first of OPSETS in which every operator takes the
+    types that it is given, or the last where the model has norms that only that has as operators. `batch` None keeps
+    the one batch of all ports symbolic, a number fixes it. `examples` are what the model is traced with (see
+    `example_inputs`). `metadata` goes into the model's metadata_props beside the entries `export.*` (precision, opset,
+    versions, and the ports where they are not those of a classifier of images). Softmax and modules of the types
+    `norms` are computed in float32 in every precision. Equal inputs give equal bytes (see `onnx_bytes`).
 
     Raises BadInput when the model refuses the shapes, can't be traced or typed, or gives a graph that won't do.
     """
     _refuse_odd_request(opset, batch, metadata)
     _refuse_odd_ports(inputs, outputs)
     with torch.no_grad():
-        typed = typed_copy(model, precision, keep_fp32)
+        typed = typed_copy(model, precision, keep_fp32, norms=norms)
     _refuse_large(typed)
     samples = example_inputs(inputs, batch or 2, examples)
     names = [port.name for port in inputs] + [port.name for port in outputs]
@@ -68,9 +71,12 @@ def onnx_from_model(
 
     proto, reasons = exported(opset or OPSETS[0])
     hint = ""
-    if opset != OPSETS[-1] and any(SPELLED_OUT in reason for reason in reasons):
+    if opset is None and (needed := _opset_of_types(proto)) is not None:
+        proto, reasons = exported(needed)
+    refused = any(SPELLED_OUT in reason for reason in reasons)
+    if opset != OPSETS[-1] and (refused or (opset is None and spells_out_norms(proto))):
         newer, remaining = exported(OPSETS[-1])
-        if not remaining and opset is None:
+        if opset is None and not remaining and (refused or _has_operator(newer, "RMSNormalization")):
             return newer
         hint = "" if remaining else _NEWER_HINT
     if reasons:
@@ -176,6 +182,17 @@ def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -
             raise BadInput(f"{value.name}: the batch came out fixed at {dim.dim_value}; the model's code depends on it")
         if batch is not None and dim.dim_value != batch:
             raise BadInput(f"{value.name}: the batch came out as {dim.dim_param or dim.dim_value}, asked for {batch}")
+
+
+def _opset_of_types(proto: onnx.ModelProto) -> int | None:
+    """The first opset in which all operators take bfloat16 where they are given it; None where they do already, or
+    never will.
+    """
+    return max((node.first for node in untaken(proto) if node.first is not None), default=None)
+
+
+def _has_operator(proto: onnx.ModelProto, operator: str) -> bool:
+    return any(node.op_type == operator for node in proto.graph.node)
 
 
 def _describe(proto: onnx.ModelProto, metadata: Mapping[str, str], own: Mapping[str, str]) -> None:

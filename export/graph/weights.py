@@ -1,5 +1,6 @@
 """The weight matrices of an ONNX graph: which node reads them, how they are typed, whether they are 2:4 sparse."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,16 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from ground.precision import BY_ONNX, FloatType
+
 _READERS = ("MatMul", "Gemm", "Conv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulWeight:
-    """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name."""
+    """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name, `held_in` None where
+    no floats are stored.
+    """
 
     name: str
     node: str
-    fp16: bool
+    held_in: FloatType | None
     elements: int
 
     def __post_init__(self) -> None:
@@ -29,18 +34,22 @@ def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
         MatmulWeight(
             name=tensor.name,
             node=node.name or node.output[0],
-            fp16=tensor.data_type == TensorProto.FLOAT16,
+            held_in=BY_ONNX.get(tensor.data_type),
             elements=int(np.prod(tensor.dims)),
         )
         for node, _, tensor in _read_matrices(proto)
     ]
 
 
-def fp16_weight_share(proto: ModelProto) -> float:
-    """Share of the matrix weights' elements that are stored as float16, in [0, 1]."""
+def weight_shares(proto: ModelProto) -> dict[str, float]:
+    """Of the matrix weights' elements the share, in (0, 1], that each floating type holds, by its name."""
     weights = matmul_weights(proto)
+    elements: Counter[str] = Counter()
+    for weight in weights:
+        if weight.held_in is not None:
+            elements[weight.held_in.name] += weight.elements
     total = sum(weight.elements for weight in weights)
-    return sum(weight.elements for weight in weights if weight.fp16) / total if total else 0.0
+    return {name: count / total for name, count in sorted(elements.items())}
 
 
 def matmuls_2_4(proto: ModelProto) -> dict[str, bool]:

@@ -1,0 +1,95 @@
+"""The types that floats are held in, and the precisions of graphs and engines by their words. Imports nothing heavy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatType:
+    """A floating type. `name` is torch's, numpy's (ml_dtypes') and ONNX's own, `shown` how people read it, `onnx` its
+    number in TensorProto.DataType; `unit` is the unit roundoff, `largest` the largest finite value.
+    """
+
+    name: str
+    shown: str
+    onnx: int
+    size_bytes: int
+    unit: float
+    largest: float
+
+    def __post_init__(self) -> None:
+        assert 0 < self.unit < 1 < self.largest, self
+
+
+FLOAT32 = FloatType(
+    name="float32", shown="FP32", onnx=1, size_bytes=4, unit=2.0**-24, largest=(2.0 - 2.0**-23) * 2.0**127
+)
+FLOAT16 = FloatType(name="float16", shown="FP16", onnx=10, size_bytes=2, unit=2.0**-11, largest=65504.0)
+BFLOAT16 = FloatType(
+    name="bfloat16", shown="BF16", onnx=16, size_bytes=2, unit=2.0**-8, largest=(2.0 - 2.0**-7) * 2.0**127
+)
+HALVES = (FLOAT16, BFLOAT16)
+BY_ONNX: Mapping[int, FloatType] = MappingProxyType({each.onnx: each for each in (FLOAT32, *HALVES)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """What a graph or an engine is called: its matrices are of one type or, mixed, of that type and of float32."""
+
+    name: str
+    type: FloatType
+    mixed: bool = False
+
+    @property
+    def pure(self) -> str:
+        """What it is called when nothing is kept in float32."""
+        return _word(self.type, mixed=False)
+
+
+_EVERY = (
+    Precision(name="fp32", type=FLOAT32),
+    Precision(name="fp16", type=FLOAT16),
+    Precision(name="mixed", type=FLOAT16, mixed=True),
+    Precision(name="bf16", type=BFLOAT16),
+    Precision(name="mixed-bf16", type=BFLOAT16, mixed=True),
+)
+PRECISIONS: Mapping[str, Precision] = MappingProxyType({each.name: each for each in _EVERY})
+WORDS = tuple(PRECISIONS)
+MIXED = tuple(each.name for each in _EVERY if each.mixed)
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of that word; BadInput for any other."""
+    if name not in PRECISIONS:
+        raise BadInput(f"precision {name!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def mixed_of(held_in: FloatType) -> Precision:
+    """That type mixed with float32."""
+    return PRECISIONS[_word(held_in, mixed=True)]
+
+
+def _word(held_in: FloatType, *, mixed: bool) -> str:
+    return next(each.name for each in _EVERY if each.type is held_in and each.mixed == mixed)
+
+
+def precision_of_shares(shares: Mapping[str, float]) -> str:
+    """The word for matrices of which these shares, by type name, are held so; a graph without matrices is fp32.
+
+    Raises BadInput for matrices of both 16-bit types, which no word is for.
+    """
+    present = [each for each in HALVES if shares.get(each.name, 0.0) > 0]
+    if len(present) > 1:
+        raise BadInput("its matrices are of float16 and of bfloat16; export it in one of them")
+    if not present:
+        return "fp32"
+    return _word(present[0], mixed=shares.get(FLOAT32.name, 0.0) > 0)
+
+
+def half_share(shares: Mapping[str, float]) -> float:
+    """The share, in [0, 1], that is held in 16 bits."""
+    return min(1.0, sum(shares.get(each.name, 0.0) for each in HALVES))

@@ -1,0 +1,181 @@
+"""BF16 graphs: typed as asked, in the first operator set that takes them, norms and softmax in float32."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper, shape_inference
+from torch import Tensor, nn
+
+from export.graph.check import check_onnx
+from export.graph.operator_types import untaken
+from export.graph.precision import typed_copy
+from export.graph.to_onnx import onnx_from_model
+from export.graph.weights import element_types, weight_shares
+from ground.errors import BadInput
+from ground.ports import LOGITS, Port, image_port
+from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_named, precision_of_shares
+from tests.export_vit import Vit
+
+IMAGES = image_port((3, 32, 32))
+
+
+class Words(nn.Module):
+    """One block of a BERT without any convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.norm = nn.LayerNorm(32)
+        self.fc1, self.act, self.fc2 = nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        scores: Tensor = (x @ x.mT / 6).softmax(-1)
+        logits: Tensor = self.head((scores @ x + self.fc2(self.act(self.fc1(x)))).mean(1))
+        return logits
+
+
+class Convolutions(nn.Module):
+    """A convolution with its batch norm, a norm of maps, pooling."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = lambda dim: nn.GroupNorm(4, dim)) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.Hardswish()
+        self.norm, self.pool, self.head = norm(16), nn.MaxPool2d(2), nn.Linear(16, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.pool(self.norm(self.act(self.bn(self.conv(images)))))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+def export(model: nn.Module, precision: str = "bf16", port: Port = IMAGES, **options: object) -> onnx.ModelProto:
+    torch.manual_seed(0)
+    return onnx_from_model(model.eval(), [port], [LOGITS], precision=precision, metadata={}, **options)  # type: ignore[arg-type]
+
+
+def input_types(proto: onnx.ModelProto, operator: str) -> set[int | None]:
+    types = element_types(shape_inference.infer_shapes(proto).graph)
+    return {types.get(node.input[0]) for node in proto.graph.node if node.op_type == operator}
+
+
+@pytest.fixture(scope="module")
+def vit() -> onnx.ModelProto:
+    return export(Vit(depth=1))
+
+
+def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelProto) -> None:
+    assert vit.opset_import[0].version == 22
+    assert weight_shares(vit) == {"bfloat16": 1.0}
+    assert check_onnx(vit, precision="bf16") == []
+    for operator in ("MatMul", "Conv", "Gelu"):
+        assert input_types(vit, operator) == {TensorProto.BFLOAT16}, operator
+    for operator in ("Softmax", "LayerNormalization"):
+        assert input_types(vit, operator) == {TensorProto.FLOAT}, operator
+    assert {v.type.tensor_type.elem_type for v in (*vit.graph.input, *vit.graph.output)} == {TensorProto.FLOAT}
+
+
+def test_its_weights_are_torchs_own_bfloat16() -> None:
+    model = Vit(depth=1).eval()
+    proto = export(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    rounded = model.patch.weight.detach().bfloat16()
+    assert np.array_equal(stored["patch.weight"].view(np.int16), rounded.view(torch.int16).numpy())
+
+
+def test_an_operator_set_in_which_conv_is_none_of_bfloat16_is_refused_by_its_name() -> None:
+    with pytest.raises(BadInput, match=r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)"):
+        export(Vit(depth=1), opset=20)
+    assert export(Vit(depth=1), opset=23).opset_import[0].version == 23
+
+
+def test_without_a_convolution_the_first_operator_set_does() -> None:
+    proto = export(Words(), port=Port(name="tokens", shape=(7,), dtype="int64"))
+    assert (proto.opset_import[0].version, weight_shares(proto)) == (20, {"bfloat16": 1.0})
+
+
+@pytest.mark.parametrize("norm", [lambda dim: nn.GroupNorm(4, dim), lambda dim: nn.InstanceNorm2d(dim, affine=True)])
+def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Module]) -> None:
+    model = Convolutions(norm).eval()
+    with torch.no_grad():
+        model.bn.weight.uniform_(0.5, 2.0)
+    proto = export(model)
+    assert proto.opset_import[0].version == 22
+    assert weight_shares(proto) == {"bfloat16": 1.0}
+    assert input_types(proto, "Conv") == {TensorProto.BFLOAT16}
+    assert TensorProto.BFLOAT16 not in input_types(proto, "GroupNormalization") | input_types(
+        proto, "InstanceNormalization"
+    )
+
+
+def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() -> None:
+    model = Vit(depth=2)
+    with torch.no_grad():
+        model.get_parameter("blocks.0.mlp.fc1.weight")[0, 0] = 1e6
+    with pytest.raises(BadInput, match=r"1e\+06, float16 ends at 65504; use precision mixed with"):
+        export(model, "fp16")
+    assert weight_shares(export(model)) == {"bfloat16": 1.0}
+    proto = export(model, "mixed-bf16", keep_fp32=["blocks.1"])
+    assert set(weight_shares(proto)) == {"bfloat16", "float32"}
+    assert input_types(proto, "Gelu") == {TensorProto.BFLOAT16, TensorProto.FLOAT}
+    assert check_onnx(proto) == []
+    assert check_onnx(proto, precision="mixed") == [
+        "called mixed but none of its 10 weight matrices is float16; call it mixed-bf16"
+    ]
+
+
+def test_odd_choices_are_refused() -> None:
+    model = Vit(depth=1)
+    with pytest.raises(BadInput, match=r"mixed-bf16 needs at least one keep_fp32 pattern.* choose bf16"):
+        typed_copy(model, "mixed-bf16")
+    with pytest.raises(BadInput, match=r"keep_fp32 .* with precision mixed and mixed-bf16 only, got bf16"):
+        typed_copy(model, "bf16", ["blocks.0"])
+    with pytest.raises(BadInput, match="unknown; choose one of fp32, fp16, mixed, bf16, mixed-bf16"):
+        typed_copy(model, "bfloat16")
+
+
+def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelProto) -> None:
+    assert check_onnx(vit, precision="fp16") == [
+        "called fp16 but none of its 6 weight matrices is float16; call it bf16"
+    ]
+    assert "weight matrices are bfloat16" in check_onnx(vit, precision="fp32")[0]
+
+
+def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["images"], ["x"], name="Cast", to=TensorProto.BFLOAT16),
+            helper.make_node("Einsum", ["x", "x"], ["y"], name="block/Einsum", equation="bc,bc->bc"),
+            helper.make_node("Cast", ["y"], ["logits"], name="Cast_1", to=TensorProto.FLOAT),
+        ],
+        "g",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    assert [(node.operator, node.first) for node in untaken(proto)] == [("Einsum", None)]
+    wide = copy.deepcopy(proto)
+    wide.graph.node[0].attribute[0].i = TensorProto.FLOAT
+    assert untaken(wide) == []
+
+
+def test_words_follow_the_types_of_the_matrices() -> None:
+    for shares, word in (({}, "fp32"), ({"float32": 1.0}, "fp32"), ({"float16": 1.0}, "fp16"),
+                         ({"bfloat16": 1.0}, "bf16"), ({"bfloat16": 0.5, "float32": 0.5}, "mixed-bf16"),
+                         ({"float16": 0.5, "float32": 0.5}, "mixed")):  # fmt: skip
+        assert precision_of_shares(shares) == word
+    with pytest.raises(BadInput, match="of float16 and of bfloat16"):
+        precision_of_shares({"bfloat16": 0.5, "float16": 0.5})
+    assert [precision_named(name).pure for name in ("fp32", "mixed", "mixed-bf16")] == ["fp32", "fp16", "bf16"]
+
+
+@pytest.mark.parametrize("held_in", [FLOAT32, FLOAT16, BFLOAT16])
+def test_the_types_are_what_torch_says_of_them(held_in: FloatType) -> None:
+    told = torch.finfo(getattr(torch, held_in.name))
+    assert (held_in.unit, held_in.largest) == (told.eps / 2, told.max)
+    assert held_in.onnx == getattr(TensorProto, held_in.name.upper().removesuffix("32"))
