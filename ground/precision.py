@@ -1,4 +1,4 @@
-"""The types that floats are held in, and the precisions of graphs and engines by their words. Imports nothing heavy."""
+"""The types that numbers are held in, and the precisions of graphs and engines by word. Imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatType:
-    """A floating type. `name` is torch's, numpy's (ml_dtypes') and ONNX's own, `shown` how people read it, `onnx` its
+    """A type of numbers. `name` is torch's, numpy's (ml_dtypes') and ONNX's own, `shown` how people read it, `onnx` its
     number in TensorProto.DataType; `unit` is the unit roundoff, `largest` the largest finite value.
     """
 
@@ -32,7 +32,13 @@ BFLOAT16 = FloatType(
     name="bfloat16", shown="BF16", onnx=16, size_bytes=2, unit=2.0**-8, largest=(2.0 - 2.0**-7) * 2.0**127
 )
 HALVES = (FLOAT16, BFLOAT16)
-BY_ONNX: Mapping[int, FloatType] = MappingProxyType({each.onnx: each for each in (FLOAT32, *HALVES)})
+# What matrices are quantised to, symmetric around zero; E4M3 has no infinities, as engines take it.
+INT8 = FloatType(name="int8", shown="INT8", onnx=3, size_bytes=1, unit=2.0**-8, largest=127.0)
+FLOAT8 = FloatType(name="float8_e4m3fn", shown="FP8", onnx=17, size_bytes=1, unit=2.0**-4, largest=448.0)
+QUANTISED: Mapping[str, FloatType] = MappingProxyType({"int8": INT8, "fp8": FLOAT8})
+BY_ONNX: Mapping[int, FloatType] = MappingProxyType(
+    {each.onnx: each for each in (FLOAT32, *HALVES, *QUANTISED.values())}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +84,16 @@ def _word(held_in: FloatType, *, mixed: bool) -> str:
 
 
 def precision_of_shares(shares: Mapping[str, float]) -> str:
-    """The word for matrices of which these shares, by type name, are held so; a graph without matrices is fp32.
+    """The word for matrices of which these shares, by type name, are held so; a graph without matrices is fp32,
+    one with any that are quantised is called after those.
 
-    Raises BadInput for matrices of both 16-bit types, which no word is for.
+    Raises BadInput for matrices of both 16-bit types or both quantised ones, which no word is for.
     """
+    small = [word for word, each in QUANTISED.items() if shares.get(each.name, 0.0) > 0]
+    if len(small) > 1:
+        raise BadInput("its matrices are of INT8 and of FP8; export it in one of them")
+    if small:
+        return small[0]
     present = [each for each in HALVES if shares.get(each.name, 0.0) > 0]
     if len(present) > 1:
         raise BadInput("its matrices are of float16 and of bfloat16; export it in one of them")

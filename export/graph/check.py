@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from ground.errors import BadInput
 from ground.files import regular
 from ground.ports import OutputPort, Port
-from ground.precision import FLOAT32, HALVES, FloatType, Precision, mixed_of, precision_named
+from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_of, precision_named
 
 from .borders import border_reasons
 from .operator_types import OPSETS, untaken
@@ -138,7 +138,10 @@ def _operator_reasons(proto: ModelProto) -> Iterator[str]:
 
 def _typing_reasons(proto: ModelProto, word: str | None) -> Iterator[str]:
     weights = matmul_weights(proto)
-    if word is not None:
+    if word is not None and word in QUANTISED:
+        if all(weight.held_in is not QUANTISED[word] for weight in weights):
+            yield f"called {word} but none of its {len(weights)} weight matrices is stored so; export it again"
+    elif word is not None:
         try:
             yield from _word_reasons(precision_named(word), weights)
         except BadInput as error:

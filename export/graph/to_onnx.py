@@ -22,7 +22,7 @@ from .precision import NORMS, Norms, typed_copy
 
 OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
 BATCH = "batch"
-_PREFIX = "export."
+PREFIX = "export."
 _NEWER_HINT = f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
 
 
@@ -100,8 +100,8 @@ def _refuse_odd_request(opset: int | None, batch: int | None, metadata: Mapping[
     if batch is not None and batch < 1:
         raise BadInput(f"a static batch must be at least 1, got {batch}")
     for key, value in metadata.items():
-        if key.startswith(_PREFIX):
-            raise BadInput(f"metadata key {key!r}: keys that start with {_PREFIX!r} are written by the exporter")
+        if key.startswith(PREFIX):
+            raise BadInput(f"metadata key {key!r}: keys that start with {PREFIX!r} are written by the exporter")
         if not isinstance(value, str):
             raise BadInput(f"metadata {key!r} must be a string, got {type(value).__name__}")
 
@@ -143,8 +143,8 @@ def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Excep
 
 def _traced_names(inputs: int, outputs: int) -> list[str]:
     """What ports are called while traced: torch calls values by operators, and `embedding` is one of those."""
-    return [f"{_PREFIX}input.{index}" for index in range(inputs)] + [
-        f"{_PREFIX}output.{index}" for index in range(outputs)
+    return [f"{PREFIX}input.{index}" for index in range(inputs)] + [
+        f"{PREFIX}output.{index}" for index in range(outputs)
     ]
 
 
@@ -197,7 +197,7 @@ def _has_operator(proto: onnx.ModelProto, operator: str) -> bool:
 
 def _describe(proto: onnx.ModelProto, metadata: Mapping[str, str], own: Mapping[str, str]) -> None:
     versions = {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
-    entries = {**metadata, **{f"{_PREFIX}{key}": value for key, value in {**own, **versions}.items() if value}}
+    entries = {**metadata, **{f"{PREFIX}{key}": value for key, value in {**own, **versions}.items() if value}}
     for key in sorted(entries):
         proto.metadata_props.add(key=key, value=entries[key])
 

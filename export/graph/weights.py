@@ -10,13 +10,13 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from ground.precision import BY_ONNX, FloatType
 
-_READERS = ("MatMul", "Gemm", "Conv")
+READERS = ("MatMul", "Gemm", "Conv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulWeight:
     """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name, `held_in` None where
-    no floats are stored.
+    nothing is stored that floats become.
     """
 
     name: str
@@ -37,7 +37,7 @@ def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
             held_in=BY_ONNX.get(tensor.data_type),
             elements=int(np.prod(tensor.dims)),
         )
-        for node, _, tensor in _read_matrices(proto)
+        for node, _, tensor in read_matrices(proto)
     ]
 
 
@@ -60,7 +60,7 @@ def matmuls_2_4(proto: ModelProto) -> dict[str, bool]:
     """
     return {
         node.name or node.output[0]: _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), -1 if index == 0 else -2, -1))
-        for node, index, tensor in _read_matrices(proto)
+        for node, index, tensor in read_matrices(proto)
         if node.op_type == "MatMul"
     }
 
@@ -71,10 +71,13 @@ def element_types(graph: GraphProto) -> dict[str, int]:
     return typed | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
-def _read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorProto]]:
+def read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorProto]]:
+    """Every reader with the place of a stored operand of rank 2 and more, and that; quantised ones as stored."""
     stored = {tensor.name: tensor for tensor in proto.graph.initializer if len(tensor.dims) >= 2}
     for node in proto.graph.node:
-        if node.op_type in _READERS:
+        if node.op_type == "DequantizeLinear" and node.input[0] in stored:
+            stored[node.output[0]] = stored[node.input[0]]
+        if node.op_type in READERS:
             for index, name in enumerate(node.input[:2]):
                 if name in stored:
                     yield node, index, stored[name]

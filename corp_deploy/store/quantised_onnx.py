@@ -1,0 +1,69 @@
+"""INT8 and FP8 graphs of our models, by what flows through them on inputs like those that they will meet."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.norm_types import NORMS
+from export.graph.observe import Feeds
+from export.graph.quantiser import Quantiser, ScaleChoice, quantiser
+from export.graph.to_onnx import save
+from ground.feeds import batch_size, rows_of
+from ground.files import replacing
+
+from .checkpoint import Checkpoint
+from .onnx_file import metadata_of_checkpoint
+
+QUANTISED = ("int8", "fp8")
+BATCH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How it is done. `rest`: the precision of what isn't quantised; `keep_rest`: patterns of modules that stay so;
+    `balance`: whether norms share their outliers with the layers behind them.
+    """
+
+    rest: str = "fp16"
+    scales: ScaleChoice = "auto"
+    balance: bool = True
+    keep_rest: tuple[str, ...] = ()
+
+
+def quantiser_of(
+    checkpoint: Checkpoint,
+    feeds: Feeds,
+    chosen: Quantisation,
+    *,
+    opset: int | None = None,
+    batch: int | None = None,
+    geometry: Geometry | None = None,
+) -> Quantiser:
+    """All that quantised graphs of a model are made of. Raises export's BadInput when a graph will not do."""
+    family = family_of(checkpoint.model)
+
+    def batches() -> Iterator[Feeds]:
+        for start in range(0, batch_size(feeds), BATCH):
+            yield rows_of(feeds, slice(start, start + BATCH))
+
+    return quantiser(
+        family.exportable(checkpoint.model, geometry=geometry),
+        family.input_spec(checkpoint.model).ports,
+        output_ports(checkpoint.model),
+        batches,
+        typed_as=chosen.rest,
+        balance=chosen.balance,
+        opset=opset,
+        batch=batch,
+        metadata=metadata_of_checkpoint(checkpoint),
+        norms=NORMS,
+    )
+
+
+def export_quantised(made_of: Quantiser, path: Path, *, precision: str, chosen: Quantisation) -> None:
+    """Write one graph. Raises BadInput for patterns that fit no layer."""
+    proto = made_of.graph(precision, scales=chosen.scales, keep=chosen.keep_rest)
+    with replacing(path) as temporary:
+        save(proto, temporary)

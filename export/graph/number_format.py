@@ -1,0 +1,52 @@
+"""The number formats that weights and activations are quantised to, symmetric around zero. PURE."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.precision import FLOAT8, INT8, FloatType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """`name` is the precision's word, `dtype` numpy's type of the stored numbers."""
+
+    name: str
+    held_in: FloatType
+    dtype: np.dtype[Any]
+
+    @property
+    def largest(self) -> float:
+        """What the end of a range becomes."""
+        return self.held_in.largest
+
+    @property
+    def onnx_type(self) -> int:
+        return self.held_in.onnx
+
+    def stored(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[Any]:
+        """The numbers that stand for `values`, which are those times the scale: rounded to even and clipped."""
+        ratio = np.clip(np.asarray(values, dtype=np.float32) / np.asarray(scale, np.float32), *self.ends)
+        return (np.rint(ratio) if self.dtype == np.int8 else ratio).astype(self.dtype)
+
+    def rounded(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[np.float32]:
+        """What is left of `values`."""
+        kept: NDArray[np.float32] = self.stored(values, scale).astype(np.float32) * np.asarray(scale, np.float32)
+        return kept
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return -self.largest, self.largest
+
+
+FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
+    {
+        "int8": NumberFormat(name="int8", held_in=INT8, dtype=np.dtype(np.int8)),
+        "fp8": NumberFormat(name="fp8", held_in=FLOAT8, dtype=np.dtype(ml_dtypes.float8_e4m3fn)),
+    }
+)

@@ -1,0 +1,171 @@
+"""A typed graph whose linear layers and convolutions read INT8 or FP8: Q/DQ pairs on activations, stored weights.
+
+QuantizeLinear and DequantizeLinear stand in front of every such layer, one pair a tensor, and each weight is stored in
+the format with one DequantizeLinear behind it, a scale for each output channel. Both are symmetric, as TensorRT needs
+them. What stands between layers keeps its type: norms, softmax, both products of attention, residual additions.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from ground.errors import BadInput
+
+from .number_format import NumberFormat
+from .weights import READERS, element_types, read_matrices
+
+_SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A node that multiplies a stored weight: its name and what it multiplies it with. `module` is its path."""
+
+    node: str
+    activation: str
+
+    @property
+    def module(self) -> str:
+        return self.node.rpartition("/")[0]
+
+
+def layers(proto: ModelProto) -> tuple[Layer, ...]:
+    """Every linear layer and convolution, in graph order. One of two stored operands is none."""
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    found = []
+    for node, index, _ in read_matrices(proto):
+        activation = node.input[1 - index]
+        if activation not in stored:
+            found.append(Layer(node=node.name, activation=activation))
+    return tuple(found)
+
+
+def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...]:
+    """Those that no glob pattern keeps as they are; a pattern names modules, with all below them. Raises BadInput where
+    a pattern fits no layer, or nothing is left.
+    """
+    every = layers(proto)
+    idle = [pattern for pattern in keep if not any(_fits(each.module, pattern) for each in every)]
+    if idle:
+        shown = ", ".join(each.module for each in every[:6])
+        raise BadInput(
+            f"{', '.join(map(repr, idle))} fits no layer that could be quantised; those of this model are {shown}, ..."
+        )
+    left = tuple(each for each in every if not any(_fits(each.module, pattern) for pattern in keep))
+    if not left:
+        raise BadInput(f"none of the {len(every)} layers would be quantised; keep fewer, or export fp16")
+    return left
+
+
+def _fits(module: str, pattern: str) -> bool:
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
+
+
+def quantised(
+    proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer]
+) -> ModelProto:
+    """A new graph in which these layers read `form`. `ends`: by node, the |x| of its activation that becomes the
+    format's largest number. Scales have the type of what they scale, as the layers behind them need.
+    """
+    new = ModelProto()
+    new.CopyFrom(proto)
+    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    at = {layer.node: ends[layer.node] for layer in layers}
+    assert at.keys() <= {node.name for node in proto.graph.node}, sorted(at)
+    graph, nodes = new.graph, list[NodeProto]()
+    writer = _Writer(form=form, types=types, stored={tensor.name: tensor for tensor in graph.initializer})
+    for node in graph.node:
+        if node.name in at and node.op_type in READERS:
+            nodes += writer.in_front_of(node, at[node.name])
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(writer.made)
+    read = {name for node in graph.node for name in node.input}
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in read:
+            del graph.initializer[index]
+    return new
+
+
+class _Writer:
+    """Nodes in front of layers, each tensor and each weight quantised once."""
+
+    def __init__(self, *, form: NumberFormat, types: Mapping[str, int], stored: Mapping[str, TensorProto]) -> None:
+        self._form, self._types, self._stored = form, types, stored
+        self._read: dict[tuple[str, float | int], str] = {}
+        self._named = Counter[str]()
+        self.made: list[TensorProto] = []
+
+    def in_front_of(self, node: NodeProto, end: float) -> Iterator[NodeProto]:
+        """The pairs that this node reads from now on, as far as none has made them yet."""
+        index = next(place for place in (1, 0) if node.input[place] in self._stored)
+        weight, activation = node.input[index], node.input[1 - index]
+        axis = _output_axis(node, index, len(self._stored[weight].dims))
+        if (weight, axis) not in self._read:
+            yield self._weight(node, weight, axis)
+        if (activation, end) not in self._read:
+            yield from self._activation(node, activation, end)
+        node.input[index], node.input[1 - index] = self._read[weight, axis], self._read[activation, end]
+
+    def _weight(self, node: NodeProto, name: str, axis: int) -> NodeProto:
+        tensor = self._stored[name]
+        values = numpy_helper.to_array(tensor).astype(np.float32)
+        others = tuple(place for place in range(values.ndim) if place != axis)
+        scales = self._typed(np.abs(values).max(axis=others) / self._form.largest, tensor.data_type)
+        wide = scales.astype(np.float32)
+        stored = self._form.stored(values, np.expand_dims(wide, others))
+        self._keep(stored, f"{name}.{self._form.name}", self._form.onnx_type)
+        self._keep(scales, f"{name}.scale", tensor.data_type)
+        self._read[name, axis] = f"{name}.dequantized"
+        reads = [f"{name}.{self._form.name}", f"{name}.scale"]
+        return self._node("DequantizeLinear", node, reads, f"{name}.dequantized", axis=axis)
+
+    def _activation(self, node: NodeProto, name: str, end: float) -> Iterator[NodeProto]:
+        kind = self._types[name]
+        scale = self._typed(np.asarray(end / self._form.largest, dtype=np.float32), kind)
+        stem = f"{node.name}.input"
+        self._keep(scale, f"{stem}.scale", kind)
+        self._keep(np.zeros((), self._form.dtype), f"{stem}.zero", self._form.onnx_type)
+        small, self._read[name, end] = f"{stem}.{self._form.name}", f"{stem}.dequantized"
+        reads = [f"{stem}.scale", f"{stem}.zero"]
+        yield self._node("QuantizeLinear", node, [name, *reads], small)
+        yield self._node("DequantizeLinear", node, [small, *reads], self._read[name, end])
+
+    def _node(self, kind: str, reader: NodeProto, reads: Sequence[str], gives: str, **attributes: Any) -> NodeProto:
+        """Named after the module that reads it, as all nodes are."""
+        stem = "/".join(filter(None, (reader.name.rpartition("/")[0], kind)))
+        name = f"{stem}_{self._named[stem]}" if self._named[stem] else stem
+        self._named[stem] += 1
+        return helper.make_node(kind, reads, [gives], name=name, **attributes)
+
+    def _typed(self, scales: NDArray[Any], kind: int) -> NDArray[Any]:
+        """Scales in the type of what they scale, never so small that they round to zero."""
+        assert kind in _SCALE_TYPES, kind
+        dtype = helper.tensor_dtype_to_np_dtype(kind)
+        least = 2.0**-20 if kind == TensorProto.FLOAT16 else 2.0**-100
+        typed: NDArray[Any] = np.maximum(scales, least).astype(dtype)
+        return typed
+
+    def _keep(self, values: NDArray[Any], name: str, kind: int) -> None:
+        tensor = numpy_helper.from_array(values, name)
+        assert tensor.data_type == kind, (name, tensor.data_type, kind)
+        self.made.append(tensor)
+
+
+def _output_axis(node: NodeProto, index: int, rank: int) -> int:
+    """The axis of a stored weight along which outputs differ."""
+    if node.op_type == "Conv":
+        return 0
+    if node.op_type == "Gemm":
+        flag = next((each.i for each in node.attribute if each.name == ("transB" if index else "transA")), 0)
+        return int(flag == 0) if index else int(flag)
+    return rank - 1 if index else rank - 2

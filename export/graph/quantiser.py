@@ -1,0 +1,138 @@
+"""INT8 and FP8 graphs of one model from one look at its inputs: norms balanced, ranges taken, Q/DQ pairs put in."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto
+from torch import nn
+
+from ground.errors import BadInput
+from ground.ports import OutputPort, Port
+
+from .balance import Balanced, balance_, balanceable
+from .check import check_onnx
+from .histogram import CLIPPINGS, Clipping, Histogram, clipped_at
+from .number_format import FORMATS, NumberFormat
+from .observe import Batches, answers, histograms, largest_by_channel
+from .precision import NORMS, Norms
+from .quantised import Layer, quantised, quantised_layers
+from .to_onnx import PREFIX, onnx_from_model
+
+ScaleChoice = Literal["auto"] | Clipping
+SCALE_CHOICES: tuple[ScaleChoice, ...] = ("auto", *CLIPPINGS)
+JUDGED_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiser:
+    """What quantised graphs of a model are made of. `single` and `typed`: its graph in float32 and as typed, balanced
+    both; `seen`: by tensor of the former how large its values are; `balanced`: the norms whose scales were moved.
+    """
+
+    single: ModelProto
+    typed: ModelProto
+    seen: Mapping[str, Histogram]
+    balanced: tuple[Balanced, ...]
+    batches: Batches
+    _ends: dict[tuple[str, Clipping], Mapping[str, float]] = field(default_factory=dict, repr=False)
+    _clippings: dict[str, Clipping] = field(default_factory=dict, repr=False)
+
+    def graph(self, precision: str, *, scales: ScaleChoice = "auto", keep: Sequence[str] = ()) -> ModelProto:
+        """The graph in `int8` or `fp8`, modules that a glob pattern of `keep` fits left as typed, with all below them.
+
+        Raises BadInput where a pattern fits nothing, nothing is left to quantise, or the graph will not do.
+        """
+        form = FORMATS[precision]
+        layers = quantised_layers(self.single, keep)
+        clipping = self.clipping(form) if scales == "auto" else scales
+        proto = quantised(self.typed, form, self._ends_of(layers, form, clipping), layers)
+        own = {
+            "precision": precision,
+            "scales": clipping,
+            "keep_rest": " ".join(keep),
+            "balanced": str(len(self.balanced)),
+            "quantised_layers": str(len(layers)),
+        }
+        _note(proto, own)
+        reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
+        if reasons:
+            raise BadInput("the quantised graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))
+        return proto
+
+    def clipping(self, form: NumberFormat) -> Clipping:
+        """The one whose outputs are nearest to the float32 graph's, on the first inputs.
+
+        No measure of a tensor alone tells: values that are clipped for a smaller square error are in some transformers
+        the few that all else hangs on (Sun et al. 2024, "Massive activations", arXiv 2402.17762).
+        """
+        if form.name not in self._clippings:
+            layers = quantised_layers(self.single, ())
+            exact = answers(self.single, islice(self.batches(), JUDGED_BATCHES))
+            errors: dict[Clipping, float] = {}
+            for each in CLIPPINGS:
+                proto = quantised(self.single, form, self._ends_of(layers, form, each), layers)
+                errors[each] = _distance(answers(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
+            self._clippings[form.name] = min(CLIPPINGS, key=errors.__getitem__)
+        return self._clippings[form.name]
+
+    def _ends_of(self, layers: Sequence[Layer], form: NumberFormat, clipping: Clipping) -> dict[str, float]:
+        """By layer the |x| of what it reads that becomes the format's largest number."""
+        key = form.name, clipping
+        if key not in self._ends:
+            self._ends[key] = {name: clipped_at(seen, form, clipping) for name, seen in self.seen.items()}
+        return {layer.node: self._ends[key][layer.activation] for layer in layers}
+
+
+def quantiser(
+    model: nn.Module,
+    inputs: Sequence[Port],
+    outputs: Sequence[OutputPort],
+    batches: Batches,
+    *,
+    typed_as: str = "fp16",
+    balance: bool = True,
+    opset: int | None = None,
+    batch: int | None = None,
+    metadata: Mapping[str, str],
+    norms: Norms = NORMS,
+) -> Quantiser:
+    """Look at a model's inputs, which `batches` gives anew at each call. `model` is left as it is.
+
+    `typed_as`: the precision of what isn't quantised; the rest as for onnx_from_model, whose BadInput may be raised.
+    """
+    own = copy.deepcopy(model).cpu().eval()
+
+    def graph(precision: str, batch: int | None = None) -> ModelProto:
+        return onnx_from_model(
+            own, inputs, outputs, precision=precision, opset=opset, batch=batch, metadata=metadata, norms=norms
+        )
+
+    single = graph("fp32")
+    places = balanceable(single, own) if balance else ()
+    if places:
+        balance_(own, places, largest_by_channel(single, [place.value for place in places], batches()))
+        single = graph("fp32")
+    names = list(dict.fromkeys(layer.activation for layer in quantised_layers(single, ())))
+    seen = histograms(single, names, batches())
+    typed = single if typed_as == "fp32" and batch is None else graph(typed_as, batch)
+    return Quantiser(single=single, typed=typed, seen=seen, balanced=places, batches=batches)
+
+
+def _distance(new: Mapping[str, NDArray[np.float32]], exact: Mapping[str, NDArray[np.float32]]) -> float:
+    """Relative, the largest over the outputs."""
+    sizes = {name: max(float(np.linalg.norm(values)), 1e-30) for name, values in exact.items()}
+    return max(float(np.linalg.norm(new[name] - values)) / sizes[name] for name, values in exact.items())
+
+
+def _note(proto: ModelProto, own: Mapping[str, str]) -> None:
+    """Among the graph's notes, in place of what they said of the same."""
+    entries = {entry.key: entry.value for entry in proto.metadata_props}
+    entries |= {f"{PREFIX}{key}": value for key, value in own.items() if value}
+    del proto.metadata_props[:]
+    for key in sorted(entries):
+        proto.metadata_props.add(key=key, value=entries[key])

@@ -1,0 +1,212 @@
+"""INT8 and FP8 graphs do what their types say, on scales that are the best or the published ones, and say the same."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+from export.graph.balance import balance_, balanceable, strengths
+from export.graph.histogram import BINS, Histogram, clipped_at
+from export.graph.number_format import FORMATS
+from export.graph.observe import largest_by_channel
+from export.graph.quantised import layers, quantised, quantised_layers
+from export.graph.quantiser import Quantiser, quantiser
+from export.graph.to_onnx import onnx_from_model
+from ground.errors import BadInput
+from ground.ports import LOGITS, image_port
+from tests.export_vit import Vit
+
+SHAPE = (3, 32, 32)
+INPUTS, OUTPUTS = [image_port(SHAPE)], [LOGITS]
+Array = NDArray[np.float32]
+
+
+def images(batch: int, seed: int = 1) -> Array:
+    return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
+
+
+def batches() -> list[dict[str, Array]]:
+    return [{"images": images(4, seed)} for seed in (1, 2)]
+
+
+def made(model: nn.Module, **options: Any) -> Quantiser:
+    return quantiser(model, INPUTS, OUTPUTS, batches, metadata={}, **options)
+
+
+def run(proto: onnx.ModelProto, batch: Array) -> Array:
+    """Without the optimisations that give an FP8 value to operators that take none."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cast(Array, session.run(["logits"], {"images": batch})[0])
+
+
+def error(new: Array, old: Array) -> float:
+    return float(np.linalg.norm(new - old) / np.linalg.norm(old))
+
+
+def to_int8(x: Tensor, scale: Tensor | float) -> Tensor:
+    return (x / scale).round().clamp(-127, 127) * scale
+
+
+def by_hand(model: Vit, ends: Mapping[str, float], batch: Array) -> Array:
+    """Every linear layer and convolution with rounded inputs and weights, spelled with hooks on the torch model."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            largest = module.weight.detach().flatten(1).abs().amax(dim=1).clamp_min(1e-30)
+            scale = (largest / 127).reshape(-1, *(1,) * (module.weight.ndim - 1))
+            module.weight.data = to_int8(module.weight.data, scale)
+            module.register_forward_pre_hook(lambda _, args, end=ends[name]: (to_int8(args[0], end / 127),))
+    with torch.no_grad():
+        return cast(Array, model(torch.from_numpy(batch)).numpy())
+
+
+def test_int8_is_rounding_in_front_of_every_layer() -> None:
+    own = made(Vit(), typed_as="fp32", balance=False)
+    proto = own.graph("int8", scales="max")
+    ends = {layer.module: own.seen[layer.activation].largest for layer in layers(own.single)}
+    batch = images(3, seed=5)
+    expected = by_hand(Vit(), ends, batch)
+    assert error(run(proto, batch), expected) < 2e-3  # a value between two steps may fall either way
+    assert 1e-3 < error(expected, run(own.single, batch)) < 0.1
+    reference = cast(list[Array], ReferenceEvaluator(proto).run(["logits"], {"images": batch}))[0]
+    assert error(run(proto, batch), reference) < 2e-3
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.06), ("fp8", 0.15)])
+@pytest.mark.parametrize("typed_as", ["fp32", "fp16"])
+def test_each_form_is_near_the_model(precision: str, most: float, typed_as: str) -> None:
+    own = made(Vit(), typed_as=typed_as)
+    proto = own.graph(precision)
+    batch = images(8, seed=7)
+    assert error(run(proto, batch), run(own.single, batch)) < most
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    kinds = [stored[node.input[0]].data_type for node in proto.graph.node if node.input[0] in stored]
+    assert kinds.count(FORMATS[precision].onnx_type) == len(layers(own.single)) == 10
+    notes = {entry.key: entry.value for entry in proto.metadata_props}
+    assert notes["export.precision"] == precision
+    assert notes["export.quantised_layers"] == "10"
+    names = [node.name for node in proto.graph.node]
+    assert "blocks.0.attn.qkv/QuantizeLinear" in names
+    assert len(set(names)) == len(names)
+
+
+def test_kept_modules_stay_as_they_were() -> None:
+    own = made(Vit(), typed_as="fp32")
+    some = own.graph("int8", keep=["blocks.1", "*.attn.proj"])
+    assert {layer.module for layer in quantised_layers(own.single, ["blocks.1", "*.attn.proj"])} == {
+        "patch", "blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "head"
+    }  # fmt: skip
+    batch = images(8, seed=7)
+    exact = run(own.single, batch)
+    assert error(run(some, batch), exact) < error(run(own.graph("int8"), batch), exact)
+    with pytest.raises(BadInput, match=r"'blocks.9' fits no layer .*those of this model are patch, blocks.0.attn.qkv"):
+        own.graph("int8", keep=["blocks.9"])
+    with pytest.raises(BadInput, match="none of the 10 layers would be quantised"):
+        own.graph("int8", keep=["*"])
+
+
+def test_layers_that_read_the_same_share_one_pair() -> None:
+    weights = [numpy_helper.from_array(np.eye(8, dtype=np.float32), name) for name in "ab"]
+    nodes = [helper.make_node("MatMul", ["x", name], [f"y{name}"], name=f"{name}/MatMul") for name in "ab"]
+    nodes.append(helper.make_node("Add", ["ya", "yb"], ["y"], name="Add"))
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 8]) for name in "xy"]
+    graph = helper.make_graph(nodes, "two", ports[:1], ports[1:], weights)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    new = quantised(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, layers(proto))
+    kinds = [node.op_type for node in new.graph.node]
+    assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 3)
+
+
+def test_a_histogram_is_the_same_for_any_cut() -> None:
+    values = np.random.default_rng(0).standard_normal(5000).astype(np.float32) * np.float32(3)
+    values[17] = 41.0
+    whole, parts = Histogram(), Histogram()
+    whole.add(values, "x")
+    for part in np.split(np.sort(np.abs(values)), 10):
+        parts.add(part, "x")
+    assert np.array_equal(whole.counts, parts.counts)
+    assert (whole.end, whole.largest) == (parts.end, parts.largest) == (64.0, 41.0)
+    expected = np.bincount((np.abs(values) * np.float32(BINS / 64)).astype(int), minlength=BINS)
+    assert np.array_equal(whole.counts, expected)
+    with pytest.raises(BadInput, match="x: the model gives NaN or Inf"):
+        whole.add(np.array([np.nan], np.float32), "x")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_the_chosen_end_has_the_least_square_error(precision: str) -> None:
+    rng = np.random.default_rng(1)
+    values = np.concatenate([rng.standard_normal(20_000), [30.0]]).astype(np.float32)
+    seen = Histogram()
+    seen.add(values, "x")
+
+    def loss(end: float) -> float:
+        scale = end / {"int8": 127, "fp8": 448}[precision]
+        if precision == "int8":
+            new = np.clip(np.rint(values / scale), -127, 127) * scale
+        else:
+            new = np.clip(values / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        return float(np.square(values - new).mean())
+
+    chosen = clipped_at(seen, FORMATS[precision], "mse")
+    best = min(loss(end) for end in np.linspace(0.5, 30, 400))
+    assert loss(chosen) <= 1.05 * best
+    assert loss(chosen) <= loss(30.0)
+    assert clipped_at(seen, FORMATS[precision], "max") == 30.0
+    assert clipped_at(seen, FORMATS[precision], "entropy") < 30.0
+    assert clipped_at(Histogram(), FORMATS[precision], "mse") == 1.0
+
+
+def test_balancing_changes_ranges_and_nothing_else() -> None:
+    model = Vit()
+    with torch.no_grad():
+        model.blocks[0].norm1.weight[3] = 40.0  # type: ignore[union-attr, operator]
+    proto = onnx_from_model(model, INPUTS, OUTPUTS, precision="fp32", metadata={})
+    places = balanceable(proto, model)
+    assert [place.norm for place in places] == [f"blocks.{at}.norm{one}" for at in (0, 1) for one in (1, 2)]
+    largest = largest_by_channel(proto, [place.value for place in places], batches())
+    batch = images(8, seed=3)
+    with torch.no_grad():
+        before = model(torch.from_numpy(batch)).numpy()
+        balance_(model, places, largest)
+        after = model(torch.from_numpy(batch)).numpy()
+    assert error(after, before) < 1e-5
+    new = onnx_from_model(model, INPUTS, OUTPUTS, precision="fp32", metadata={})
+    spread = [sizes.max() / np.median(sizes) for sizes in (
+        largest[places[0].value], largest_by_channel(new, [places[0].value], batches())[places[0].value]
+    )]  # fmt: skip
+    assert spread[1] < 0.4 * spread[0]
+
+
+def test_balanced_outliers_cost_less() -> None:
+    def spoilt() -> Vit:
+        model = Vit()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.norm1.weight[3] = 100.0  # type: ignore[operator, union-attr]
+                block.attn.qkv.weight[:, 3] /= 100.0  # type: ignore[index, operator, union-attr]
+        return model
+
+    batch = images(8, seed=3)
+    plain, balanced = (made(spoilt(), typed_as="fp32", balance=flag) for flag in (False, True))
+    exact = run(plain.single, batch)
+    errors = [error(run(own.graph("int8"), batch), exact) for own in (plain, balanced)]
+    assert errors[1] < 0.6 * errors[0]
+
+
+def test_strengths_are_the_papers() -> None:
+    largest = torch.tensor([1.0, 100.0, 0.0, 4.0])
+    weights = [torch.tensor([[0.5, -0.25, 3.0, 0.0]]), torch.tensor([[-1.0, 0.04, 1.0, 0.0]])]
+    scale = strengths(largest, weights)
+    raw = torch.tensor([(1.0 / 1.0) ** 0.5, (100 / 0.25) ** 0.5], dtype=torch.float64)
+    torch.testing.assert_close(scale[:2], raw / raw.log().mean().exp())
+    assert scale[2] == scale[3] == 1.0
