@@ -129,7 +129,8 @@ def _operator_reasons(proto: ModelProto) -> Iterator[str]:
     for first in sorted({node.first for node in nodes if node.first is not None}):
         named = [node for node in nodes if node.first == first]
         operators = ", ".join(dict.fromkeys(node.operator for node in named))
-        yield f"{operators} takes no bfloat16 before opset {first} (first at {named[0].node}); export with opset {first} or newer"
+        at = named[0].node
+        yield f"{operators} takes no bfloat16 before opset {first} (first at {at}); export with opset {first} or newer"
     never = [node for node in nodes if node.first is None]
     if never:
         operators = ", ".join(dict.fromkeys(node.operator for node in never))
