@@ -1,11 +1,13 @@
 """Models with k:n sparse layers: what the walk fits, what the directory keeps, and the command."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -21,11 +23,14 @@ from corp_deploy.families.modules import replaced
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparse_places import sparse_places
 from corp_deploy.reduction.sparse_report import SparsityReport
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import encoders, small_convnets, tiny
@@ -40,7 +45,7 @@ def images() -> Images:
 
 
 @cache
-def made(permute: Any = "inside", target: Any = "reduced") -> tuple[nn.Module, SparsityReport]:
+def made(permute: Any = "none", target: Any = "reduced") -> tuple[nn.Module, SparsityReport]:
     return sparsified(tiny.checkpoint().model, images(), Sparsifying(kinds=ALL, permute=permute, target=target))
 
 
@@ -300,3 +305,35 @@ def test_recipes_ask_for_the_same() -> None:
     with pytest.raises(BadInput, match="expected K:N"):
         ReduceTable(sparse="nonsense")
     assert sparsities_from_text("2:4") == ALL
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("form", ["vit", "narrow", "resnext50_32x4d"])
+def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str) -> None:
+    """At most two of four along the summed axis of every reader, spelled out on the stored initialisers."""
+    if form == "resnext50_32x4d":
+        own: Any = small_convnets.checkpoint(form)
+        model, report = sparsified(own.model, small_convnets.images_of(form, 48), Sparsifying(kinds=ALL))
+    else:
+        own, (model, report) = tiny.checkpoint(), made()
+    if form == "narrow":
+        source = calibrate(own, images(), batch_size=16)
+        method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=16, align_head=8)
+        model, report = sparsified(reduce(own.model, source, method).model, images(), Sparsifying(kinds=ALL))
+    written = replace(own, model=model, sparsity=report.patterns)
+    export_checkpoint(written, tmp_path / "m.onnx", precision=precision)
+    proto = onnx.load(tmp_path / "m.onnx")
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    readers = {node.name.rpartition("/")[0]: node for node in proto.graph.node if node.op_type in ("MatMul", "Conv")}
+    for name in report.patterns:
+        node = readers[name]
+        weight = stored[node.input[1]]
+        assert weight.dtype == (np.float16 if precision == "fp16" else np.float32)
+        summed = np.moveaxis(weight, 0 if node.op_type == "MatMul" else 1, -1)
+        counts = np.count_nonzero(summed.reshape(*summed.shape[:-1], -1, 4), axis=-1)
+        assert counts.max() == 2, name
+    dense = replace(written, model=own.model) if form == "vit" else None
+    if dense is not None:
+        with pytest.raises(BadInput, match=r"blocks\.0\.attn\.qkv is 2:4 in the model, but not in the graph \(8 of 8"):
+            export_checkpoint(dense, tmp_path / "dense.onnx", precision=precision)
+        assert not (tmp_path / "dense.onnx").exists()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.sparse_patterns import cast_mask, holds, magnitude_mask, obs_mask
-from corp_deploy.algebra.sparse_permutation import dropped_saliency, interleaved, saliency, swapped
+from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, refitted, sparse_layer
 from corp_deploy.algebra.sparsity import RULES, Rule, Sparsity, sparsity_from_text
 from ground.errors import BadInput
@@ -186,19 +186,18 @@ def test_cast_takes_each_groups_cheapest_pattern(alpha: float) -> None:
             assert torch.equal(mask_OK[row, start : start + 4], masks[judged.index(min(judged))])
 
 
-def test_orders_are_permutations_that_drop_no_more() -> None:
-    x_XK, weight_OK = samples("random"), drawn(OUTPUTS, INPUTS, seed=12)
-    weight_OK = weight_OK * torch.linspace(3.0, 0.1, INPUTS, dtype=torch.float64)
-    saliency_OK = saliency(weight_OK, x_XK.var(0, correction=0))
-    orders = {
-        "swaps": swapped(saliency_OK, TWO_OF_FOUR),
-        "in blocks": swapped(saliency_OK, TWO_OF_FOUR, block=8),
-        "quantiles": interleaved(saliency_OK.sum(0), TWO_OF_FOUR),
-    }
-    for order_K in orders.values():
+def test_orders_put_one_of_each_quantile_in_every_group() -> None:
+    score_K = saliency(drawn(OUTPUTS, INPUTS, seed=12), drawn(INPUTS, seed=13).square())
+    by_hand = (drawn(OUTPUTS, INPUTS, seed=12).square() * drawn(INPUTS, seed=13).square()).sum(0)
+    torch.testing.assert_close(score_K, by_hand)
+    for block in (INPUTS, 8):
+        order_K = interleaved(score_K, TWO_OF_FOUR, block=block)
         assert torch.equal(order_K.sort().values, torch.arange(INPUTS))
-        assert dropped_saliency(saliency_OK[:, order_K], TWO_OF_FOUR) < dropped_saliency(saliency_OK, TWO_OF_FOUR)
-    assert torch.equal(orders["in blocks"] // 8, torch.arange(INPUTS) // 8)
+        assert torch.equal(order_K // block, torch.arange(INPUTS) // block)
+        for start in range(0, INPUTS, block):
+            ranks = score_K[start : start + block].argsort(descending=True).argsort()
+            quantiles = (ranks // (block // 4))[order_K[start : start + block] - start]
+            assert torch.equal(quantiles.view(-1, 4), torch.arange(4).expand(block // 4, -1))
 
 
 @pytest.mark.parametrize("text", ["2:4", "1:4", "4:8"])

@@ -163,9 +163,14 @@ def choose(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
     return obs_mask(best_dense(objective), damped(objective.inputs_KK), sparsity)
 
 
-def sparse_layer(objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule) -> Sparse:
-    """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay."""
-    return refitted(objective, dense_bias_O, choose(objective, sparsity, rule))
+def sparse_layer(
+    objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule, *, refits: bool = True
+) -> Sparse:
+    """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay. Without `refits`
+    those are left as they are.
+    """
+    mask_OK = choose(objective, sparsity, rule)
+    return refitted(objective, dense_bias_O, mask_OK) if refits else _with(objective, dense_bias_O, mask_OK, None)
 
 
 def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor) -> Sparse:
@@ -174,13 +179,18 @@ def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor) -> Spa
     """
     masked_OK = objective.dense_OK * mask_OK
     weight_OK = refit_on_support(objective.right_OK, objective.system_KK, mask_OK, masked_OK)
-    bias_O = objective.bias_of(weight_OK)
-    energy = objective.regression.spread if objective.fits_bias else objective.regression.target_square
+    return _with(objective, dense_bias_O, mask_OK, weight_OK)
+
+
+def _with(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, refitted_OK: Tensor | None) -> Sparse:
+    masked_OK = objective.dense_OK * mask_OK
+    weight_OK = masked_OK if refitted_OK is None else refitted_OK
+    bias_O = dense_bias_O if refitted_OK is None else objective.bias_of(refitted_OK)
     return Sparse(
         weight_OK=weight_OK,
         bias_O=bias_O,
         mask_OK=mask_OK,
-        energy=energy,
+        energy=objective.regression.spread if objective.fits_bias else objective.regression.target_square,
         error_dense=objective.error(objective.dense_OK, dense_bias_O),
         error_masked=objective.error(masked_OK, dense_bias_O),
         error=objective.error(weight_OK, bias_O),

@@ -118,6 +118,7 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         size_bytes=record.plan_bytes,
         sha256=record.plan_sha256,
         fused_attention=record.fused_attention,
+        sparse_layers=record.sparse_layers,
     )
     for value in record.inputs:
         if not all(isinstance(size, int) for size in value.shape[1:]):

@@ -10,7 +10,7 @@ Legend: G groups of a convolution (1 of a linear layer), O rows, K inputs of a r
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from calib.input_set import InputSet
 from calib.inputs import moved
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.algebra.sparse_permutation import interleaved, saliency, swapped
+from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families.family import family_of, is_run_whole
@@ -40,14 +40,16 @@ Run = Callable[[State], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsifying:
-    """Patterns by kind of site, how they are chosen, whether inputs are brought into another order first."""
+    """Patterns by kind of site, how they are chosen, whether inputs are brought into another order first. Without
+    `refits` weights that stay keep their values, which is there to compare with.
+    """
 
     kinds: Mapping[SparseKind, Sparsity]
     rule: Rule = DEFAULT_RULE
     permute: Permute = DEFAULT_PERMUTE
     ridge_rel: float = RIDGE_REL
     target: Target = "reduced"
-    search: Literal["swaps", "interleave"] = "swaps"
+    refits: bool = True
 
 
 class _Reached(Exception):
@@ -162,15 +164,6 @@ def _reordered(regression: Regression, order_K: Tensor) -> Regression:
     )
 
 
-def _order(place: SparsePlace, regression: Regression, weight_OK: Tensor, how: Sparsifying, own: Sparsity) -> Tensor:
-    """In which the layer's inputs are to stand, each within its block."""
-    saliency_OK = saliency(weight_OK, regression.covariance_KK.diagonal())
-    if how.search == "swaps":
-        return swapped(saliency_OK, own, block=place.block)
-    scores = saliency_OK.sum(dim=0).split(place.block)
-    return torch.cat([interleaved(score_V, own) + at * place.block for at, score_V in enumerate(scores)])
-
-
 def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying) -> tuple[list[Sparse], bool]:
     """Set the layer to its new weights; whether what it reads was put into another order."""
     sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
@@ -182,7 +175,8 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
         refuse_nonfinite(place.name, regression.second_KK)
     reorders = how.permute == "inside" and place.reorder_ is not None and not place.block % sparsity.of
     if reorders and place.reorder_ is not None:
-        order_K = _order(place, regressions[0], weight_GOK[0], how, sparsity)
+        score_K = saliency(weight_GOK[0], regressions[0].covariance_KK.diagonal())
+        order_K = interleaved(score_K, sparsity, block=place.block)
         place.reorder_(order_K)
         regressions, weight_GOK = [_reordered(regressions[0], order_K)], weight_GOK[:, :, order_K]
     made = [
@@ -196,6 +190,7 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
             bias_O,
             sparsity,
             how.rule,
+            refits=how.refits,
         )
         for regression, weight_OK, bias_O in zip(regressions, weight_GOK, bias_GO, strict=True)
     ]

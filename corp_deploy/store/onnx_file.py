@@ -24,6 +24,7 @@ from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint
 from .inputs import model_digest
+from .sparse_layers import require_sparse_graph
 
 PREFIX = "corp_deploy."
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
@@ -82,6 +83,7 @@ def export_checkpoint(
         metadata=metadata_of_checkpoint(checkpoint),
         norms=NORMS,
     )
+    require_sparse_graph(proto, checkpoint.sparsity, path)
     with replacing(path) as temporary:
         save(proto, temporary)
 

@@ -23,10 +23,18 @@ def engine_table(record: EngineRecord) -> Table:
     }
     share = record.options.get("sparse_share")
     if isinstance(share, float):
-        rows["sparse"] = f"{share:.0%} of the matrices are 2:4"
+        rows["sparse"] = f"{share:.0%} of the matrices are 2:4, {_sparse_kernels(record)}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _sparse_kernels(record: EngineRecord) -> str:
+    """What the builder made of them."""
+    if record.sparse_layers is None:
+        return "the builder doesn't say which kernels it took"
+    eligible = "" if record.sparse_eligible is None else f" of {record.sparse_eligible} that it could run sparse"
+    return f"sparse kernels for {record.sparse_layers} layers{eligible}"
 
 
 def _may_attend(record: EngineRecord) -> bool:

@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from export.graph.check import require_onnx
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
-from export.graph.weights import element_types, matmuls_2_4, weight_shares
+from export.graph.weights import element_types, sparse_matrices, weight_shares
 from ground.errors import BadInput
 from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
@@ -23,6 +23,7 @@ from .messages import Progress
 from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, record_path, sha256_of
 from .session import Session
+from .sparsity import sparse_layers_from_log
 
 FIRST_BF16_SM = 80
 
@@ -100,7 +101,7 @@ def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path
 
 def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     """The share of matrices that sparse kernels can take; BadInput when there is none."""
-    sparse = matmuls_2_4(proto)
+    sparse = sparse_matrices(proto)
     if not any(sparse.values()):
         raise BadInput(
             f"{onnx_path}: sparse kernels need matrices of which every four weights hold two zeros, and none of its "
@@ -117,6 +118,7 @@ def _record(
     seconds: float,
     sparse_share: float | None,
 ) -> EngineRecord:
+    layers = sparse_layers_from_log(session.messages.text)
     choices, content = session.choices, session.onnx_path.read_bytes()
     inputs, outputs = ports_of_graph(session.proto)
     shares = weight_shares(session.proto)
@@ -155,6 +157,9 @@ def _record(
         roles=roles_of_graph(session.proto),
         weight_types=shares,
         kernel_types={} if fusion is None else fusion.kernel_types,
+        sparse_eligible=layers.eligible,
+        sparse_layers=layers.picked,
+        sparse_names=layers.names,
     )
 
 

@@ -29,6 +29,8 @@ class EngineRecord:
     shares of sixteen bits, `weight_types` and `kernel_types` shares by floating type, empty where they weren't told;
     a kernel that touches several types counts with each. `kernels` and `kernel_kinds`
     count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
+    `sparse_eligible` is how many layers the builder says it could run sparse, `sparse_layers` how many it does, by
+    `sparse_names` where it tells them.
     """
 
     backend: str
@@ -55,6 +57,9 @@ class EngineRecord:
     roles: Mapping[str, Role] = field(default_factory=dict)
     weight_types: Mapping[str, Share] = field(default_factory=dict)
     kernel_types: Mapping[str, Share] = field(default_factory=dict)
+    sparse_eligible: Natural | None = None
+    sparse_layers: Natural | None = None
+    sparse_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for profile in self.profiles:

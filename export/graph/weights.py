@@ -1,4 +1,4 @@
-"""The weight matrices of an ONNX graph: which node reads them, how they are typed, whether they are 2:4 sparse."""
+"""The weight matrices of an ONNX graph: which node reads them, how they are typed, whether they are k:n sparse."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -52,17 +52,16 @@ def weight_shares(proto: ModelProto) -> dict[str, float]:
     return {name: count / total for name, count in sorted(elements.items())}
 
 
-def matmuls_2_4(proto: ModelProto) -> dict[str, bool]:
-    """By MatMul node whether its matrix is 2:4 sparse: no group of four along the summed axis has three non-zeros.
+def sparse_matrices(proto: ModelProto, kept: int = 2, of: int = 4) -> dict[str, bool]:
+    """By node whether at most `kept` of every `of` neighbouring weights along the summed axis are not zero.
 
-    Only MatMul is looked at: those are the linear layers of the blocks. A patch embedding over three colours and the
-    classifier have no such groups, and the builder leaves them dense.
+    Of a convolution groups run along the input channels at each place of the kernel, as TensorRT counts them. Left out
+    are matrices that sum over no multiple of `of`, as a patch embedding over three colours does.
     """
-    return {
-        node.name or node.output[0]: _is_2_4(np.moveaxis(numpy_helper.to_array(tensor), -1 if index == 0 else -2, -1))
-        for node, index, tensor in read_matrices(proto)
-        if node.op_type == "MatMul"
+    rows = {
+        node.name or node.output[0]: _summed_last(node, index, tensor) for node, index, tensor in read_matrices(proto)
     }
+    return {name: _holds(matrix, kept, of) for name, matrix in rows.items() if not matrix.shape[-1] % of}
 
 
 def element_types(graph: GraphProto) -> dict[str, int]:
@@ -83,8 +82,17 @@ def read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorPro
                     yield node, index, stored[name]
 
 
-def _is_2_4(matrix: NDArray[np.generic]) -> bool:
-    if matrix.shape[-1] % 4:
-        return False
-    groups = np.ascontiguousarray(matrix).reshape(-1, 4)
-    return int(np.count_nonzero(groups, axis=1).max()) <= 2
+def _summed_last(node: NodeProto, index: int, tensor: TensorProto) -> NDArray[np.generic]:
+    """A matrix with the axis that its node sums over last."""
+    matrix = numpy_helper.to_array(tensor)
+    if node.op_type == "Conv":
+        return np.moveaxis(matrix, 1, -1)
+    if node.op_type == "Gemm":
+        transposed = any(each.name == ("transA", "transB")[index] and each.i for each in node.attribute)
+        return np.moveaxis(matrix, int(transposed == bool(index)), -1)
+    return np.moveaxis(matrix, -1 if index == 0 else -2, -1)
+
+
+def _holds(matrix: NDArray[np.generic], kept: int, of: int) -> bool:
+    groups = np.ascontiguousarray(matrix).reshape(-1, of)
+    return bool(len(groups)) and int((groups != 0).sum(axis=1).max()) <= kept

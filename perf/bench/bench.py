@@ -34,6 +34,7 @@ class Subject:
     size_bytes: int | None = None
     sha256: str | None = None
     fused_attention: int | None = None
+    sparse_layers: int | None = None
 
     def described(self, describe: Flat) -> SubjectRecord:
         return SubjectRecord(
@@ -44,6 +45,7 @@ class Subject:
             size_bytes=self.size_bytes,
             sha256=self.sha256,
             fused_attention=self.fused_attention,
+            sparse_layers=self.sparse_layers,
         )
 
 

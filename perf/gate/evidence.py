@@ -74,6 +74,7 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
         "params": subject.params,
         "macs": subject.macs,
         "fused_attention": subject.fused_attention,
+        "sparse_layers": subject.sparse_layers,
     }[rule.metric]
     if value is None:
         raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}")

@@ -2,7 +2,7 @@
 
     rule    = [subject "."] ["end_to_end."] metric ["@" place] compare bound
     metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
-            | size_bytes | params | macs | fused_attention
+            | size_bytes | params | macs | fused_attention | sparse_layers
             | a measure of the parity record: relative_error, top1_agreement, ...         at a link: @half, or the whole
     compare = < <= > >=
     bound   = number | name | name * number | name + number | name - number
@@ -26,7 +26,7 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
 }
 TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes")
-COUNTED = ("size_bytes", "params", "macs", "fused_attention")
+COUNTED = ("size_bytes", "params", "macs", "fused_attention", "sparse_layers")
 BASELINE = "baseline"
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 LIMIT = Real(low=-1e18, high=1e18)

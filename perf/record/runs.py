@@ -7,7 +7,7 @@ file is one JSON object:
     environment  flat: system, machine, cpu, ..., gpu, driver (null where there is none); see perf.timing.environment
     settings     flat: the plan of the measurement; see perf.timing.laps.Plan
     subjects     two; the first is the reference. name, describe (flat: what the runner really ran on), macs,
-                 params, size_bytes, sha256, fused_attention (null when unknown)
+                 params, size_bytes, sha256, fused_attention, sparse_layers (null when unknown)
     rows         one per batch size, in the order asked for; a row that failed stays
         batch, calls_per_block, settle_calls
         trials        by subject: status ok | oom | failed, message, warm_up_samples_ms, warm_up_flat,
@@ -124,6 +124,7 @@ class SubjectRecord:
     size_bytes: int | None = None
     sha256: str | None = None
     fused_attention: int | None = None
+    sparse_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
