@@ -356,8 +356,46 @@ def test_sparse_is_set_where_some_weights_are_two_of_four(
     assert (record.options["sparse"], record.options["sparse_share"]) == (True, share)
     (tmp_path / "sparse.plan.json").write_text(record.to_json())
     assert record_of_plan(tmp_path / "sparse.plan") == record
-    assert f"{share:.0%} of the matrices are 2:4" in [*engine_table(record).columns[1].cells]
+    told = f"{share:.0%} of the matrices are 2:4, the builder doesn't say which kernels it took"
+    assert told in [*engine_table(record).columns[1].cells]
     assert world.asked["flags"] == ["SPARSE_WEIGHTS"]
+
+
+EIGHT = (
+    "(Sparsity) Layers eligible for sparse math: blocks.0.mlp.fc1/MatMul + blocks.0.mlp/Gelu, blocks.0.mlp.fc2/MatMul\n"
+    "(Sparsity) TRT inference plan picked sparse implementation for layers: blocks.0.mlp.fc2/MatMul"
+)
+TEN = (
+    "(Sparsity) Found 1 layer(s) eligible to use sparse tactics: a\n"
+    "(Sparsity) Chose 1 layer(s) using sparse tactics: a\n"
+    "(Sparsity) Found 39 layer(s) eligible to use sparse tactics\n(Sparsity) Chose 0 layer(s) using sparse tactics"
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "eligible", "picked", "shown"),
+    [
+        (EIGHT, 2, 1, "sparse kernels for 1 layers of 2 that it could run sparse"),
+        (TEN, 39, 0, "sparse kernels for 0 layers of 39 that it could run sparse"),
+        ("", None, None, "the builder doesn't say which kernels it took"),
+    ],
+)
+def test_the_builders_own_lines_on_sparse_kernels_are_recorded(
+    graph: Path, tmp_path: Path, says: str, eligible: int | None, picked: int | None, shown: str
+) -> None:
+    proto = onnx.load(graph)
+    for tensor in proto.graph.initializer:
+        if tensor.name.startswith("blocks.0.mlp.fc1/"):
+            values = numpy_helper.to_array(tensor).copy()
+            values[0::4] = values[1::4] = 0
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(proto, tmp_path / "sparse.onnx")
+    record = build(tmp_path / "sparse.onnx", Tensorrt(says=says), sparse=True).record
+    assert (record.sparse_eligible, record.sparse_layers) == (eligible, picked)
+    assert record.sparse_names == (("blocks.0.mlp.fc2/MatMul",) if says == EIGHT else ())
+    (tmp_path / "sparse.plan.json").write_text(record.to_json())
+    assert record_of_plan(tmp_path / "sparse.plan") == record
+    assert any(shown in str(cell) for cell in engine_table(record).columns[1].cells)
 
 
 def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) -> None:

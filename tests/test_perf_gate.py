@@ -63,7 +63,9 @@ def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, redu
     dense = SubjectRecord(
         name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12
     )
-    reduced = SubjectRecord(name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8)
+    reduced = SubjectRecord(
+        name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8, sparse_layers=6
+    )
     return Bench(
         created="2026-01-01T00:00:00+00:00",
         command=(),
@@ -138,6 +140,8 @@ def one(text: str, now: Bench | None = None, baseline: Bench | None = None, pari
         ("macs > 5", "PASS"),
         ("fused_attention < dense", "FAIL"),
         ("fused_attention < 8", "PASS"),
+        ("sparse_layers < 6", "PASS"),
+        ("sparse_layers < 12", "FAIL"),
         ("relative_error > 0.05", "PASS"),
         ("relative_error@half > 1e-4", "FAIL"),
         ("top1_agreement < 0.985", "PASS"),

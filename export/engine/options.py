@@ -17,7 +17,7 @@ REFUSALS = {
         "timing_cache": "TensorRT-RTX picks kernels on the target machine and has no timing cache",
         "optimization_level": "TensorRT-RTX builds the same plan at every level",
         "version_compatible": "TensorRT-RTX plans run only with the version that built them; rebuild for each version",
-        "sparse": "TensorRT-RTX builds the same plan with and without it",
+        "sparse": "TensorRT-RTX builds the same plan with and without it, byte for byte",
     },
 }
 
