@@ -29,8 +29,9 @@ from corp_deploy.reduction.sparse_places import sparse_places
 from corp_deploy.reduction.sparse_report import SparsityReport
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.release.recipe_tables import ReduceTable
-from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import encoders, small_convnets, tiny
@@ -307,33 +308,63 @@ def test_recipes_ask_for_the_same() -> None:
     assert sparsities_from_text("2:4") == ALL
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("form", ["vit", "narrow", "resnext50_32x4d"])
-def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str) -> None:
-    """At most two of four along the summed axis of every reader, spelled out on the stored initialisers."""
+@cache
+def sparse_form(form: str) -> Checkpoint:
+    """A ViT, one of narrower layers, or a convolutional network in groups, all of whose layers are 2:4."""
     if form == "resnext50_32x4d":
-        own: Any = small_convnets.checkpoint(form)
-        model, report = sparsified(own.model, small_convnets.images_of(form, 48), Sparsifying(kinds=ALL))
-    else:
-        own, (model, report) = tiny.checkpoint(), made()
+        network = small_convnets.checkpoint(form)
+        model, report = sparsified(network.model, small_convnets.images_of(form, 48), Sparsifying(kinds=ALL))
+        return replace(network, model=model, sparsity=report.patterns)
+    own, (model, report) = tiny.checkpoint(), made()
     if form == "narrow":
-        source = calibrate(own, images(), batch_size=16)
+        moments = calibrate(own, images(), batch_size=16)
         method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=16, align_head=8)
-        model, report = sparsified(reduce(own.model, source, method).model, images(), Sparsifying(kinds=ALL))
-    written = replace(own, model=model, sparsity=report.patterns)
-    export_checkpoint(written, tmp_path / "m.onnx", precision=precision)
-    proto = onnx.load(tmp_path / "m.onnx")
+        model, report = sparsified(reduce(own.model, moments, method).model, images(), Sparsifying(kinds=ALL))
+    return replace(own, model=model, sparsity=report.patterns)
+
+
+def stored_as(proto: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By layer its node, and by name of a value the initialiser that it is or is dequantised from."""
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    readers = {node.name.rpartition("/")[0]: node for node in proto.graph.node if node.op_type in ("MatMul", "Conv")}
-    for name in report.patterns:
-        node = readers[name]
-        weight = stored[node.input[1]]
-        assert weight.dtype == (np.float16 if precision == "fp16" else np.float32)
-        summed = np.moveaxis(weight, 0 if node.op_type == "MatMul" else 1, -1)
-        counts = np.count_nonzero(summed.reshape(*summed.shape[:-1], -1, 4), axis=-1)
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in stored:
+            stored[node.output[0]] = stored[node.input[0]]
+    return {n.name.rpartition("/")[0]: n for n in proto.graph.node if n.op_type in ("MatMul", "Conv")}, stored
+
+
+def assert_two_of_four(path: Path, patterns: Any, dtype: str) -> None:
+    """Along the summed axis of every reader, spelled out on what is stored."""
+    nodes, stored = stored_as(onnx.load(path))
+    for name in patterns:
+        weight = stored[nodes[name].input[1]]
+        assert str(weight.dtype) == dtype, name
+        summed = np.moveaxis(weight, 0 if nodes[name].op_type == "MatMul" else 1, -1)
+        counts = (summed.reshape(*summed.shape[:-1], -1, 4) != 0).sum(-1)
         assert counts.max() == 2, name
-    dense = replace(written, model=own.model) if form == "vit" else None
-    if dense is not None:
-        with pytest.raises(BadInput, match=r"blocks\.0\.attn\.qkv is 2:4 in the model, but not in the graph \(8 of 8"):
-            export_checkpoint(dense, tmp_path / "dense.onnx", precision=precision)
-        assert not (tmp_path / "dense.onnx").exists()
+
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("form", ["narrow", "resnext50_32x4d"])
+def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str) -> None:
+    own = sparse_form(form)
+    export_checkpoint(own, tmp_path / "m.onnx", precision=precision)
+    assert_two_of_four(tmp_path / "m.onnx", own.sparsity, DTYPES[precision])
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+@pytest.mark.parametrize("form", ["narrow"])
+def test_quantised_zeros_are_exact_too(tmp_path: Path, form: str, precision: str, dtype: str) -> None:
+    own, chosen = sparse_form(form), Quantisation()
+    made_of = quantiser_of(own, {"images": tiny.images(8)}, chosen)
+    export_quantised(made_of, tmp_path / "m.onnx", precision=precision, chosen=chosen)
+    assert_two_of_four(tmp_path / "m.onnx", own.sparsity, dtype)
+
+
+def test_a_graph_that_is_not_as_sparse_as_its_model_is_refused(tmp_path: Path) -> None:
+    dense = replace(sparse_form("vit"), model=tiny.checkpoint().model)
+    with pytest.raises(BadInput, match=r"blocks\.0\.attn\.proj is 2:4 in the model, but not in the graph \(8 of 8"):
+        export_checkpoint(dense, tmp_path / "dense.onnx", precision="fp16")
+    assert not (tmp_path / "dense.onnx").exists()

@@ -24,9 +24,9 @@ from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint
 from .inputs import model_digest
-from .sparse_layers import require_sparse_graph
+from .sparse_graph import PREFIX as PREFIX
+from .sparse_graph import SPARSITY, require_sparse_graph
 
-PREFIX = "corp_deploy."
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")
 
@@ -45,6 +45,7 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
         "widths": widths,
         "preprocessing": family.input_spec(checkpoint.model).as_json(),
         "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED},
+        **({SPARSITY: dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
     }
     return {
         PREFIX + key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
@@ -83,7 +84,7 @@ def export_checkpoint(
         metadata=metadata_of_checkpoint(checkpoint),
         norms=NORMS,
     )
-    require_sparse_graph(proto, checkpoint.sparsity, path)
+    require_sparse_graph(proto, path)
     with replacing(path) as temporary:
         save(proto, temporary)
 

@@ -15,6 +15,7 @@ from ground.files import replacing
 
 from .checkpoint import Checkpoint
 from .onnx_file import metadata_of_checkpoint
+from .sparse_graph import require_sparse_graph
 
 QUANTISED = ("int8", "fp8")
 BATCH = 8
@@ -65,5 +66,6 @@ def quantiser_of(
 def export_quantised(made_of: Quantiser, path: Path, *, precision: str, chosen: Quantisation) -> None:
     """Write one graph. Raises BadInput for patterns that fit no layer."""
     proto = made_of.graph(precision, scales=chosen.scales, keep=chosen.keep_rest)
+    require_sparse_graph(proto, path)
     with replacing(path) as temporary:
         save(proto, temporary)
