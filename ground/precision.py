@@ -67,6 +67,13 @@ WORDS = tuple(PRECISIONS)
 MIXED = tuple(each.name for each in _EVERY if each.mixed)
 
 
+def type_of_word(word: str) -> FloatType:
+    """What matrices are held in by that word for them; a graph of no known word, such as one without weights, is
+    computed in float32.
+    """
+    return PRECISIONS[word].type if word in PRECISIONS else FLOAT32
+
+
 def precision_named(name: str) -> Precision:
     """The precision of that word; BadInput for any other."""
     if name not in PRECISIONS:

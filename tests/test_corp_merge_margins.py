@@ -22,6 +22,7 @@ from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
+from ground.precision import FLOAT16, FLOAT32
 from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
 from perf.parity.ties import MOST_APART, SPREAD, Choices
 from perf.parity.tolerance import exact
@@ -186,7 +187,9 @@ class OtherRuntime(Candidate):
 
 def other_runtime(model: nn.Module, *, fp16: bool = False) -> OtherRuntime:
     name = "fp16" if fp16 else "fp32"
-    return OtherRuntime(label=name, name=name, form="engine", path=Path(name), fp16=fp16, model=model)
+    return OtherRuntime(
+        label=name, name=name, form="engine", path=Path(name), held_in=FLOAT16 if fp16 else FLOAT32, model=model
+    )
 
 
 def merged_directory(folder: Path, pixels: Any) -> tuple[Checkpoint, nn.Module]:

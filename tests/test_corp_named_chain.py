@@ -26,6 +26,7 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
+from ground.precision import FLOAT32
 from perf.parity.parity import load_parity
 from perf.timing.laps import Plan
 from tests import tiny
@@ -78,7 +79,12 @@ def checkpoint(model: nn.Module) -> Checkpoint:
 
 def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
     return Candidate(
-        label=f"{name} torch fp32", name=name, form="torch", path=Path(name), fp16=False, checkpoint=checkpoint(model)
+        label=f"{name} torch fp32",
+        name=name,
+        form="torch",
+        path=Path(name),
+        held_in=FLOAT32,
+        checkpoint=checkpoint(model),
     )
 
 

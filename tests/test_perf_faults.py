@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
-from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_fp16
-from perf.parity.fp16_rounding import rounded_graph
+from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.headroom import headroom
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import measures
 from perf.parity.parity import Link, link
+from perf.parity.rounding import rounded_graph
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, PATCH_INPUTS = 32, 2, 3, 64, 10, 48
 SCALE = 1 / math.sqrt(D // HEADS)
@@ -274,14 +274,14 @@ def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
     noise = measures(torch_logits(dense, images), onnx_logits(onnx_from_vit(dense, half=True), images))
     return link(name="fp16", kind="half", reference="onnx fp32", candidate="onnx fp16",
                 reference_rows=onnx_logits(onnx_from_vit(model), images),
-                candidate_by_batch={1: onnx_logits(graph, images)}, tolerance=tolerance.fp16(noise))  # fmt: skip
+                candidate_by_batch={1: onnx_logits(graph, images)}, tolerance=tolerance.half(noise))  # fmt: skip
 
 
 def located_in_half(model: TinyViT, graph: ModelProto) -> FaultLocation:
     feeds, dense = fed(photographs()), dense_vit()
     noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), feeds)
     fix_command = "export --precision mixed --keep-fp32 {site}"
-    return locate_in_fp16("fp16", onnx_from_vit(model), graph, feeds, noise=noise, fix_command=fix_command)
+    return locate_in_half("fp16", onnx_from_vit(model), graph, feeds, noise=noise, fix_command=fix_command)
 
 
 def bright_direction(model: TinyViT, block: int) -> Tensor:

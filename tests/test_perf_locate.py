@@ -10,8 +10,8 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from ground.errors import BadInput
 from perf.parity import block_outputs
-from perf.parity.fp16_rounding import rounded_graph
 from perf.parity.locate import FaultLocation, block_errors, keep_until_it_passes, locate, noise_of
+from perf.parity.rounding import rounded_graph
 
 Floats = NDArray[np.float64]
 ONES = np.ones((4, 3))

@@ -7,10 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.precision import FLOAT16
 from perf.parity.labels import accuracy, mcnemar, wilson
 from perf.parity.logits import LogitMeasures, margins, per_image
 from perf.parity.measures import measures
-from perf.parity.tolerance import FLOAT16_CEILING, exact, fp16, limits
+from perf.parity.tolerance import CEILINGS, exact, half, limits
 
 Floats = NDArray[np.float64]
 
@@ -160,16 +161,16 @@ def test_the_exact_bound_grows_with_the_products_in_a_row() -> None:
 
 
 def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
-    assert fp16(noise(0.002), factor=4).max_relative_error == pytest.approx(0.008)
-    assert fp16(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
-    assert fp16(noise(0.00001)).max_relative_error == 2**-11
-    broken = fp16(noise(0.5))
-    assert broken.max_relative_error == FLOAT16_CEILING
+    assert half(noise(0.002), factor=4).max_relative_error == pytest.approx(0.008)
+    assert half(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
+    assert half(noise(0.00001)).max_relative_error == 2**-11
+    broken = half(noise(0.5))
+    assert broken.max_relative_error == CEILINGS[FLOAT16]
     assert broken.margin_noise == 0
     assert "no yardstick" in broken.rule
     ref = np.eye(2)
-    assert fp16(measures(ref, np.full((2, 2), np.nan))).max_relative_error == FLOAT16_CEILING
-    assert fp16(measures(ref, ref)).max_relative_error == 2**-11
+    assert half(measures(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
+    assert half(measures(ref, ref)).max_relative_error == 2**-11
 
 
 def test_limits_are_the_users_and_checked() -> None:
@@ -180,4 +181,4 @@ def test_limits_are_the_users_and_checked() -> None:
     with pytest.raises(BadInput, match="got -1"):
         limits(max_error=-1)
     with pytest.raises(BadInput, match="expected 1 or more"):
-        fp16(noise(0.1), factor=0.5)
+        half(noise(0.1), factor=0.5)

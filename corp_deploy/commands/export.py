@@ -1,5 +1,6 @@
 """corp-deploy export."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import click
 
 from corp_deploy.invocation.table import EXPORT, EXPORT_HEADS
 from corp_deploy.views.console import Output
+from ground.precision import MIXED, PRECISIONS, WORDS, FloatType
 from ground.quantities import OPSET
 from ground.quantity import BATCH
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionChoice:
-    """In which precisions graphs are written, and what mixed keeps in FP32: sites by pattern, or those found to break
-    on inputs, where the dense model's FP16 error is the yardstick.
+    """In which precisions graphs are written, and what the mixed ones keep in FP32: sites by pattern, or those found to
+    break on inputs, where the dense model's own error in FP16 or BF16 is the yardstick.
     """
 
     precisions: tuple[str, ...]
@@ -34,35 +36,44 @@ class PrecisionChoice:
     dense: Path | None
 
     def __post_init__(self) -> None:
-        if "mixed" in self.precisions and bool(self.keep_fp32) == self.auto:
-            raise click.UsageError("mixed needs either --keep-fp32 PATTERN or --auto")
+        if self.mixed and bool(self.keep_fp32) == self.auto:
+            raise click.UsageError(f"{' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto")
         if self.auto != (self.inputs.path is not None):
             raise click.UsageError(
                 "--auto looks for the blocks on real images; give --auto and --images (or --text) together"
             )
 
-    def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> tuple[str, ...]:
-        """The sites that mixed keeps in FP32."""
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """Those of the precisions that keep sites in FP32."""
+        return tuple(name for name in self.precisions if name in MIXED)
+
+    def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> dict[str, tuple[str, ...]]:
+        """The sites that each mixed precision keeps in FP32."""
         from corp_deploy.proof.inputs import inputs_from_set
         from corp_deploy.proof.mixed_precision import sites_to_keep
         from corp_deploy.store.dense_model import model_of_directory
 
         if not self.auto:
-            return self.keep_fp32
+            return dict.fromkeys(self.mixed, self.keep_fp32)
         feeds = inputs_from_set(self.inputs.open(checkpoint)).feeds
         yardstick = checkpoint if self.dense is None else model_of_directory(self.dense)
-        return sites_to_keep(checkpoint, yardstick, feeds, opset=graphs.opset, geometry=graphs.heads).kept
 
-    def paths(self, output: Path, kept: tuple[str, ...]) -> dict[str, Path]:
-        """Where each graph goes: an fp16 one in place of a mixed one with nothing to keep."""
+        def found(held_in: FloatType) -> tuple[str, ...]:
+            opset, geometry = graphs.opset, graphs.heads
+            return sites_to_keep(checkpoint, yardstick, feeds, opset=opset, geometry=geometry, held_in=held_in).kept
+
+        return {name: found(PRECISIONS[name].type) for name in self.mixed}
+
+    def paths(self, output: Path, kept: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
+        """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
         from corp_deploy.store.onnx_file import paths_by_precision
 
-        if not self.auto or kept:
-            return paths_by_precision(output, self.precisions)
-        if self.precisions == ("mixed",):
-            return {"fp16": output}
-        every = paths_by_precision(output, (*self.precisions, "fp16"))
-        return {name: path for name, path in every.items() if name != "mixed"}
+        idle = {name: PRECISIONS[name].pure for name, sites in kept.items() if not sites}
+        if len(self.precisions) == 1:
+            return {idle.get(self.precisions[0], self.precisions[0]): output}
+        every = paths_by_precision(output, (*self.precisions, *idle.values()))
+        return {name: path for name, path in every.items() if name not in idle}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +92,7 @@ def _precision_choice(
     dense: str | None,
     **inputs: Any,
 ) -> PrecisionChoice:
-    mixed = "mixed-auto" if auto else "mixed"
-    EXPORT.refuse([("", mixed if name == "mixed" else name) for name in precision], explicit_options())
+    EXPORT.refuse([("", f"{name}-auto" if auto and name in MIXED else name) for name in precision], explicit_options())
     return PrecisionChoice(
         precisions=precision,
         keep_fp32=keep_fp32,
@@ -97,20 +107,24 @@ precision_options = value_options(
     _precision_choice,
     click.option(
         "--precision",
-        type=Words("fp32", "fp16", "mixed"),
+        type=Words(*WORDS),
         default="fp32",
         show_default=True,
-        help="One or several, with commas.",
+        help="One or several, with commas; mixed is of FP16, mixed-bf16 of BF16.",
     ),
     click.option(
-        "--keep-fp32", multiple=True, help="Modules that mixed keeps in FP32, with all below them, such as blocks.7."
+        "--keep-fp32",
+        multiple=True,
+        help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7.",
     ),
-    click.option("--auto", is_flag=True, help="Let mixed find the blocks that break in FP16, on --images."),
+    click.option(
+        "--auto", is_flag=True, help="Let mixed graphs find the blocks that break in FP16 or BF16, on --images."
+    ),
     images_option(help="Images for --auto."),
     text_option(help="Texts for --auto, a line each, of a text encoder."),
     *drawing_options,
     click.option(
-        "--dense", default=None, help="For --auto: the dense model's directory; its FP16 error is the yardstick."
+        "--dense", default=None, help="For --auto: the dense model's directory; its own error is the yardstick."
     ),
 )
 graph_options = value_options(
@@ -120,7 +134,7 @@ graph_options = value_options(
         "--opset",
         type=Number(OPSET),
         default=None,
-        help="ONNX operator set; default: 20, or 23 where the model's norms are operators only there.",
+        help="ONNX operator set; default: 20, or 22 where BF16 needs it, or 23 where norms are operators only there.",
     ),
     click.option("--batch", type=Number(BATCH), default=None, help="Fix the batch size; default: any batch size."),
     click.option(
@@ -139,14 +153,13 @@ def _written(
     from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
     from ground.files import sha256_of_file
 
-    keep = kept if name == "mixed" else ()
     export_checkpoint(
         checkpoint,
         path,
         precision=name,
         opset=graphs.opset,
         batch=graphs.batch,
-        keep_fp32=keep,
+        keep_fp32=kept,
         geometry=graphs.heads,
     )
     record = {"path": str(path), "precision": name, "opset": facts_of_onnx(path).opset}
@@ -182,11 +195,12 @@ def export_command(
     with out.progress("exporting", len(precision.precisions), unit="graphs") as done:
         kept = precision.kept(checkpoint, graphs)
         for name, path in precision.paths(output, kept).items():
-            rows.append(_written(checkpoint, name, path, kept, graphs))
+            rows.append(_written(checkpoint, name, path, kept.get(name, ()), graphs))
             done(len(rows))
     if graphs.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
-    if precision.auto and not kept and ".mixed" in output.suffixes:
-        out.warn(f"{output}: an fp16 graph, although its name says mixed")
-    lines = graph_lines(rows, kept=kept if precision.auto else None)
-    out.result({"written": rows, "kept_fp32": list(kept)}, *lines)
+    for name, sites in kept.items():
+        if not sites and f".{name}" in output.suffixes:
+            out.warn(f"{output}: an {PRECISIONS[name].pure} graph, although its name says {name}")
+    every = dict.fromkeys(site for sites in kept.values() for site in sites)
+    out.result({"written": rows, "kept_fp32": list(every)}, *graph_lines(rows, kept=kept if precision.auto else {}))

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
 from export.engine.options import REFUSALS
+from ground.precision import MIXED, PRECISIONS, WORDS
 
 from .honours import ANY, Axis, Values, Way
 
-ON_GRAPHS = "a graph's precision is in its types: export it with --precision fp16"
-OF_ENGINES = "an engine's precision is in its plan: export with --precision fp16 and build that graph"
-PRECISIONS = ("fp32", "fp16", "mixed")
+ON_GRAPHS = "a graph's precision is in its types: export it with --precision fp16 or bf16"
+OF_ENGINES = "an engine's precision is in its plan: export with --precision fp16 or bf16 and build that graph"
 ENGINE: Mapping[str, Values] = {"device": ("cuda",), "mode": ("eager", "cuda_graph"), "streams": ANY, "flush_l2": ANY}
 GRAPH = "an .onnx file or a model directory"
 
@@ -96,16 +96,15 @@ def _engine_builder(backend: str, words: str) -> Way:
     return Way(
         words=words,
         ask=f"--backend {backend}",
-        honours={"precision": PRECISIONS}
-        | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
+        honours={"precision": WORDS} | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
         instead={name: refused[field] for name, field in ENGINE_OPTIONS.items() if field in refused}
         | {"device": "an engine is built for a GPU in any case"},
     )
 
 
 def _graph_optimiser(device: str, words: str) -> Way:
-    # The CPU's kernels compute FP16 graphs in float32.
-    precision = PRECISIONS[:1] if device == "cpu" else PRECISIONS
+    # The CPU's kernels compute FP16 graphs in float32, and BF16 ones not at all.
+    precision = WORDS[:1] if device == "cpu" else WORDS
     return Way(
         words=words,
         ask=f"--backend onnxruntime --device {device}",
@@ -134,23 +133,35 @@ AUDIT = Axis(
     },
 )
 
+
+def _mixed(name: str) -> Way:
+    return Way(
+        words=f"precision {name} with its sites named",
+        ask=f"--precision {name} without --auto",
+        honours={"keep_fp32": ANY},
+    )
+
+
+def _mixed_by_search(name: str) -> Way:
+    return Way(
+        words=f"precision {name} that finds its sites",
+        ask=f"--precision {name} --auto --images P",
+        honours={"auto": ANY, "images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "dense": ANY},
+    )
+
+
 # By precision; several may be at work at once.
 EXPORT = Axis(
     command="export",
     picks=frozenset({"keep_fp32", "auto", "images", "text", "samples", "seed", "dense"}),
     ways={
-        "fp32": Way(words="precision fp32", ask="--precision fp32", honours={}),
-        "fp16": Way(words="precision fp16", ask="--precision fp16", honours={}),
-        "mixed": Way(
-            words="precision mixed with its sites named",
-            ask="--precision mixed without --auto",
-            honours={"keep_fp32": ANY},
-        ),
-        "mixed-auto": Way(
-            words="precision mixed that finds its sites",
-            ask="--precision mixed --auto --images P",
-            honours={"auto": ANY, "images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "dense": ANY},
-        ),
+        **{
+            name: Way(words=f"precision {name}", ask=f"--precision {name}", honours={})
+            for name, each in PRECISIONS.items()
+            if not each.mixed
+        },
+        **{name: _mixed(name) for name in MIXED},
+        **{f"{name}-auto": _mixed_by_search(name) for name in MIXED},
     },
 )
 

@@ -18,19 +18,20 @@ from export.engine.record import record_of_plan
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
 from ground.ports import OutputPort
-from perf.parity.fp16_rounding import round_file
+from ground.precision import FLOAT32, FloatType, type_of_word
+from perf.parity.rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 
 Run = Callable[[Feeds], Outputs]
 Form = Literal["torch", "graph", "engine"]
-FP16_PRECISIONS = ("fp16", "mixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One step: what it is called in the record, its form and precision, and its fixed batch if it has one.
+    """One step: what it is called in the record, its form, the type that it is held in (mixed or not), and its fixed
+    batch if it has one.
 
     `shown` is its path as a printed command names it, where that is another.
     """
@@ -39,11 +40,21 @@ class Candidate:
     name: str
     form: Form
     path: Path
-    fp16: bool
+    held_in: FloatType
     batch: int | None = None
     backend: str = ""
     checkpoint: Checkpoint | None = None
     shown: Path | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it is held in sixteen bits, in whole or in part."""
+        return self.held_in is not FLOAT32
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its types are only rounded to, in a graph that computes in float32."""
+        return self.rounds and self.form == "graph"
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
@@ -74,9 +85,10 @@ class Candidate:
             return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
         if self.form == "engine":
             return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
-        if not self.fp16:
+        if not self.emulated:
             return OnnxRunner(self.path)
-        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows; this one rounds as its types say.
+        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 not at all; this one
+        # rounds as its types say.
         rounded = scratch / "rounded.onnx"
         round_file(self.path, rounded)
         return OnnxRunner(rounded)
@@ -105,7 +117,7 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
         form="torch",
         path=path,
         shown=shown,
-        fp16=False,
+        held_in=FLOAT32,
         checkpoint=model_of_directory(path),
     )
 
@@ -118,7 +130,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         form="engine",
         path=path,
         shown=shown,
-        fp16=record.precision in FP16_PRECISIONS,
+        held_in=type_of_word(record.precision),
         backend=record.backend,
     )
 
@@ -142,6 +154,6 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         form="graph",
         path=path,
         shown=shown,
-        fp16=facts.precision in FP16_PRECISIONS,
+        held_in=type_of_word(facts.precision),
         batch=facts.batch,
     )

@@ -1,4 +1,4 @@
-"""The parity chain: dense torch -> reduced torch -> ONNX FP32 -> ONNX FP16 -> engine, on real inputs, link by link."""
+"""The parity chain: dense torch -> reduced torch -> ONNX FP32 -> FP16 or BF16 -> engine, on real inputs, by links."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, noun_of, rows_of
 from ground.ports import OutputPort
+from ground.precision import FLOAT16, FloatType
 from perf.parity import structure
 from perf.parity.headroom import headroom
 from perf.parity.labels import Accuracy, PairedAccuracy, accuracy, mcnemar
@@ -112,7 +113,7 @@ def _own_merges(
     if candidate.checkpoint is None:
         return before.merges
     largest = max(by_batch)
-    return merges_of(candidate.checkpoint, proof_inputs.feeds, by_batch[largest], largest, halves=False, heads=heads)
+    return merges_of(candidate.checkpoint, proof_inputs.feeds, by_batch[largest], largest, halves=(), heads=heads)
 
 
 def _step(
@@ -123,14 +124,14 @@ def _step(
     rules: Sequence[LinkRules],
     heads: Heads,
 ) -> Step:
-    bounds = [rule.rounding(candidate.fp16).max_relative_error for rule in rules]
+    bounds = [rule.rounding(candidate.held_in).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
     with candidate.opened([rule.port for rule in rules if rule.port not in heads.ports]) as backbone:
         run = heads.behind(backbone, max(batches))
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
         merges = _own_merges(candidate, before, proof_inputs, by_batch, heads)
         findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
-    kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.fp16 else "exact"
+    kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.rounds else "exact"
     links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
 
@@ -140,6 +141,11 @@ def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[S
     if single is None or single.form != "graph" or fp16.form != "graph":
         return []
     return [headroom(fp16.label, single.path, fp16.path, rows_of(feeds, slice(HEADROOM_INPUTS)))]
+
+
+def _halves(candidates: Sequence[Candidate]) -> tuple[FloatType, ...]:
+    """The types of sixteen bits that candidates are held in."""
+    return tuple(dict.fromkeys(each.held_in for each in candidates if each.rounds))
 
 
 def _located(
@@ -180,7 +186,7 @@ def _walk(
     findings: list[StructuralTest] = []
     blocks: list[FaultLocation] = []
     single: Step | None = None
-    halves, largest, feeds = any(each.fp16 for each in candidates), max(batches), proof_inputs.feeds
+    halves, largest, feeds = _halves(candidates), max(batches), proof_inputs.feeds
     merges = merges_of(dense, feeds, answers, largest, halves=halves, heads=heads)
     for candidate in candidates:
         if candidate.form == "torch" or single is None:
@@ -190,12 +196,12 @@ def _walk(
         previous = None if single is None else single.candidate
         step = _step(candidate, before, proof_inputs, batches, rules, heads)
         findings += step.findings
-        if candidate.fp16:
+        if candidate.held_in is FLOAT16:
             findings += _headroom(previous, candidate, proof_inputs.feeds)
         blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
         if candidate.checkpoint is not None:
             merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves, heads=heads)
-        single = single if candidate.fp16 else step
+        single = single if candidate.rounds else step
         steps.append(step)
         if done is not None:
             done(len(steps))
@@ -216,10 +222,10 @@ def prove(
     """Compare every candidate with its predecessor and the last one with the dense model.
 
     A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
-    came from and a float32 bound; an FP16 graph or engine against the FP32 step before it and a multiple of the dense
-    model's own FP16 error. A failing graph's block is located. `moments` adds the shift check, `heads` links of the
-    maps that they make of every step's outputs. `done` is told how many candidates are finished. Raises BadInput for
-    inputs, labels, heads or limits that don't fit.
+    came from and a float32 bound; an FP16 or BF16 graph or engine against the FP32 step before it and a multiple of the
+    dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check, `heads`
+    links of the maps that they make of every step's outputs. `done` is told how many candidates are finished. Raises
+    BadInput for inputs, labels, heads or limits that don't fit.
     """
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
     if limits.min_agreement is not None:
@@ -229,7 +235,7 @@ def prove(
     with opened_heads(heads or HeadRequest(), ports) as own_heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(own_heads.behind(runner, max(batches)), proof_inputs.feeds, max(batches))
-        rules = link_rules(dense, proof_inputs, answers, max(batches), limits, own_heads)
+        rules = link_rules(dense, proof_inputs, answers, max(batches), limits, own_heads, _halves(candidates))
         walked = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, done)
         records = own_heads.records
     by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in walked.steps}

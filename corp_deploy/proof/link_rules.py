@@ -1,7 +1,7 @@
 """What the links of a parity chain are judged by, at each output of the dense model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.model_cost import counted
+from corp_deploy.families.norm_types import NORMS
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.ports import OutputPort
+from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_of
 from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
@@ -28,6 +30,7 @@ from .heads import Heads
 from .inputs import ProofInputs
 
 DENSE = "dense torch fp32"
+AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,12 @@ class ParityLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merges:
-    """A torch model that merges tokens: how near each input [N] is to merging others, its own FP16 error by output."""
+    """A torch model that merges tokens: how near each input [N] is to merging others, its own error in sixteen bits by
+    type and output.
+    """
 
     margins_N: NDArray[np.float64]
-    noise: Mapping[str, Measures]
+    noise: Mapping[FloatType, Mapping[str, Measures]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +73,23 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRules:
-    """Everything the links at one output are judged by."""
+    """Everything the links at one output are judged by. `noises`: the dense model's own error in float16, which tells
+    ties from flips, and in every other type that candidates are held in.
+    """
 
     port: OutputPort
     several: bool
     limits: ParityLimits
-    noise: Measures
+    noises: Mapping[FloatType, Measures]
     products: int
     largest_logit: float
     magnified: float = 1.0
     threshold: float = THRESHOLD
 
-    def rounding(self, fp16: bool) -> Tolerance:
-        """How far two computations of one model may lie apart in this precision."""
-        if fp16:
-            return tolerance.fp16(self.noise, factor=self.limits.half_factor)
+    def rounding(self, held_in: FloatType) -> Tolerance:
+        """How far two computations of one model may lie apart where one is held in this type."""
+        if held_in is not FLOAT32:
+            return tolerance.half(self.noises[held_in], held_in=held_in, factor=self.limits.half_factor)
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
 
     def of_user(self) -> Tolerance:
@@ -93,21 +100,26 @@ class LinkRules:
                 min_agreement=limits.min_pixels,
                 max_error=limits.max_map_error,
                 min_iou=limits.min_iou,
-                noise=self.noise,
+                noise=self.noises[FLOAT16],
             )
-        return tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error, noise=self.noise)
+        return tolerance.limits(
+            min_agreement=limits.min_agreement, max_error=limits.max_error, noise=self.noises[FLOAT16]
+        )
 
     def link(
         self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]
     ) -> Link:
         """The link from what stands before to a candidate."""
-        own, merges = self.port.name, before.merges
-        bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(candidate.fp16), None
+        own, merges, held_in = self.port.name, before.merges, candidate.held_in
+        bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(held_in), None
         if merges is not None and kind == "half":
             # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
-            bounds = tolerance.fp16(merges.noise[own], factor=self.limits.half_factor, whose="the merged model")
+            noise, factor = merges.noise[held_in][own], self.limits.half_factor
+            bounds = tolerance.half(noise, held_in=held_in, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
             choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
+        if kind == "half" and candidate.emulated:
+            bounds = replace(bounds, rule=f"{bounds.rule}{AS_TYPED}")
         judged = link(
             name=name,
             kind=kind,
@@ -125,23 +137,25 @@ class LinkRules:
             return judged
         answers = by_batch[judged.batch][own]
         off_N = relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
-        return replace(judged, reason=f"{judged.reason}; {self._beyond_rounding(off_N, judged.measures.inputs)}")
+        return replace(
+            judged, reason=f"{judged.reason}; {self._beyond_rounding(off_N, judged.measures.inputs, held_in)}"
+        )
 
-    def _beyond_rounding(self, off_N: NDArray[np.float64], noun: str) -> str:
+    def _beyond_rounding(self, off_N: NDArray[np.float64], noun: str, held_in: FloatType) -> str:
         """On how many inputs a half link errs more than half precision does where nothing is merged."""
-        plain = self.rounding(fp16=True).max_relative_error or 0.0
+        plain = self.rounding(held_in).max_relative_error or 0.0
         count = int((off_N > plain).sum())
         return (
-            f"{count} of {len(off_N)} {noun} ({count / len(off_N):.1%}) err more than {plain:.2g}, what FP16 does to "
-            "the dense model: other tokens are merged there"
+            f"{count} of {len(off_N)} {noun} ({count / len(off_N):.1%}) err more than {plain:.2g}, what "
+            f"{held_in.shown} does to the dense model: other tokens are merged there"
         )
 
 
 def merges_of(
-    checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: bool, heads: Heads
+    checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: Collection[FloatType], heads: Heads
 ) -> Merges | None:
-    """How near each input is to other merged tokens, and, where FP16 steps follow, the model's own FP16 error; None for
-    a model that merges none.
+    """How near each input is to other merged tokens, and the model's own error in those types of sixteen bits that
+    steps to come are held in; None for a model that merges none.
     """
     if family_of(checkpoint.model).merging_of(checkpoint.model) is None:
         return None
@@ -152,19 +166,22 @@ def merges_of(
         least_B = merge_margins(checkpoint.model, inputs)
         assert least_B is not None, start
         margins.append(least_B.double().numpy())
-    noise = _fp16_noise(checkpoint, feeds, answers, batch, heads) if halves else {}
+    noise = {held_in: _own_noise(checkpoint, held_in, feeds, answers, batch, heads) for held_in in halves}
     return Merges(margins_N=np.concatenate(margins), noise=noise)
 
 
-def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int, heads: Heads) -> dict[str, Measures]:
-    """A torch model's own FP16-against-FP32 error on these inputs, with the same safe LayerNorm and softmax; of maps
-    what heads in FP32 make of it.
+def _own_noise(
+    dense: Checkpoint, held_in: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
+) -> dict[str, Measures]:
+    """A torch model's own error in sixteen bits against FP32 on these inputs, with the same safe norms and softmax; of
+    maps what heads in FP32 make of it.
     """
-    fp16, ports = typed_copy(family_of(dense.model).exportable(dense.model), "fp16"), output_ports(dense.model)
+    exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
+    half = typed_copy(exportable, mixed_of(held_in).pure, norms=NORMS)
 
     def run(part: Feeds) -> Outputs:
         with torch.inference_mode():
-            answer = fp16(*(torch.from_numpy(array) for array in part.values()))
+            answer = half(*(torch.from_numpy(array) for array in part.values()))
         tensors = tensors_of_ports(answer, ports, where=DENSE)
         return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
 
@@ -174,11 +191,21 @@ def _fp16_noise(dense: Checkpoint, feeds: Feeds, reference: Outputs, batch: int,
 
 
 def link_rules(
-    dense: Checkpoint, proof_inputs: ProofInputs, answers: Outputs, batch: int, limits: ParityLimits, heads: Heads
+    dense: Checkpoint,
+    proof_inputs: ProofInputs,
+    answers: Outputs,
+    batch: int,
+    limits: ParityLimits,
+    heads: Heads,
+    halves: Collection[FloatType] = (),
 ) -> list[LinkRules]:
-    """Those of each output of the dense model, and of each map of its heads."""
+    """Those of each output of the dense model, and of each map of its heads; `halves` are the types of sixteen bits
+    that candidates are held in.
+    """
     ports = output_ports(dense.model)
-    noise = _fp16_noise(dense, proof_inputs.feeds, answers, batch, heads)
+    types = dict.fromkeys((FLOAT16, *halves))
+    noises = {held_in: _own_noise(dense, held_in, proof_inputs.feeds, answers, batch, heads) for held_in in types}
+    noise = noises[FLOAT16]
     products = counted(dense.model).chain
     several = len(ports) + len(heads.ports) > 1
     own = [
@@ -186,7 +213,7 @@ def link_rules(
             port=port,
             several=several,
             limits=limits,
-            noise=noise[port.name],
+            noises={held_in: own[port.name] for held_in, own in noises.items()},
             products=products,
             largest_logit=largest_logit(answers[port.name], port.role),
         )
@@ -197,7 +224,7 @@ def link_rules(
             port=port,
             several=several,
             limits=limits,
-            noise=noise[port.name],
+            noises={held_in: own[port.name] for held_in, own in noises.items()},
             products=products + heads.head_of(port.name).products,
             largest_logit=0.0,
             magnified=_magnified(noise[port.name], [noise[name] for name in heads.head_of(port.name).reads]),

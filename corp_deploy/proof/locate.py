@@ -15,7 +15,8 @@ from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
 from ground.ports import Role
-from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_fp16
+from ground.precision import FLOAT16, WORDS, FloatType, mixed_of
+from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import relative_errors
 
@@ -43,19 +44,20 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     )
 
 
-def dense_noise(dense: Checkpoint, feeds: Feeds) -> Mapping[str, float]:
-    """Every block's own FP16 error in the dense model."""
-    return block_noise(graph_of(dense, "fp32"), graph_of(dense, "fp16"), feeds)
+def dense_noise(dense: Checkpoint, feeds: Feeds, held_in: FloatType) -> Mapping[str, float]:
+    """Every block's own error in sixteen bits in the dense model."""
+    return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_of(held_in).pure), feeds)
 
 
-def fix_command(graph: Path, shown: Path | None = None) -> str:
+def fix_command(graph: Path, shown: Path | None = None, held_in: FloatType = FLOAT16) -> str:
     """How to export again with the first bad site in float32, to a file beside the failing graph, `shown` in words."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
-    stem = graph.name.removesuffix(".onnx").removesuffix(".fp16").removesuffix(".mixed")
+    stem, mixed = graph.name.removesuffix(".onnx"), mixed_of(held_in).name
+    stem = next((stem.removesuffix(f".{word}") for word in WORDS if stem.endswith(f".{word}")), stem)
     model = graph.parent if beside else "DIR"
-    options = {"model": model, "precision": "mixed", "keep_fp32": ["{site}"]}
-    return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.mixed.onnx")}))
+    options = {"model": model, "precision": mixed, "keep_fp32": ["{site}"]}
+    return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
 
 
 def located(
@@ -65,11 +67,12 @@ def located(
     if failing.form != "graph" or before is None:
         return None
     try:
-        if failing.fp16 and before.form == "graph":
-            noise = dense_noise(dense, feeds)
-            command = fix_command(failing.path, failing.shown)
-            return locate_in_fp16(name, before.graph(), failing.graph(), feeds, noise=noise, fix_command=command)
-        if before.form == "torch" and before.checkpoint is not None and not failing.fp16:
+        if failing.rounds and before.form == "graph":
+            held_in = failing.held_in
+            noise, command = dense_noise(dense, feeds, held_in), fix_command(failing.path, failing.shown, held_in)
+            graphs = before.graph(), failing.graph()
+            return locate_in_half(name, *graphs, feeds, noise=noise, fix_command=command, held_in=held_in)
+        if before.form == "torch" and before.checkpoint is not None and not failing.rounds:
             model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), feeds, products=products)
     except BadInput:

@@ -1,4 +1,4 @@
-"""Mixed precision that finds its own exceptions: only the blocks that break in FP16 stay in FP32."""
+"""Mixed precision that finds its own exceptions: only the blocks that break in sixteen bits stay in FP32."""
 
 import tempfile
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
+from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_of
 from perf.parity import tolerance
-from perf.parity.diagnosis import locate_in_fp16
+from perf.parity.diagnosis import locate_in_half
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import Measures, measures
 from perf.parity.parity import judge
@@ -33,11 +34,6 @@ class Mixed:
 
     kept: tuple[str, ...]
     relative_error: float
-
-    @property
-    def precision(self) -> str:
-        """What the graph is then: one with nothing to keep is no mixed one."""
-        return "mixed" if self.kept else "fp16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +55,8 @@ class _Judged:
         return worst_inputs(feeds, self.reference[name], self.candidate[name], self.port.role)
 
 
-def _run(path: Path, fp16: bool, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
-    step = Candidate(label=path.name, name=path.name, form="graph", path=path, fp16=fp16)
+def _run(path: Path, held_in: FloatType, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
+    step = Candidate(label=path.name, name=path.name, form="graph", path=path, held_in=held_in)
     with step.opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
@@ -73,25 +69,28 @@ def sites_to_keep(
     opset: int | None,
     geometry: Geometry | None = None,
     factor: float = 4.0,
+    held_in: FloatType = FLOAT16,
 ) -> Mixed:
-    """The fewest blocks that must stay in FP32 for the graph to pass the FP16 tolerance on these inputs.
+    """The fewest blocks that must stay in FP32 for the graph, else held in this type of sixteen bits, to pass its
+    tolerance on these inputs.
 
-    The tolerance is `factor` times the dense model's own FP16 error, as `verify` judges it. `geometry` as for
+    The tolerance is `factor` times the dense model's own error in that type, as `verify` judges it. `geometry` as for
     export_checkpoint. Raises BadInput when no set of blocks makes it pass.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        fp32, fp16 = Path(scratch) / "fp32.onnx", Path(scratch) / "fp16.onnx"
+        fp32, half = Path(scratch) / "fp32.onnx", Path(scratch) / "half.onnx"
+        mixed = mixed_of(held_in)
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
         ports = output_ports(checkpoint.model)
-        reference = _run(fp32, False, feeds, ports)
-        noise = _dense_fp16_errors(dense, Path(scratch), feeds, opset)
-        bounds = {port.name: tolerance.fp16(noise[port.name], factor=factor) for port in ports}
+        reference = _run(fp32, FLOAT32, feeds, ports)
+        noise = _dense_errors(dense, held_in, Path(scratch), feeds, opset)
+        bounds = {port.name: tolerance.half(noise[port.name], held_in=held_in, factor=factor) for port in ports}
         errors = [0.0]
 
         def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
-            precision = Mixed(kept=kept, relative_error=0.0).precision
-            export_checkpoint(checkpoint, fp16, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
-            candidate = _run(fp16, True, feeds, ports)
+            precision = mixed.name if kept else mixed.pure  # one with nothing to keep is no mixed one
+            export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
+            candidate = _run(half, held_in, feeds, ports)
             judged = [
                 _Judged(port=port, reference=reference, candidate=candidate, bounds=bounds[port.name]) for port in ports
             ]
@@ -103,8 +102,9 @@ def sites_to_keep(
             if not failing:
                 return None
             worst = failing[0].worst(feeds)
-            graphs = onnx.load(str(fp32)), onnx.load(str(fp16))
-            return locate_in_fp16("half", *graphs, worst, noise=dense_noise(dense, worst))
+            graphs = onnx.load(str(fp32)), onnx.load(str(half))
+            noise_by_block = dense_noise(dense, worst, held_in)
+            return locate_in_half("half", *graphs, worst, noise=noise_by_block, held_in=held_in)
 
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
@@ -112,11 +112,13 @@ def sites_to_keep(
     return Mixed(kept=kept, relative_error=errors[-1])
 
 
-def _dense_fp16_errors(dense: Checkpoint, scratch: Path, feeds: Feeds, opset: int | None) -> dict[str, Measures]:
-    """By output."""
-    fp32, fp16 = scratch / "dense.onnx", scratch / "dense16.onnx"
+def _dense_errors(
+    dense: Checkpoint, held_in: FloatType, scratch: Path, feeds: Feeds, opset: int | None
+) -> dict[str, Measures]:
+    """Of the dense model in that type, by output."""
+    fp32, half = scratch / "dense.onnx", scratch / "dense16.onnx"
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
-    export_checkpoint(dense, fp16, precision="fp16", opset=opset)
+    export_checkpoint(dense, half, precision=mixed_of(held_in).pure, opset=opset)
     ports = output_ports(dense.model)
-    exact, rounded = _run(fp32, False, feeds, ports), _run(fp16, True, feeds, ports)
+    exact, rounded = _run(fp32, FLOAT32, feeds, ports), _run(half, held_in, feeds, ports)
     return {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}

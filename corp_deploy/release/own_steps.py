@@ -30,6 +30,7 @@ from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
 from ground.files import sha256_of_file, write_json, write_text
+from ground.precision import precision_named
 from perf.gate.gate import Gate
 from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown
@@ -58,7 +59,7 @@ from .names import (
     plan_name,
 )
 from .recipe import Recipe, Target
-from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, replayed
+from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, opened_graph, replayed
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
@@ -88,7 +89,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     for subject in SUBJECTS:
         for precision in recipe.export.precisions:
             name, expected = f"{subject}/{graph_name(precision)}", answers_name(subject, precision)
-            with OnnxRunner(dirs.root / name) as runner:
+            with opened_graph(dirs.root / name) as runner:
                 np.save(dirs.into / expected, replayed(runner, images))
             graphs[name] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
     record = SamplesRecord(images=SAMPLES, count=count, graphs=graphs)
@@ -126,6 +127,10 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
 class CudaCandidate(Candidate):
     """A graph that ONNX Runtime runs on the GPU."""
 
+    @property
+    def emulated(self) -> bool:
+        return False
+
     def _runner(self, scratch: Path) -> OnnxRunner:
         return OnnxRunner(self.path, provider="cuda")
 
@@ -140,7 +145,7 @@ def _candidate(target: Target, root: Path) -> Candidate:
         form="graph",
         path=root / name,
         shown=Path(name),
-        fp16=target.precision != "fp32",
+        held_in=precision_named(target.precision).type,
     )
 
 

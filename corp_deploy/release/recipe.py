@@ -12,6 +12,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
+from ground.precision import BFLOAT16, PRECISIONS
 from perf.gate.rule import Rule, rule_from_text
 
 from .recipe_parity import ParityTable
@@ -156,6 +157,11 @@ def _target(
     precision = table.precision or (precisions[0] if name == "onnxruntime-cpu" else fp16)
     if precision not in precisions:
         raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
+    if name == "onnxruntime-cpu" and PRECISIONS[precision].type is BFLOAT16:
+        raise BadInput(
+            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in bfloat16, got precision {precision!r}; name "
+            "another of export.precisions, such as fp32"
+        )
     rules = _rules(f"{where}.fail_if", table.fail_if, batches)
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")

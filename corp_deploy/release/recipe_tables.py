@@ -23,6 +23,7 @@ from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
+from ground.precision import MIXED, precision_named
 
 from . import recipe_values
 from .recipe_table import Table, refuse_ignored
@@ -300,10 +301,16 @@ class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep_fp32: recipe_values.Texts = ()
 
     def __post_init__(self) -> None:
-        if self.keep_fp32 and "mixed" not in self.precisions:
-            raise BadInput("export.keep_fp32 is for precision mixed, which export.precisions does not have")
-        if "mixed" in self.precisions and not self.keep_fp32:
-            raise BadInput("precision mixed needs export.keep_fp32, such as ['blocks.7.attn']; else choose fp16")
+        mixed = [name for name in self.precisions if name in MIXED]
+        if self.keep_fp32 and not mixed:
+            raise BadInput(
+                f"export.keep_fp32 is for precision {' or '.join(MIXED)}, which export.precisions does not have"
+            )
+        if mixed and not self.keep_fp32:
+            pure = precision_named(mixed[0]).pure
+            raise BadInput(
+                f"precision {mixed[0]} needs export.keep_fp32, such as ['blocks.7.attn']; else choose {pure}"
+            )
 
 
 class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -64,7 +64,7 @@ ServedName: TypeAlias = Annotated[
 
 _Device = Literal["cpu", "cuda"]
 _Heads = Literal["padded", "square", "ragged", "auto"]
-_Precision = Literal["fp32", "fp16", "mixed"]
+_Precision = Literal["fp32", "fp16", "mixed", "bf16", "mixed-bf16"]
 _Groups = Literal["image", "folder", "file"]
 _Reads = Literal["all", "pooled"]
 _Outputs = Literal["merged", "unmerged"]

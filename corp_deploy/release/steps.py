@@ -31,6 +31,7 @@ from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from export.triton.repository import write_repository
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
+from ground.precision import MIXED
 from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
@@ -94,7 +95,7 @@ def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
     checkpoint = load_checkpoint(dirs.root / run["model"])
     for precision, path in paths_by_precision(dirs.into / run["output"], run["precision"]).items():
-        keep = run["keep_fp32"] if precision == "mixed" else ()
+        keep = run["keep_fp32"] if precision in MIXED else ()
         export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, batch_size, only, rows_of
 
-from .fp16_rounding import element_types, rounded_graph
+from .rounding import NARROW, element_types, rounded_graph
 
 Array = NDArray[np.float32]
-FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+FLOATS = (TensorProto.FLOAT, *NARROW)
 
 
 def site_of(node_name: str) -> str:
@@ -70,7 +70,7 @@ def _key(site: str, name: str, names: list[str], *, ended: bool) -> str:
 
 
 def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
-    """Every block's output by key, in the order of the graph, float32 [N, ...]; float16 rounds as the types say."""
+    """Every block's output by key, in the order of the graph, float32 [N, ...], rounded as the types say."""
     named = borders(model)
     cut = rounded_graph(model)
     _add_outputs(cut, named.values())

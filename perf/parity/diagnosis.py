@@ -8,28 +8,38 @@ from onnx import ModelProto
 from torch import nn
 
 from ground.feeds import Feeds
+from ground.precision import FLOAT16, FloatType
 
 from . import block_outputs
 from .locate import FaultLocation, block_errors, locate, noise_of
 from .tolerance import exact
 
 
-def block_noise(dense_fp32: ModelProto, dense_fp16: ModelProto, feeds: Feeds) -> dict[str, float]:
-    """Each block's own FP16 noise, of the dense model, by key."""
-    fp32, fp16 = (block_outputs.outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_fp16))
-    return noise_of(fp32, fp16)
+def block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
+    """Each block's own noise in sixteen bits, of the dense model, by key."""
+    fp32, half = (block_outputs.outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
+    return noise_of(fp32, half)
 
 
-def locate_in_fp16(
-    link: str, fp32: ModelProto, fp16: ModelProto, feeds: Feeds, *, noise: Mapping[str, float], fix_command: str = ""
+def locate_in_half(
+    link: str,
+    fp32: ModelProto,
+    half: ModelProto,
+    feeds: Feeds,
+    *,
+    noise: Mapping[str, float],
+    fix_command: str = "",
+    held_in: FloatType = FLOAT16,
 ) -> FaultLocation:
-    """Where an FP16 or mixed graph leaves its FP32 twin. `fix_command` is the command that helps, with `{site}` in it.
+    """Where a graph held in FP16 or BF16, or mixed of it, leaves its FP32 twin. `fix_command` is the command that
+    helps, with `{site}` in it.
 
     A few inputs do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
     """
-    sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (fp32, fp16)]
+    sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (fp32, half)]
     activations = block_outputs.by_site(fp32, block_outputs.largest_activations(fp32, feeds))
-    return locate(link, block_errors(*sides, noise=noise), activations=activations, fix_command=fix_command)
+    errors = block_errors(*sides, noise=noise, held_in=held_in)
+    return locate(link, errors, activations=activations, fix_command=fix_command, held_in=held_in)
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:

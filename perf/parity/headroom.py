@@ -8,9 +8,9 @@ import onnx
 
 from ground.errors import BadInput
 from ground.feeds import Feeds
+from ground.precision import FLOAT16
 
 from .block_outputs import by_site, fp16_values, largest_activations
-from .locate import FLOAT16_LIMIT
 from .structure import StructuralTest
 
 
@@ -31,12 +31,12 @@ def headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> Structural
     largest = {name: value for name, value in activations.items() if name in fp16_names}
     sites = by_site(graph, largest)
     site, value = max(sites.items(), key=lambda item: item[1], default=("no site", 0.0))
-    reason = f"{site} reaches {value:,.6g} in float16, which ends at {FLOAT16_LIMIT:,.0f}"
+    reason = f"{site} reaches {value:,.6g} in float16, which ends at {FLOAT16.largest:,.0f}"
     return StructuralTest(
         candidate=candidate,
         test="headroom",
-        status="PASS" if value <= FLOAT16_LIMIT else "FAIL",
+        status="PASS" if value <= FLOAT16.largest else "FAIL",
         value=value,
-        bound=FLOAT16_LIMIT,
+        bound=FLOAT16.largest,
         reason=reason,
     )

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.precision import FLOAT16, FloatType
 from ground.records import Figure
 
-from .tolerance import FLOAT16_UNIT
+from .tolerance import CEILINGS
 
-FLOAT16_LIMIT = 65504.0
 Arrays = Mapping[str, NDArray[np.floating]]
 
 
@@ -54,23 +54,28 @@ class FaultLocation:
 
 
 def block_errors(
-    reference: Arrays, candidate: Arrays, *, noise: Mapping[str, float] | float = FLOAT16_UNIT
+    reference: Arrays,
+    candidate: Arrays,
+    *,
+    noise: Mapping[str, float] | float = FLOAT16.unit,
+    held_in: FloatType = FLOAT16,
 ) -> list[BlockError]:
     """Every block that both sides have, in the reference's order.
 
-    `noise` is what each block's output may be off by: of FP16 links the dense model's own FP16 error at that block
-    (see noise_of), of exact links one bound for all. Raises BadInput when no block is shared or shapes differ.
+    `noise` is what each block's output may be off by: of links in sixteen bits the dense model's own error in that type
+    at that block (see noise_of), of exact links one bound for all. Raises BadInput when no block is shared or shapes
+    differ.
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
         left, right = (", ".join(list(side)[:4]) for side in (reference, candidate))
         raise BadInput(f"the two sides share no block: {left}... and {right}...; compare two forms of the same model")
-    return [_block_error(key, reference[key], candidate[key], _floor(noise, key)) for key in shared]
+    return [_block_error(key, reference[key], candidate[key], _floor(noise, key, held_in)) for key in shared]
 
 
-def noise_of(reference: Arrays, fp16: Arrays) -> dict[str, float]:
-    """Each block's own FP16 noise: the relative error of the dense model's FP16 form against its FP32 form."""
-    return {block.key: block.error for block in block_errors(reference, fp16)}
+def noise_of(reference: Arrays, half: Arrays) -> dict[str, float]:
+    """Each block's own noise in sixteen bits: the relative error of the dense model's form in them against FP32."""
+    return {block.key: block.error for block in block_errors(reference, half)}
 
 
 def locate(
@@ -80,6 +85,7 @@ def locate(
     activations: Mapping[str, float],
     fix_command: str = "",
     factor: float = 4.0,
+    held_in: FloatType = FLOAT16,
 ) -> FaultLocation:
     """The first block (in the order given) that is off by more than `factor` times its noise, or gives NaN or Inf.
 
@@ -96,7 +102,7 @@ def locate(
             value=worst.error,
             noise=worst.noise,
             largest_activation=max(activations.values(), default=0.0),
-            half_limit=FLOAT16_LIMIT,
+            half_limit=held_in.largest,
             reason=f"no block is off by {factor:g} times its noise; {worst.site} is nearest, {worst.times:.2g} times",
             command="",
         )
@@ -108,8 +114,8 @@ def locate(
         value=first_bad.error,
         noise=first_bad.noise,
         largest_activation=largest,
-        half_limit=FLOAT16_LIMIT,
-        reason=_reason(first_bad, largest),
+        half_limit=held_in.largest,
+        reason=_reason(first_bad, largest, held_in),
         command=fix_command.replace("{site}", first_bad.site),
     )
 
@@ -145,17 +151,16 @@ def _block_error(
     return BlockError(key=key, error=off, noise=noise, nonfinite=False)
 
 
-def _floor(noise: Mapping[str, float] | float, key: str) -> float:
-    """A block that the dense model breaks in FP16 as well, or computes without any error, gives no yardstick."""
+def _floor(noise: Mapping[str, float] | float, key: str, held_in: FloatType) -> float:
+    """A block that the dense model breaks in that type as well, or computes without any error, gives no yardstick."""
     if isinstance(noise, float | int):
         return float(noise)
-    known = noise.get(key, FLOAT16_UNIT)
-    return min(max(known, FLOAT16_UNIT), 0.05)
+    return min(max(noise.get(key, held_in.unit), held_in.unit), CEILINGS[held_in])
 
 
-def _reason(block: BlockError, largest: float) -> str:
-    over = "over" if largest > FLOAT16_LIMIT else "within"
-    activation = f"; its largest activation is {largest:,.6g}, {over} float16's {FLOAT16_LIMIT:,.0f}" if largest else ""
+def _reason(block: BlockError, largest: float, held_in: FloatType) -> str:
+    limit = f"{'over' if largest > held_in.largest else 'within'} {held_in.name}'s {held_in.largest:,.6g}"
+    activation = f"; its largest activation is {largest:,.6g}, {limit}" if largest else ""
     if block.nonfinite:
         return f"{block.site} is the first to give NaN or Inf{activation}"
     return (

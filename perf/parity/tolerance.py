@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 
 from ground.errors import BadInput
+from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType
 
 from .measures import Measures
 
-FLOAT32_UNIT = 2.0**-24
-FLOAT16_UNIT = 2.0**-11
 EXACT_FACTOR = 10
-# A larger error than this is no rounding any more, whatever the dense model itself does in FP16.
-FLOAT16_CEILING = 0.05
+# A larger error than this is no rounding any more, whatever the dense model itself does in that type.
+CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tol
     assert products > 0, products
     assert largest_logit >= 0, largest_logit
     assert magnified >= 1, magnified
-    bound = EXACT_FACTOR * FLOAT32_UNIT * products * magnified
+    bound = EXACT_FACTOR * FLOAT32.unit * products * magnified
     head = f" x {magnified:.2g}, as the head magnifies errors" if magnified > 1 else ""
     return Tolerance(
         rule=f"float32: {EXACT_FACTOR} x 2^-24 x {products} products in a row{head}",
@@ -68,24 +67,29 @@ def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tol
     )
 
 
-def fp16(noise: Measures, *, factor: float = 4.0, whose: str = "the dense model") -> Tolerance:
-    """For FP16 links: `factor` times a model's own FP16-against-FP32 error on the same images, mostly the dense one's.
+def half(
+    noise: Measures, *, held_in: FloatType = FLOAT16, factor: float = 4.0, whose: str = "the dense model"
+) -> Tolerance:
+    """For links in sixteen bits: `factor` times a model's own error in that type against FP32 on the same images,
+    mostly the dense one's.
 
-    Never under the unit roundoff of float16 nor over 0.05. The bound is not widened by a model that breaks in FP16:
-    such a model gives no yardstick.
+    Never under the unit roundoff of the type (2^-11 of float16, 2^-8 of bfloat16) nor over 0.05 (0.2). The bound is
+    not widened by a model that breaks in that type: such a model gives no yardstick.
     """
     if not factor >= 1:
         raise BadInput(
-            f"FP16 factor: got {factor}, expected 1 or more (the multiple of the dense model's own FP16 error)"
+            f"half factor: got {factor}, expected 1 or more (the multiple of the dense model's own {held_in.shown} "
+            "error)"
         )
+    ceiling, own = CEILINGS[held_in], f"{whose}'s own {held_in.shown} error {noise.relative_error:.2g}"
     calibrated = factor * noise.relative_error
-    bound = min(max(calibrated, FLOAT16_UNIT), FLOAT16_CEILING)
-    rule = f"{factor:g} x {whose}'s own FP16 error {noise.relative_error:.2g}"
-    if calibrated < FLOAT16_UNIT:
-        rule += ", at least 2^-11"
-    if calibrated > FLOAT16_CEILING:
-        rule = f"at most {FLOAT16_CEILING}: {whose}'s own FP16 error {noise.relative_error:.2g} is no yardstick"
-    usable = 0 < calibrated <= FLOAT16_CEILING
+    bound = min(max(calibrated, held_in.unit), ceiling)
+    rule = f"{factor:g} x {own}"
+    if calibrated < held_in.unit:
+        rule += f", at least 2^{math.log2(held_in.unit):.0f}"
+    if calibrated > ceiling:
+        rule = f"at most {ceiling}: {own} is no yardstick"
+    usable = 0 < calibrated <= ceiling
     return Tolerance(
         rule=rule,
         max_relative_error=bound,

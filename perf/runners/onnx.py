@@ -13,6 +13,7 @@ import numpy as np
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
 from ground.ports import OutputPort, Port, Role
+from ground.precision import BFLOAT16, BY_ONNX, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -29,7 +30,6 @@ PROVIDERS: dict[Provider, str] = {
 DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 # The note in which a graph says what its outputs are for: a list of objects with name and role.
 OUTPUTS_NOTE = "export.outputs"
-WEIGHT_PRECISION = {1: "fp32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto.DataType
 
 
 @dataclass(slots=True)
@@ -66,6 +66,8 @@ class OnnxRunner:
         require_provider(ort.get_available_providers(), self.provider)
         if not self.path.is_file():
             raise BadInput(f"{self.path}: no such ONNX file")
+        if self.provider == "cpu":
+            _refuse_bf16(self.path)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         if self.provider != "cpu":
@@ -246,18 +248,40 @@ def require_granted(granted: list[str], provider: Provider) -> None:
 
 
 def onnx_precision(path: Path) -> str:
-    """The type of the weights by bytes: fp32, fp16, bf16, or mixed when none holds 99 %."""
+    """What the weights are by bytes, in the words of ground.precision: quantised where one hundredth is; mixed where no
+    type holds 99 %; `unknown` where there are none.
+    """
     import onnx
 
-    sizes: Counter[str] = Counter()
+    sizes: Counter[FloatType] = Counter()
     for tensor in onnx.load(str(path), load_external_data=False).graph.initializer:
-        if tensor.data_type in WEIGHT_PRECISION:
-            width = 4 if tensor.data_type == onnx.TensorProto.FLOAT else 2
-            sizes[WEIGHT_PRECISION[tensor.data_type]] += width * int(np.prod(tensor.dims, dtype=np.int64))
+        held_in = BY_ONNX.get(tensor.data_type)
+        if held_in is not None:
+            sizes[held_in] += held_in.size_bytes * int(np.prod(tensor.dims, dtype=np.int64))
     if not sizes:
         return "unknown"
-    name, size = sizes.most_common(1)[0]
-    return name if size >= 0.99 * sizes.total() else "mixed"
+    quantised = [word for word, each in QUANTISED.items() if sizes[each] > 0.01 * sizes.total()]
+    if quantised:
+        return quantised[0]
+    most, size = sizes.most_common(1)[0]
+    if size >= 0.99 * sizes.total():
+        return "fp32" if most is FLOAT32 else mixed_of(most).pure
+    return mixed_of(max(HALVES, key=lambda each: sizes[each])).name
+
+
+def _refuse_bf16(path: Path) -> None:
+    """What a CPU would do with such a graph is no run of it."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        precision = onnx_precision(path)
+    except DecodeError:
+        return  # ONNX Runtime says in its own words that this is no graph
+    if type_of_word(precision) is BFLOAT16:
+        raise BadInput(
+            f"{path}: a BF16 graph, and ONNX Runtime's CPU kernels have no arithmetic in bfloat16: (a) time or "
+            "run an engine of it or provider cuda, (b) time the fp32 graph; verify rounds as it is typed by itself"
+        )
 
 
 def _onnxruntime() -> Any:

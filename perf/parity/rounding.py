@@ -1,9 +1,9 @@
-"""An FP16 graph as a float32 graph that rounds wherever the types say float16.
+"""An FP16 or BF16 graph as a float32 graph that rounds wherever the types say float16 or bfloat16.
 
 ONNX Runtime's CPU kernels compute FP16 graphs in float32 and carry the wide values on, so that nothing ever overflows
-there: a graph whose attention logits pass 65,504 looks right on a CPU and gives NaN in an engine. The rounded graph
-has the meaning of its types: sums inside an operator are wide, as tensor cores keep them, and every float16 result is
-rounded.
+there: a graph whose attention logits pass 65,504 looks right on a CPU and gives NaN in an engine. Of BF16 they have
+no MatMul at all. The rounded graph has the meaning of its types: sums inside an operator are wide, as tensor cores keep
+them, and every result of sixteen bits is rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from ground.errors import BadInput
+from ground.precision import BY_ONNX, HALVES
 
-HALF, SINGLE = TensorProto.FLOAT16, TensorProto.FLOAT
+NARROW = tuple(each.onnx for each in HALVES)
+SINGLE = TensorProto.FLOAT
 # These hand on values as they are, which are rounded already.
 MOVES = {"Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile",
          "Transpose", "Unsqueeze"}  # fmt: skip
@@ -31,11 +33,12 @@ def element_types(model: ModelProto) -> dict[str, int]:
 
 
 def rounded_graph(model: ModelProto) -> ModelProto:
-    """A new graph with the same names and a float32 border. Raises BadInput for a graph with a float16 border."""
+    """A new graph with the same names and a float32 border. Raises BadInput for a border of sixteen bits."""
     types = element_types(model)
     for value in (*model.graph.input, *model.graph.output):
-        if types[value.name] == HALF:
-            raise BadInput(f"{value.name}: this border is float16, expected float32; export the graph again")
+        if types[value.name] in NARROW:
+            name = BY_ONNX[types[value.name]].name
+            raise BadInput(f"{value.name}: this border is {name}, expected float32; export the graph again")
     single = ModelProto()
     single.CopyFrom(model)
     del single.graph.node[:], single.graph.initializer[:], single.graph.value_info[:]
@@ -50,20 +53,20 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
     for attribute in wide.attribute:
         if attribute.type == AttributeProto.TENSOR:
             attribute.t.CopyFrom(_widened(attribute.t))
-        if node.op_type == "Cast" and attribute.name == "to" and attribute.i == HALF:
+        if node.op_type == "Cast" and attribute.name == "to" and attribute.i in NARROW:
             attribute.i = SINGLE
-    halves = [] if node.op_type in MOVES else [name for name in node.output if types.get(name) == HALF]
+    halves = [] if node.op_type in MOVES else [name for name in node.output if types.get(name) in NARROW]
     for place, name in enumerate(wide.output):
         if name in halves:
             wide.output[place] = f"{name}/wide"
     yield wide
     for name in halves:
-        yield helper.make_node("Cast", [f"{name}/wide"], [f"{name}/half"], name=f"{name}/round", to=HALF)
+        yield helper.make_node("Cast", [f"{name}/wide"], [f"{name}/half"], name=f"{name}/round", to=types[name])
         yield helper.make_node("Cast", [f"{name}/half"], [name], name=f"{name}/widen", to=SINGLE)
 
 
 def _widened(tensor: TensorProto) -> TensorProto:
-    if tensor.data_type != HALF:
+    if tensor.data_type not in NARROW:
         return tensor
     values: Any = numpy_helper.to_array(tensor).astype("float32")
     return numpy_helper.from_array(values, tensor.name)

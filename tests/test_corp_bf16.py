@@ -1,0 +1,189 @@
+"""BF16 from command to record: graphs that are rounded as typed, blocks kept in FP32, engines, refusals."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from corp_deploy.cli import main
+from corp_deploy.families.family import family_of
+from corp_deploy.families.norm_types import NORMS
+from corp_deploy.release.samples import opened_graph
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.onnx_file import facts_of_onnx
+from export.engine.record import record_of_plan
+from export.graph.precision import typed_copy
+from export.graph.weights import weight_shares
+from ground.errors import BadInput
+from perf.parity.rounding import rounded_graph
+from perf.runners.onnx import OnnxRunner
+from tests import tiny
+
+Array = NDArray[np.float32]
+WEIGHT = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
+rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def ran(*words: object) -> Result:
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("bf16")
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "images.npy", tiny.images(16))
+    ran("export", "--model", home / "dense", "--precision", "fp32,bf16", "-o", home / "dense" / "model.onnx")
+    return home
+
+
+def one_operator(kind: str, weight: Array) -> onnx.ModelProto:
+    """images [B,32] in float32 -> one operator in bfloat16 -> logits in float32."""
+    stored = weight.astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["images"], ["x"], name="block/Cast", to=TensorProto.BFLOAT16),
+            helper.make_node(kind, ["x", "w"], ["y"], name=f"block/{kind}"),
+            helper.make_node("Cast", ["y"], ["logits"], name="head/Cast", to=TensorProto.FLOAT),
+        ],
+        "one",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 32])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", None])],
+        initializer=[numpy_helper.from_array(stored, "w")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+
+
+def to_nearest_even(values: NDArray[np.floating]) -> Array:
+    """bfloat16 by its bits: half a unit is added, less one where the last kept bit is even, and the rest cut off."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["Add", "Mul", "MatMul"])
+def test_one_operator_is_rounded_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    images = (rng.standard_normal((64, 32)) * 10.0 ** rng.integers(-3, 4, (64, 32))).astype(np.float32)
+    weight = WEIGHT if kind == "MatMul" else WEIGHT[:, 0]
+    onnx.save(rounded_graph(one_operator(kind, weight)), tmp_path / "one.onnx")
+    with OnnxRunner(tmp_path / "one.onnx") as runner:
+        (found,) = runner({"images": images}).values()
+    x, w = to_nearest_even(images).astype(np.float64), to_nearest_even(weight).astype(np.float64)
+    exact = x @ w if kind == "MatMul" else x + w if kind == "Add" else x * w
+    assert np.array_equal(found, to_nearest_even(exact))
+
+
+def test_the_rounded_graph_is_what_torch_computes_in_bfloat16(home: Path) -> None:
+    model = load_checkpoint(home / "dense").model
+    exportable, images = family_of(model).exportable(model), tiny.images(16)
+    with torch.inference_mode():
+        exact = exportable(torch.from_numpy(images)).double().numpy()
+        own = typed_copy(exportable, "bf16", norms=NORMS)(torch.from_numpy(images)).double().numpy()
+    with opened_graph(home / "dense" / "model.bf16.onnx") as runner:
+        (rounded,) = runner({"images": images}).values()
+    size = np.linalg.norm(exact)
+    error = np.linalg.norm(rounded - exact) / size
+    assert 2**-11 < error < 2**-5
+    assert np.linalg.norm(rounded - own) / size < 2 * error
+    assert error == pytest.approx(np.linalg.norm(own - exact) / size, rel=0.5)
+
+
+def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
+    with pytest.raises(BadInput, match=r"CPU kernels have no arithmetic in bfloat16.*verify rounds"):
+        OnnxRunner(home / "dense" / "model.bf16.onnx").__enter__()
+    graphs = home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"
+    done = run("bench", *graphs, "--batch", "1", "-o", home / "bench.json")
+    assert done.exit_code == 2, done.output
+    assert "a BF16 graph" in done.stderr, done.stderr
+    assert "CPU kernels have no arithmetic in bfloat16" in done.stderr, done.stderr
+    done = run("build", graphs[1], "--backend", "onnxruntime", "-o", home / "o.onnx")
+    assert done.exit_code == 2
+    assert "compute in float32 and this graph is bf16" in done.stderr
+
+
+def test_verify_rounds_it_as_typed_and_says_so(home: Path) -> None:
+    steps = [home / "dense", home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"]
+    done = run("verify", home / "dense", *steps, "--images", home / "images.npy", "--max-error", "0.05",
+               "--batch", "1,4", "-o", home / "parity.json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    parity = json.loads((home / "parity.json").read_text())
+    (link,) = (link for link in parity["links"] if link["kind"] == "half")
+    assert (link["candidate"], link["status"]) == ("dense/model.bf16.onnx ONNX bf16", "PASS")
+    assert "the dense model's own BF16 error" in json.dumps(link)
+    assert "rounded as typed by ONNX Runtime, float32 arithmetic between" in json.dumps(link)
+    assert not [test for test in parity["structure"] if test["test"] == "headroom"]
+
+
+def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
+    broken = load_checkpoint(home / "dense")
+    with torch.no_grad():  # two weights that differ by less than bfloat16 tells, times what is nearly the same
+        first = broken.model.get_submodule("blocks.1.mlp.fc1")
+        last = broken.model.get_submodule("blocks.1.mlp.fc2")
+        assert isinstance(first, torch.nn.Linear)
+        assert isinstance(last, torch.nn.Linear)
+        first.weight[1], first.bias[1] = first.weight[0], first.bias[0]
+        last.weight[:, 0] += 300.0 * torch.linspace(1, 2, last.out_features)
+        last.weight[:, 1] = -last.weight[:, 0]
+        last.weight[:, 1] += 0.4 * torch.sin(torch.arange(last.out_features))
+    save(broken, tmp_path / "broken")
+    output = tmp_path / "m.onnx"
+    done = ran("export", "--model", tmp_path / "broken", "--precision", "mixed-bf16", "--auto", "--images",
+               home / "images.npy", "--dense", home / "dense", "-o", output, "--json")  # fmt: skip
+    result = json.loads(done.stdout)
+    assert all(site.startswith("blocks.1") for site in result["kept_fp32"]), result
+    assert result["written"][0]["precision"] == "mixed-bf16"
+    assert facts_of_onnx(output).precision == "mixed-bf16"
+    assert set(weight_shares(onnx.load(output))) == {"float32", "bfloat16"}
+    healthy = tmp_path / "healthy.mixed-bf16.onnx"
+    done = ran("export", "--model", home / "dense", "--precision", "mixed-bf16", "--auto", "--images",
+               home / "images.npy", "-o", healthy)  # fmt: skip
+    assert "so the graph is bf16, not mixed-bf16" in done.output
+    assert facts_of_onnx(healthy).precision == "bf16"
+
+
+def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
+    ran("export", "--model", home / "dense", "--precision", "bf16,mixed-bf16", "--keep-fp32", "blocks.1.mlp",
+        "-o", tmp_path / "m.onnx")  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.bf16.onnx", "m.mixed-bf16.onnx"]
+    shares = weight_shares(onnx.load(tmp_path / "m.mixed-bf16.onnx"))
+    assert 0 < shares["float32"] < shares["bfloat16"]
+    refused = run(
+        "export", "--model", home / "dense", "--precision", "bf16", "--opset", "20", "-o", tmp_path / "x.onnx"
+    )
+    assert refused.exit_code == 2
+    assert "Conv takes no bfloat16 before opset 22 (first at patch_embed.proj/Conv)" in refused.stderr
+
+
+@rtx
+def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: Path, tmp_path: Path) -> None:
+    graph, plan = home / "dense" / "model.bf16.onnx", tmp_path / "m.plan"
+    ran(
+        "build", graph, "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:2:4", "--precision", "bf16", "-o", plan
+    )
+    record = record_of_plan(plan)
+    assert (record.precision, record.half_weight_share, record.weight_types) == ("bf16", 1.0, {"bfloat16": 1.0})
+    assert record.kernel_types["bfloat16"] > 0.5
+    assert "float16" not in record.kernel_types
+    assert record.fused_attention_sites == record.attention_sites
+    refused = run(
+        "build", graph, "--backend", "tensorrt-rtx", "--sm", "75", "--batch", "1:2:4", "-o", tmp_path / "o.plan"
+    )
+    assert refused.exit_code == 2
+    assert "holds bfloat16, which GPUs have from SM80 on, and --sm asks for 75" in refused.stderr
+    assert not (tmp_path / "o.plan").exists()
+    audited = ran("audit", graph, graph, "--sm", "86", "--json")
+    assert json.loads(audited.stdout)["targets"][0]["passed"]
