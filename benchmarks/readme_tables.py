@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from benchmarks import convnets_page, polish_page
+from benchmarks import convnets_page, heads_page, polish_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -225,6 +225,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "budgets.json": budgets,
     "polish.json": polish_page.polish,
     "layer_polish.json": polish_page.layer_polish,
+    "rotation.json": heads_page.rotation,
     "text_encoder.json": text_encoder,
     "engines.json": engines,
     "cpu_latency.json": cpu_latency,

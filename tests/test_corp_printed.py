@@ -250,6 +250,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.save_as": ("hf", {}),
     "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.rescale": (True, {}),
+    "reduce.rotate": (False, {}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
     "reduce.within": ("error 0.5", {"reduce.mlp": None, "reduce.attn": None, "reduce.within": "error 0.4"}),
     "reduce.merge_tokens": ("2", {}),

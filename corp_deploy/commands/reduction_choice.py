@@ -105,6 +105,13 @@ method_options = (
         help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
     ),
     click.option(
+        "--rotate/--no-rotate",
+        default=None,
+        help="Give reduced heads in a basis of even ranges, by a Hadamard rotation of queries and keys, "
+        "and of values, where their width is a power of two: the same outputs, less lost in INT8. Default: preset "
+        "best does, the published ones keep their own.",
+    ),
+    click.option(
         "--align",
         type=Alignment(),
         default=WIDTHS,

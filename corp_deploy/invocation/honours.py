@@ -62,7 +62,7 @@ class Axis:
         able = [f"{each.words} ({each.ask})" for each in self.ways.values() if each.takes(option, value)]
         honoured = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
         hint = f"; {way.instead[option]}" if option in way.instead else ""
-        spelled = " ".join(spelling(option, value))
+        spelled = " ".join(spelling(option, value) or spelling(f"no_{option}", value is False))
         where = f" ({what})" if what else ""
         raise BadInput(f"{spelled} is not honoured by {way.words}{where}; {honoured}{hint}")
 

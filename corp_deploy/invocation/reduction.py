@@ -40,7 +40,8 @@ class MethodChoice:
     [0, 1).
 
     `select` ranks sites of a kind (mlp, head, conv) by something else, `align` has the multiples of their widths,
-    `rescale` sets convolutions to the dense ones' means and variances. Raises BadInput for a combination that makes no
+    `rescale` sets convolutions to the dense ones' means and variances, `rotate` gives reduced heads in a basis of even
+    ranges, None as the preset does. Raises BadInput for a combination that makes no
     sense.
     """
 
@@ -54,6 +55,7 @@ class MethodChoice:
     align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
     ridge: float = DEFAULT_RIDGE_REL
     rescale: bool = False
+    rotate: bool | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -82,6 +84,7 @@ class MethodChoice:
             align_conv=self.align.get("conv"),
             ridge_rel=self.ridge,
             rescales=self.rescale,
+            rotates=self.rotate,
             mlp_selection=select.get("mlp"),
             qk_selection=select.get("head"),
             conv_selection=select.get("conv"),

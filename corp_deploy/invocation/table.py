@@ -214,7 +214,7 @@ def _preset(name: str, method: Method) -> Way:
     """What a preset does to attention and convolutions, and whether it has the curves that a budget follows."""
     curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
-    attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads}
+    attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads, "rotate": ANY}
     convolutions: dict[str, Values] = (
         {} if method.conv_recovery == "keep" else {"conv": ANY, "residual": ANY, "rescale": ANY}
     )
@@ -243,7 +243,7 @@ ATTENTION = Axis(
         "reduced": Way(
             words="a reduction of attention",
             ask="--attn above 0, a budget, --within or --heads auto",
-            honours={"heads": ANY},
+            honours={"heads": ANY, "rotate": ANY},
         ),
     },
 )

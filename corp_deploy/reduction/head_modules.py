@@ -7,6 +7,8 @@ from torch import Tensor
 
 from calib.moments import HeadMoments
 from corp_deploy.algebra.queries_keys import QkRecovery
+from corp_deploy.algebra.rotation import rotated_back, rotated_maps
+from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.widths import EMPTY_HEADS, HeadWidths
 
@@ -84,6 +86,20 @@ def _projection(site: HeadSite) -> tuple[Tensor, Tensor | None]:
     return site.last.weight.detach().double(), bias_O
 
 
+def _rotated(
+    site: HeadSite, method: Method, widths: HeadWidths, qk: QkRecovery, values: ValueRecovery
+) -> tuple[QkRecovery, ValueRecovery]:
+    """In the method's gauge, which errors don't depend on: queries and keys, and values, where they became fewer and
+    may be mixed.
+    """
+    if method.rotates and site.mixing == "free" and widths.qk < site.qk:
+        qk = replace(qk, q_map_HRD=rotated_maps(qk.q_map_HRD), k_map_HRD=rotated_maps(qk.k_map_HRD))
+    if method.rotates and not site.keeps_v and widths.v < site.v:
+        weight_OK = rotated_back(values.weight_OK, site.heads)
+        values = replace(values, v_map_HRV=rotated_maps(values.v_map_HRV), weight_OK=weight_OK)
+    return qk, values
+
+
 def reduced_heads(
     site: HeadSite,
     moments: HeadMoments,
@@ -110,6 +126,7 @@ def reduced_heads(
     values = at_values.recovery
     if site.keeps_qk or not leaves_values(method, widths.v, site.v):
         reports.append(_value_report(site, at_values, moments, method, widths.v, held_out))
+    recovery, values = _rotated(site, method, widths, recovery, values)
     maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)
     bias = None if site.first.bias is None else maps.applied(site.first.bias.detach())
     needs_bias = bias_O is not None or bool(values.bias_O.any())

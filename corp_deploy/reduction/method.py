@@ -43,7 +43,8 @@ class Method:
     """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
     full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
     elimination (see swap.py). `empties`: whether a budget may leave a constant of a site. `rescales`: convolutions get
-    the dense ones' means and variances afterwards (see rescaling.py).
+    the dense ones' means and variances afterwards (see rescaling.py). `rotates`: reduced heads are given in a basis
+    whose channels have even ranges (see rotation.py), at no cost and with the same results.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -61,6 +62,7 @@ class Method:
     conv_sparsity: float | None = None
     residual_sparsity: float | None = None
     rescales: bool = False
+    rotates: bool = False
     mlp_swaps: bool = True
     empties: bool = True
     geometry: HeadGeometry = "padded"
@@ -149,6 +151,7 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
             value_recovery="lowrank",
             conv_selection="obs",
             conv_recovery="im2col",
+            rotates=True,
         ),
         "corp": Method(
             mlp_selection="combined",

@@ -109,6 +109,8 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "heads": table.heads,
         "closed_loop": table.said_loop,
         "rescale": table.rescale,
+        "rotate": table.rotate,
+        "no_rotate": table.rotate is False,
         "polish": table.polish,
         "polish_steps": table.polish_steps,
         "polish_time": table.polish_time,

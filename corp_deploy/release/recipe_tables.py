@@ -140,6 +140,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ridge: recipe_values.Ridge = DEFAULT_RIDGE_REL
     closed_loop: recipe_values.ClosedLoop | None = None
     rescale: recipe_values.Flag = False
+    rotate: recipe_values.Flag | None = None
     polish: recipe_values.Polish | None = None
     polish_steps: recipe_values.Steps | None = None
     polish_time: recipe_values.Seconds | None = None
@@ -163,6 +164,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "heads": None if self.heads == "padded" else self.heads,
             "reads": self.reads,
             "rescale": self.rescale or None,
+            "rotate": self.rotate,
             "polish_steps": self.polish_steps,
             "polish_time": self.polish_time,
         }
@@ -273,6 +275,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 align={"mlp": self.align_mlp, "head": self.align_head, "conv": self.align_conv},
                 ridge=self.ridge,
                 rescale=self.rescale,
+                rotate=self.rotate,
             ),
             budget=BudgetChoice(macs=self.macs, params=self.params),
             within=None if self.within is None else limit_from_text(self.within),

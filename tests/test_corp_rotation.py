@@ -1,0 +1,178 @@
+"""Reduced heads in a rotated basis: the same logits and outputs, channels of more even ranges, off where asked."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+from calib.images import Images
+from calib.moments import Moments
+from calib.store import save as save_moments
+from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rotated_maps
+from corp_deploy.cli import main
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.modules import device, replaced
+from corp_deploy.invocation.reduction import MethodChoice
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.head_modules import reduced_heads
+from corp_deploy.reduction.kinds import kind_of
+from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.moments import site_moments
+from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.errors import BadInput
+from tests import small_convnets, tiny
+from tests.small_models import outputs
+
+HELD_OUT = torch.from_numpy(tiny.images(6, seed=5))
+
+
+@cache
+def images(**kwargs: Any) -> Images:
+    path = Path(small_convnets._FOLDER.name) / "rotation.npy"
+    return tiny.opened(path, tiny.images(48), tiny.checkpoint(**kwargs).model)
+
+
+@cache
+def moments(**kwargs: Any) -> Moments:
+    return calibrate(tiny.checkpoint(**kwargs), images(**kwargs), batch_size=16)
+
+
+def method(**changes: Any) -> Method:
+    return method_from_preset("best", attention_sparsity=0.5, align_head=8, **changes)
+
+
+def spread(width: int, how: str) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(3, width, 12, generator=generator, dtype=torch.float64)
+    if how == "ill-conditioned":
+        rows *= 10.0 ** -torch.arange(width, dtype=torch.float64).unsqueeze(1)
+    elif how == "singular":
+        rows[:, 1:] = 0.0
+    return rows
+
+
+def test_the_rotation_is_sylvesters_matrix() -> None:
+    for width in (2, 4, 16, 64):
+        signs = [[(-1.0) ** (row & column).bit_count() for column in range(width)] for row in range(width)]
+        expected = torch.tensor(signs, dtype=torch.float64) / width**0.5
+        torch.testing.assert_close(hadamard(width), expected, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(hadamard(width) @ hadamard(width).T, torch.eye(width, dtype=torch.float64))
+    assert [width for width in range(20) if rotatable(width)] == [2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("how", ["random", "ill-conditioned", "singular"])
+@pytest.mark.parametrize("width", [1, 6, 8])
+def test_logits_and_outputs_stay(width: int, how: str) -> None:
+    """Spelled out head by head; a width without such a matrix is left as it is."""
+    q_HRD, k_HRD, v_HRD = (spread(width, how) * scale for scale in (1.0, 2.0, -1.0))
+    x_XD = torch.randn(20, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight_OK = torch.randn(5, 3 * width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    rotated = rotated_back(weight_OK, 3)
+    for head in range(3):
+        q, k, v, q2, k2, v2 = (
+            x_XD @ each[head].T for maps in (lambda m: m, rotated_maps) for each in map(maps, (q_HRD, k_HRD, v_HRD))
+        )
+        own = slice(head * width, (head + 1) * width)
+        torch.testing.assert_close(q2 @ k2.T, q @ k.T, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(v2 @ rotated[:, own].T, v @ weight_OK[:, own].T, rtol=1e-12, atol=1e-12)
+        assert q2.equal(q) == (width != 8)
+    assert rotated.equal(weight_OK) == (width != 8)
+
+
+def test_an_outlier_is_spread_over_all_channels() -> None:
+    map_HRD = torch.ones(1, 16, 1, dtype=torch.float64)
+    map_HRD[0, 3] = 100.0
+    assert float(rotated_maps(map_HRD).abs().max()) < 30.0
+
+
+def in_float64(asked: Method, **kwargs: Any) -> nn.Module:
+    """The model with every attention reduced, in float64 throughout."""
+    model = tiny.checkpoint(**kwargs).model
+    small: dict[str, nn.Module] = {}
+    for site, double in zip(
+        sites_of(model).heads, sites_of(tiny.checkpoint(**kwargs).model.double()).heads, strict=True
+    ):
+        width = kind_of(site).uniform(site, asked)
+        own: Any = site_moments(site, moments(**kwargs), device(model))
+        small |= reduced_heads(double, own, asked, width).modules  # type: ignore[arg-type]
+    return replaced(tiny.checkpoint(**kwargs).model.double(), small).eval()
+
+
+@pytest.mark.parametrize("geometry", ["padded", "square", "ragged"])
+def test_a_reduced_models_outputs_stay(geometry: str) -> None:
+    asked = method(geometry=geometry)
+    plain = replace(asked, rotates=False)
+    with torch.inference_mode():
+        one, other = (in_float64(each)(HELD_OUT.double()) for each in (asked, plain))
+    torch.testing.assert_close(one, other, rtol=0.0, atol=1e-12 * float(other.abs().max()))
+    rotated, as_it_was = (reduce(tiny.checkpoint().model, moments(), each) for each in (asked, plain))
+    exact = outputs(as_it_was.model, HELD_OUT)
+    assert float((outputs(rotated.model, HELD_OUT) - exact).norm() / exact.norm()) < 1e-6
+    assert rotated.sites == as_it_was.sites
+    first, second = (each.model.get_parameter("blocks.0.attn.qkv.weight") for each in (rotated, as_it_was))
+    changed = [not one.equal(two) for one, two in zip(first.split(24), second.split(24), strict=False)]
+    values_too = geometry == "square"
+    assert changed[:2] == [True, True]
+    assert all(each == values_too for each in changed[2:])
+    projections = (each.model.get_parameter("blocks.0.attn.proj.weight") for each in (rotated, as_it_was))
+    assert torch.equal(*projections) != values_too
+
+
+@pytest.mark.parametrize("loop", [{}, {"align_inputs": True}])
+def test_a_closed_loop_fits_the_rotated_basis(loop: dict[str, bool]) -> None:
+    """Its last layer is fitted behind the rotation: the same model as without one."""
+    asked = method(geometry="square", mlp_sparsity=0.5, align_hidden=8)
+    models = [
+        reduce_closed_loop(tiny.checkpoint().model, images(), each).model
+        for each in (asked, replace(asked, rotates=False))
+    ]
+    exact = outputs(models[1], HELD_OUT)
+    assert float((outputs(models[0], HELD_OUT) - exact).norm() / exact.norm()) < 1e-4
+
+
+@pytest.mark.parametrize(("kwargs", "share"), [({"num_heads": 1}, 0.5), ({"qk_norm": True}, 0.5), ({}, 0.0)])
+def test_where_no_rotation_is_free_nothing_changes(kwargs: dict[str, Any], share: float) -> None:
+    """A width of 24, norms of queries and keys, full width."""
+    asked = method_from_preset("best", attention_sparsity=share, align_head=8)
+    models = [
+        reduce(tiny.checkpoint(**kwargs).model, moments(**kwargs), each).model.state_dict()
+        for each in (asked, replace(asked, rotates=False))
+    ]
+    assert all(models[0][name].equal(value) for name, value in models[1].items())
+
+
+def test_who_rotates() -> None:
+    assert [name for name, each in PRESETS.items() if each.rotates] == ["best"]
+    assert MethodChoice(attn=0.5).method.rotates
+    assert not MethodChoice(attn=0.5, rotate=False).method.rotates
+    assert MethodChoice(attn=0.5, preset="corp", rotate=True).method.rotates
+    assert not ReduceTable(attn=0.5, rotate=False).method.rotates
+    with pytest.raises(BadInput, match="--rotate is not honoured by preset grail"):
+        ReduceTable(preset="grail", mlp=0.5, rotate=True)
+    with pytest.raises(BadInput, match="--no-rotate is not honoured by a reduction that leaves attention alone"):
+        ReduceTable(mlp=0.5, rotate=False)
+
+
+def test_the_command_rotates_or_not(tmp_path: Path) -> None:
+    checkpoint = tiny.checkpoint()
+    save(checkpoint, tmp_path / "dense")
+    save_moments(moments(), tmp_path / "moments.safetensors")
+    words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "moments.safetensors", "--attn", "0.5"]
+    for more, asked in (([], method()), (["--no-rotate"], method(rotates=False))):
+        directory = tmp_path / f"reduced{len(more)}"
+        given = [*words, "--align", "head=8", *more, "-o", directory]
+        done = CliRunner().invoke(main, [str(word) for word in given])
+        assert done.exit_code == 0, done.stderr
+        own = load_checkpoint(directory).model.state_dict()
+        expected = reduce(checkpoint.model, moments(), asked).model.state_dict()
+        assert all(own[name].equal(value) for name, value in expected.items())
+    assert np.isfinite(outputs(load_checkpoint(tmp_path / "reduced0").model, HELD_OUT).numpy()).all()
