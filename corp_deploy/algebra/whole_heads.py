@@ -1,0 +1,138 @@
+"""Which heads of an attention go whole, and what its output projection becomes.
+
+The projection reads z, all heads side by side, and gives y = W z + b. Fewer heads give z' = R z with R = M (x) I_V: a
+row of M picks a head, or averages the heads of a cluster (GRAIL, sections 3.1 and 3.2). Where groups of query heads
+share keys and values M is block-diagonal, a block a group. Errors are exact on the calibration distribution, where
+what is fed to the projection is R z indeed: for heads picked, not for folded ones, whose softmax is of mean rows.
+
+Legend: H heads, G groups of heads that share keys and values, M heads left, V dimensions of a head, C = H V, K = M V,
+O outputs.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .block_obs import eliminate_blocks
+from .channels import ChannelRecovery
+from .obs import Elimination
+from .quadratic import Solved, solve_ridge, variance
+from .scores import kept_from_scores
+
+Form = Literal["none", "gram", "affine"]
+
+
+def output_energy(second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
+    """tr(W_h G_hh W_h') [H]: what each head alone gives the output (GRAIL)."""
+    weight_HOV = weight_OC.unflatten(1, (heads, -1)).transpose(0, 1)
+    width = weight_HOV.shape[2]
+    second_HVV = second_CC.view(heads, width, heads, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    score_H: Tensor = ((weight_HOV @ second_HVV) * weight_HOV).sum(dim=(1, 2)).clamp_min(0.0)
+    return score_H
+
+
+def magnitude(weight_OC: Tensor, heads: int) -> Tensor:
+    """||W_h||^2 [H]."""
+    return weight_OC.square().sum(dim=0).view(heads, -1).sum(dim=1)
+
+
+def eliminated(
+    covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float, group_of_H: Tensor | None = None
+) -> Elimination:
+    """Heads in the order in which they go, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted: one
+    order serves every count. `group_of_H`: they go in rounds, one of each group. Fewer `heads` than there are take as
+    many neighbours at a time, the query heads of whole groups.
+    """
+    size = weight_OC.shape[1] // heads
+    return eliminate_blocks(covariance_CC, weight_OC, size, ridge_rel=ridge_rel, group_of_C=group_of_H)
+
+
+def best_heads(score_H: Tensor, count: int) -> Tensor:
+    """The `count` heads of the highest scores, in their order; of equal ones the first [M]."""
+    return kept_from_scores(score_H, count)
+
+
+def best_groups(score_H: Tensor, groups: int, count: int) -> Tensor:
+    """The query heads of the `count` groups of the highest sums, so that keys and values go whole [M]."""
+    size = score_H.numel() // groups
+    kept_G = kept_from_scores(score_H.view(groups, size).sum(dim=1), count)
+    within = torch.arange(size, device=score_H.device)
+    return (kept_G.unsqueeze(1) * size + within).flatten()
+
+
+def best_of_each_group(score_H: Tensor, groups: int, count: int) -> Tensor:
+    """The `count` heads of the highest scores of each group, which keeps its keys and values [M]."""
+    size = score_H.numel() // groups
+    kept_GM = kept_from_scores(score_H.view(groups, size), count)
+    return (kept_GM + torch.arange(groups, device=score_H.device).unsqueeze(1) * size).flatten()
+
+
+def selection(kept_M: Tensor, heads: int) -> Tensor:
+    """[M, H]: rows that pick a head."""
+    return torch.nn.functional.one_hot(kept_M, heads).to(torch.float64)
+
+
+def averages(cluster_H: Tensor, count: int) -> Tensor:
+    """[M, H]: rows that average the heads of a cluster."""
+    member_MH = torch.nn.functional.one_hot(cluster_H, count).T.to(torch.float64)
+    return member_MH / member_MH.sum(dim=1, keepdim=True)
+
+
+def grouped(maps: Iterable[Tensor]) -> Tensor:
+    """Maps of the heads of each group, in turn, as one block-diagonal map of all heads."""
+    whole: Tensor = torch.block_diag(*maps)
+    return whole
+
+
+def _fitted(
+    moment_CC: Tensor, weight_OC: Tensor, map_KC: Tensor, start_OK: Tensor, ridge_rel: float
+) -> tuple[Tensor, Solved]:
+    """S + (W - S R) G R' (R G R' + ridge I)^-1: a ridge toward S."""
+    spread_CK = moment_CC @ map_KC.T
+    step = solve_ridge((weight_OC - start_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
+    return start_OK + step.solution_OK, step
+
+
+def recovered(
+    mean_C: Tensor,
+    second_CC: Tensor,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    map_MH: Tensor,
+    form: Form,
+    *,
+    ridge_rel: float,
+) -> ChannelRecovery:
+    """The projection that reads the heads left. With S the sum of each cluster's columns, C the covariance:
+
+    * `none`: S;
+    * `gram`: W G R' (R G R' + ridge I)^-1 on the second moment, the bias as it is (GRAIL, as published);
+    * `affine`: S + (W - S R) C R' (R C R' + ridge I)^-1, the mean of what is lost in the bias; all heads left are W.
+
+    ridge = ridge_rel * mean diagonal of the matrix that it is added to.
+    """
+    width = weight_OC.shape[1] // map_MH.shape[1]
+    eye_VV = torch.eye(width, dtype=torch.float64, device=weight_OC.device)
+    map_KC = torch.kron(map_MH.contiguous(), eye_VV)
+    covariance_CC = second_CC - torch.outer(mean_C, mean_C)
+    old_O = weight_OC.new_zeros(len(weight_OC)) if bias_O is None else bias_O
+    plain_OK, new_O, solved = weight_OC @ (map_KC > 0.0).to(torch.float64).T, old_O.clone(), None
+    new_OK = plain_OK
+    if form == "gram":
+        new_OK, solved = _fitted(second_CC, weight_OC, map_KC, torch.zeros_like(plain_OK), ridge_rel)
+    elif form == "affine":
+        new_OK, solved = _fitted(covariance_CC, weight_OC, map_KC, plain_OK, ridge_rel)
+        new_O = old_O + (weight_OC - new_OK @ map_KC) @ mean_C
+    change_OC, plain_change_OC = weight_OC - new_OK @ map_KC, weight_OC - plain_OK @ map_KC
+    left, dropped = variance(change_OC, covariance_CC), variance(plain_change_OC, covariance_CC)
+    return ChannelRecovery(
+        weight_OK=new_OK,
+        bias_O=new_O,
+        residual=left + float((change_OC @ mean_C + old_O - new_O).square().sum()),
+        residual_uncompensated=dropped + float((plain_change_OC @ mean_C).square().sum()),
+        r2=1.0 - left / dropped if dropped > 0.0 else 1.0,
+        condition=1.0 if solved is None else solved.condition,
+        ridge=0.0 if solved is None else solved.ridge,
+    )
