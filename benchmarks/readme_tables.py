@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from benchmarks import convnets_page, heads_page, polish_page
+from benchmarks import bf16_page, convnets_page, heads_page, polish_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -228,6 +228,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rotation.json": heads_page.rotation,
     "text_encoder.json": text_encoder,
     "engines.json": engines,
+    "bf16.json": bf16_page.bf16,
     "cpu_latency.json": cpu_latency,
     "calibration_small.json": calibration,
     "calibration_base.json": calibration,

@@ -28,6 +28,34 @@ from tests import tiny
 
 Array = NDArray[np.float32]
 WEIGHT = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "calibration.npy"
+hold_out = 4
+batch_size = 4
+[held_out]
+images = "held-out.npz"
+[reduce]
+mlp = 0.3
+align_mlp = 8
+[export]
+precisions = ["fp32", "bf16"]
+[parity]
+batches = [1, 3]
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+threads = 1
+[samples]
+count = 3
+[gate]
+fail_if = ["params >= dense"]
+"""
 rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
 
 
@@ -187,3 +215,19 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
     assert not (tmp_path / "o.plan").exists()
     audited = ran("audit", graph, graph, "--sm", "86", "--json")
     assert json.loads(audited.stdout)["targets"][0]["passed"]
+
+
+def test_a_release_carries_it_and_replays_its_samples(home: Path) -> None:
+    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1))
+    np.save(home / "calibration.npy", tiny.images(12))
+    (home / "recipe.toml").write_text(RECIPE)
+    ran("release", home / "recipe.toml", "-o", home / "out")
+    out = home / "out"
+    assert facts_of_onnx(out / "reduced" / "model.bf16.onnx").precision == "bf16"
+    links = {link["kind"]: link["status"] for link in json.loads((out / "parity.json").read_text())["links"]}
+    assert links["half"] == "PASS"
+    assert "samples replayed: all as they were made" in " ".join(ran("check", out).stdout.replace("│", " ").split())
+    (home / "recipe.toml").write_text(RECIPE + '\n[targets.onnxruntime-cpu]\nprecision = "bf16"\n')
+    refused = run("release", home / "recipe.toml", "-o", out)
+    assert refused.exit_code == 2
+    assert "targets.onnxruntime-cpu: ONNX Runtime's CPU kernels have no arithmetic in bfloat16" in refused.stderr
