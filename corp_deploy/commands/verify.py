@@ -95,7 +95,7 @@ limit_options = value_options(
         type=Number(FACTOR),
         default=4.0,
         show_default=True,
-        help="FP16 links may err by this multiple of the dense model's own FP16 error.",
+        help="FP16 and BF16 links may err by this multiple of the dense model's own error in that type.",
     ),
     click.option(
         "--max-apart",

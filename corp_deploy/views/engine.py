@@ -14,7 +14,7 @@ def engine_table(record: EngineRecord) -> Table:
     fused = "unknown" if record.fused_attention is None else str(record.fused_attention)
     rows = {
         "backend": f"{record.backend} {record.library_version}",
-        "precision": f"{record.precision} ({record.half_weight_share:.0%} of the weights are half)",
+        "precision": f"{record.precision} ({record.half_weight_share:.0%} of the weights in 16 bits)",
         "targets": ", ".join(record.targets) or "-",
         "profiles": ", ".join(record.profiles) or "-",
         "kernels": "unknown" if record.kernels is None else str(record.kernels),
