@@ -310,6 +310,9 @@ EXPORT_ASKED: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "mixed": {"precision": "mixed", "keep_fp32": "blocks.1"},
     "mixed-auto": {"precision": "mixed", "auto": True, "images": "images.npy"},
+    "bf16": {"precision": "bf16"},
+    "mixed-bf16": {"precision": "mixed-bf16", "keep_fp32": "blocks.1"},
+    "mixed-bf16-auto": {"precision": "mixed-bf16", "auto": True, "images": "images.npy"},
 }
 EXPORT_VALUES = {"keep_fp32": "blocks.0", "images": "images.npy", "samples": 3, "seed": 1, "dense": "dense"}
 
