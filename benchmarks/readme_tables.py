@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from benchmarks import bf16_page, convnets_page, heads_page, polish_page
+from benchmarks import bf16_page, convnets_page, heads_page, polish_page, sparsity_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -227,6 +227,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "layer_polish.json": polish_page.layer_polish,
     "rotation.json": heads_page.rotation,
     "text_encoder.json": text_encoder,
+    "sparsity.json": sparsity_page.sparsity,
+    "sparse_engines.json": sparsity_page.sparse_engines,
     "engines.json": engines,
     "bf16.json": bf16_page.bf16,
     "cpu_latency.json": cpu_latency,

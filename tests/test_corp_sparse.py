@@ -20,6 +20,7 @@ from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import replaced
+from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
@@ -126,6 +127,38 @@ def test_an_order_leaves_the_model_as_it_is(kind: str) -> None:
         not torch.equal(own.state_dict()["blocks.0.mlp.fc1.weight"], dense.state_dict()["blocks.0.mlp.fc1.weight"])
         or kind == "heads"
     )
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"reg_tokens": 2, "init_values": 0.5}, {"qk_norm": True, "pre_norm": True}])
+def test_an_order_of_the_stream_leaves_the_model_as_it_is(kwargs: dict[str, Any]) -> None:
+    dense, batch = tiny.checkpoint(**kwargs).model, torch.from_numpy(tiny.images(4))
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
+    own = stream_reordered(dense, order)
+    torch.testing.assert_close(own(batch), dense(batch), rtol=1e-5, atol=1e-5)
+    qkv = "blocks.0.attn.qkv"
+    torch.testing.assert_close(weight_of(own, qkv), weight_of(dense, qkv)[:, order])
+    (x, _), (y, _) = heard(own, qkv, batch), heard(dense, qkv, batch)
+    torch.testing.assert_close(x, y[..., order], rtol=1e-5, atol=1e-5)
+
+
+def test_the_stream_is_reordered_where_all_that_touch_it_are_known() -> None:
+    model, report = made("stream")
+    dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
+    assert report.permute == "stream"
+    assert small_convnets.error(model, dense, unseen) < 1.2 * small_convnets.error(made("none")[0], dense, unseen)
+    scores = stream_scores(dense)
+    by_hand = torch.zeros(48, dtype=torch.float64)
+    for at in (0, 1):
+        for norm, layer in (("norm1", "attn.qkv"), ("norm2", "mlp.fc1")):
+            gamma = weight_of(dense, f"blocks.{at}.{norm}").double()
+            by_hand += (weight_of(dense, f"blocks.{at}.{layer}").double() * gamma).square().sum(0)
+    torch.testing.assert_close(scores, by_hand)
+    streamed = tiny.checkpoint(num_classes=0)
+    with pytest.raises(BadInput, match=r"--sparse-permute stream: VisionTransformer is no plain ViT with a classifier"):
+        sparsified(streamed.model, images(), Sparsifying(kinds=ALL, permute="stream"))
+    mixed: Any = {"mlp": TWO_OF_FOUR, "head": Sparsity(kept=4, of=8)}
+    with pytest.raises(BadInput, match="one order of 48 channels can't serve groups of 4 and 8"):
+        sparsified(dense, images(), Sparsifying(kinds=mixed, permute="stream"))
 
 
 def test_orders_inside_sites_are_told() -> None:

@@ -48,7 +48,7 @@ sparse_of_reduction = (
         type=click.Choice(PERMUTES),
         default=DEFAULT_PERMUTE,
         show_default=True,
-        help="Put what a site's last layer reads into another order first, by the rows in front of it: nothing is "
-        "permuted at run time.",
+        help="Put what a site's last layer reads into another order first, by the rows in front of it (inside), and "
+        "the residual stream of a plain ViT with a classifier too (stream): nothing is permuted at run time.",
     ),
 )

@@ -6,8 +6,10 @@ from corp_deploy.algebra.sparsity import Rule
 
 SparseKind = Literal["mlp", "head", "conv"]
 """Of which sites layers are."""
-Permute = Literal["none", "inside"]
-"""Whether what a site's last layer reads is put into another order first, by the rows that give it."""
+Permute = Literal["none", "inside", "stream"]
+"""What is put into another order first: nothing, what a site's last layer reads by the rows that give it, and the
+residual stream too.
+"""
 Target = Literal["reduced", "own"]
 """What a layer is fitted to: what it gave in the model without zeros, or what its weights without zeros give on the
 stream as it is by then.

@@ -26,6 +26,7 @@ from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families.family import family_of, is_run_whole
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.steps import Walk
+from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
@@ -173,7 +174,7 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
     regressions = [each.regression() for each in sums]
     for regression in regressions:
         refuse_nonfinite(place.name, regression.second_KK)
-    reorders = how.permute == "inside" and place.reorder_ is not None and not place.block % sparsity.of
+    reorders = how.permute != "none" and place.reorder_ is not None and not place.block % sparsity.of
     if reorders and place.reorder_ is not None:
         score_K = saliency(weight_GOK[0], regressions[0].covariance_KK.diagonal())
         order_K = interleaved(score_K, sparsity, block=place.block)
@@ -254,6 +255,17 @@ def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
     )
 
 
+def _stream_reordered(model: nn.Module, how: Sparsifying) -> nn.Module:
+    score_C = stream_scores(model)
+    sizes = {sparsity.of for sparsity in how.kinds.values()}
+    if len(sizes) > 1 or len(score_C) % max(sizes):
+        raise BadInput(
+            f"--sparse-permute stream: one order of {len(score_C)} channels can't serve groups of "
+            f"{' and '.join(map(str, sorted(sizes)))}; give --sparse-permute inside"
+        )
+    return stream_reordered(model, interleaved(score_C, next(iter(how.kinds.values()))))
+
+
 @torch.no_grad()
 def sparsified(
     reduced: nn.Module,
@@ -269,6 +281,8 @@ def sparsified(
     Memory: two residual streams of all inputs in float32. `done` is told how many layers are finished. Raises BadInput
     where no layer can be sparse, and for activations that are not finite.
     """
+    if how.permute == "stream":
+        reduced = _stream_reordered(reduced, how)
     own = replaced(reduced, {})
     if not is_run_whole(reduced) and family_of(reduced).merging_of(reduced) is not None:
         how = replace(how, target="own")
