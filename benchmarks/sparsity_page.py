@@ -42,6 +42,6 @@ def sparse_engines(record: dict[str, Any]) -> str:
         f"TensorRT-RTX {record['rows'][0]['version']} takes the flag for sparse weights and changes nothing: two ViT-S "
         f"blocks in FP16, all layers 2:4, built with and without it for SM {', '.join(same)} give the same plans byte "
         f"for byte{changed}, and {said or 'none'} of the builder's lines speak of sparsity; `build --sparse` refuses "
-        "it there. TensorRT tries sparse kernels and takes them where they are faster; its own count of layers goes into "
-        "the engine's record, and a gate can ask for some: `sparse_layers < 10`."
+        "it there. TensorRT tries sparse kernels and takes them where they are faster; its own count of layers goes "
+        "into the engine's record, and a gate can ask for some: `sparse_layers < 10`."
     )

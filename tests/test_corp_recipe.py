@@ -83,6 +83,12 @@ def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
         ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),
         ("[gate]\nfail_if = 'speedup@b8 < 1'", "gate.fail_if is 'speedup@b8 < 1', expected a list"),
         ("[targets.onnxruntime-cpu]\nsms = ['86']", "batch and sms shape engines"),
+        ("[targets.onnxruntime-cpu]\nsparse = true", "batch and sms shape engines, as sparse does"),
+        (
+            "[targets.tensorrt]\nsparse = true",
+            "sparse asks for sparse kernels, but reduce.sparse for no sparse weights",
+        ),
+        ("[targets.tensorrt-rtx]\nsparse = true", "TensorRT-RTX builds the same plan with and without it"),
         ("[targets.tensorrt]\nsms = ['86']", "use the backend tensorrt-rtx"),
         ("[targets.tensorrt-rtx]\nsms = ['13']", "'13' is no target of TensorRT-RTX"),
         ("[targets.tensorrt]\nbatch = '1:4:8'", "targets.tensorrt.batch is 1:4:8, but bench.batches asks for 32"),

@@ -110,13 +110,14 @@ def _limits(recipe: Recipe) -> ParityLimits:
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
-    """Dense and reduced plans with their records."""
+    """Dense and reduced plans with their records; sparse kernels are for the reduced model alone."""
     for subject in SUBJECTS:
         options = BuildOptions(
             backend=target.name,
             precision=target.precision,
             profiles=(target.profile,),
             sms=target.sms,
+            sparse=target.sparse and subject == "reduced",
             command=str(invocation),
         )
         path = dirs.into / plan_name(target, subject)

@@ -230,7 +230,8 @@ def _engine_stage(recipe: Recipe, target: Target) -> Stage:
         outputs=(*plans, *(f"{plan}.json" for plan in plans)),
         run=_own("engine", target, command),
         reads=tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS),
-        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()},
+        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()}
+        | ({"sparse": True} if target.sparse else {}),
         missing=lambda: missing_to_build(target),
         command=str(command),
     )

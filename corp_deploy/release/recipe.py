@@ -38,12 +38,15 @@ ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One place where the model is to run; `profile` and `sms` shape engines only. `rules` are judged there alone."""
+    """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
+    alone.
+    """
 
     name: TargetName
     precision: str
     profile: BatchProfile
     sms: tuple[str, ...]
+    sparse: bool
     rules: tuple[Rule, ...]
 
     @property
@@ -84,6 +87,10 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._refuse_idle_threads()
         self._refuse_idle_system()
         _ = self.targets, self.rules
+        if self.reduce.sparse is None and any(table.sparse for table in self.target_tables.values()):
+            raise BadInput(
+                "targets: sparse asks for sparse kernels, but reduce.sparse for no sparse weights; give both"
+            )
 
     def _refuse_unjudged_limit(self) -> None:
         """A limit is judged on what the calibration holds out: [held_out] proves the model that was chosen."""
@@ -166,17 +173,17 @@ def _target(
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
     profile = _profile(where, name, table, batches)
-    return Target(name=name, precision=precision, profile=profile, sms=table.sms, rules=rules)
+    return Target(name=name, precision=precision, profile=profile, sms=table.sms, sparse=table.sparse, rules=rules)
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:
     """The batch sizes that a target's engine takes; of ONNX Runtime, which takes any, those that are measured."""
-    if name not in ENGINES and (table.batch or table.sms):
-        raise BadInput(f"{where}: batch and sms shape engines; leave them out for {name}")
+    if name not in ENGINES and (table.batch or table.sms or table.sparse):
+        raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     try:
         profile = BatchProfile.from_text(table.batch or f"1:{max(batches)}:{max(batches)}")
         if name in ENGINES:
-            BuildOptions(backend=name, profiles=(profile,), sms=table.sms)
+            BuildOptions(backend=name, profiles=(profile,), sms=table.sms, sparse=table.sparse)
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
     outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]

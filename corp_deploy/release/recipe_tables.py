@@ -344,4 +344,5 @@ class TargetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: recipe_values.Precision | None = None
     batch: recipe_values.Text | None = None
     sms: recipe_values.Texts = ()
+    sparse: recipe_values.Flag = False
     fail_if: recipe_values.Texts = ()
