@@ -18,7 +18,8 @@ from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.cli import main
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from corp_deploy.invocation.reduction import reduction_from_options
@@ -35,7 +36,7 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from ground.errors import BadInput
 from ground.files import sha256_of_file
-from tests import encoders, small_convnets, tiny
+from tests import encoders, small_convnets, tiny, windowed_models
 
 TWO_OF_FOUR = Sparsity(kept=2, of=4)
 ALL: Any = dict.fromkeys(("mlp", "head", "conv"), TWO_OF_FOUR)
@@ -207,6 +208,34 @@ def test_padding_counts_for_nothing(tmp_path: Path) -> None:
     for one, other in zip(report.layers, again.layers, strict=True):
         assert one.energy == pytest.approx(other.energy, rel=1e-4), one
         assert one.error == pytest.approx(other.error, rel=0.2), one  # patterns that cost the same may differ
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    own = replaced(tiny.checkpoint().model, {})
+    with torch.no_grad():
+        own.get_parameter("blocks.0.mlp.fc1.bias")[3] = float("inf")
+    with pytest.raises(BadInput, match=r"NaN or Inf in the activations"):
+        sparsified(own, images(), Sparsifying(kinds=ALL))
+
+
+def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream() -> None:
+    own = tiny.checkpoint().model
+    merging = Merging(schedule=(2, 2), metric="ward", how="merge", unmerged=False)
+    _, report = sparsified(family_of(own).with_merging(own, merging), images(), Sparsifying(kinds=ALL))
+    assert report.target == "own"
+    assert len(report.patterns) == 8
+    assert all(each.error <= each.error_masked for each in report.layers)
+
+
+@pytest.mark.parametrize("form", ["padding", "cosines"])
+def test_windows_are_walked_too(form: str) -> None:
+    own = windowed_models.checkpoint(form)
+    shown = windowed_models.pixels(own.model, 16)
+    path = Path(small_convnets._FOLDER.name) / f"{form}.npy"
+    model, report = sparsified(own.model, tiny.opened(path, shown.numpy(), own.model), Sparsifying(kinds=ALL))
+    assert report.patterns
+    assert all(each.error <= each.error_masked * (1.0 + 1e-9) for each in report.layers)
+    assert all(int(groups(weight_of(model, name)).max()) <= 2 for name in report.patterns)
 
 
 def test_a_layer_that_can_not_be_sparse_is_left_with_the_reason() -> None:

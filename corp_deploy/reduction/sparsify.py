@@ -7,25 +7,21 @@ arXiv 2504.02692), so that it makes up for zeros in front of it too. No label is
 Legend: G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import moved
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families.family import family_of, is_run_whole
-from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.modules import replaced
 from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from ground.errors import BadInput
 
@@ -33,10 +29,7 @@ from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places
 from .sparse_report import LayerSparsity, SparsityReport
-from .streams import CPU_TOKENS, embedded
-
-State = Any  # a Walk between two steps, or the inputs of a model that is run whole
-Run = Callable[[State], object]
+from .sparse_walk import Pair, Run, State, StepOfBoth, advance_, calls, heard, pairs_of, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,83 +46,9 @@ class Sparsifying:
     refits: bool = True
 
 
-class _Reached(Exception):
-    """Ends a run whose rest would compute nothing that is asked for."""
-
-
-def _heard(run: Run, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """What enters and leaves a layer in a run, which ends there."""
-    heard: list[tuple[Tensor, Tensor]] = []
-
-    def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        heard.append((inputs[0], y))
-        raise _Reached
-
-    handle = layer.register_forward_hook(hear)
-    try:
-        with suppress(_Reached):
-            run(state)
-    finally:
-        handle.remove()
-    return heard[0]
-
-
-def _calls(run: Run, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
-    """Which of these layers a run calls, in order, and what it gives."""
-    came: list[str] = []
-    handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
-    try:
-        return came, run(state)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass(slots=True)
-class _Pair:
-    """The stream of a few inputs before a step, without zeros and as sparse by then."""
-
-    reduced: State
-    sparse: State
-    inputs: int
-
-    @property
-    def weights(self) -> Tensor | None:
-        return self.sparse.tokens.sizes if isinstance(self.sparse, Walk) else None
-
-
-def _pairs(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[_Pair]:
-    if is_run_whole(model):
-        for batch in inputs.batches(batch_size):
-            here = moved(batch, device(model))
-            yield _Pair(here, here, len(here) if isinstance(here, Tensor) else len(next(iter(here.values()))))
-        return
-    merges = family_of(model).merging_of(model) is not None
-    for x_BNC, weights_BN in embedded(model, inputs, batch_size):
-        size = max(1, CPU_TOKENS // x_BNC.shape[1]) if x_BNC.device.type == "cpu" else len(x_BNC)
-        pieces = x_BNC.split(size)
-        weights = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
-        for piece_BNC, piece_BN in zip(pieces, weights, strict=True):
-            walk = Walk.of(piece_BNC, piece_BN, merges)
-            yield _Pair(walk, walk, len(piece_BNC))
-
-
-def _runs(model: nn.Module) -> list[Run]:
-    """The steps of a model, or all of it."""
-    if is_run_whole(model):
-        return [model]
-    return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """The same step of both models."""
-
-    reduced: Run
-    sparse: Run
-
-
-def _sums(place: SparsePlace, before: nn.Module | None, step: _Step, pairs: Sequence[_Pair]) -> list[RegressionSums]:
+def _sums(
+    place: SparsePlace, before: nn.Module | None, step: StepOfBoth, pairs: Sequence[Pair]
+) -> list[RegressionSums]:
     """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
     None for what it gives itself.
     """
@@ -139,9 +58,9 @@ def _sums(place: SparsePlace, before: nn.Module | None, step: _Step, pairs: Sequ
         for _ in weight_GOK
     ]
     for pair in pairs:
-        x, y = _heard(step.sparse, pair.sparse, place.layer)
+        x, y = heard(step.sparse, pair.sparse, place.layer)
         if before is not None:
-            _, y = _heard(step.reduced, pair.reduced, before)
+            _, y = heard(step.reduced, pair.reduced, before)
         weights = pair.weights
         if weights is not None:
             assert x.shape[:-1] == weights.shape, (place.name, x.shape, weights.shape)
@@ -171,9 +90,9 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
     bias_GO = weight_GOK.new_zeros(weight_GOK.shape[:2])
     if place.layer.bias is not None:
         bias_GO = place.layer.bias.detach().double().view_as(bias_GO)
+    for each in sums:
+        refuse_nonfinite(place.name, torch.cat((each.tx_OK.flatten(), each.x.sum_K, each.tt.view(1))))
     regressions = [each.regression() for each in sums]
-    for regression in regressions:
-        refuse_nonfinite(place.name, regression.second_KK)
     reorders = how.permute != "none" and place.reorder_ is not None and not place.block % sparsity.of
     if reorders and place.reorder_ is not None:
         score_K = saliency(weight_GOK[0], regressions[0].covariance_KK.diagonal())
@@ -232,7 +151,7 @@ def _chosen(
     state = first
     layers = {place.name: place.layer for place in every}
     for run in runs:
-        called, state = _calls(run, state, layers)
+        called, state = calls(run, state, layers)
         came += called
     left: dict[str, str] = {}
     for place in every:
@@ -287,14 +206,16 @@ def sparsified(
     if not is_run_whole(reduced) and family_of(reduced).merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(reduced), evaluating(own):
-        steps = [_Step(reduced=one, sparse=other) for one, other in zip(_runs(reduced), _runs(own), strict=True)]
-        pairs = list(_pairs(reduced, inputs, batch_size))
+        steps = [
+            StepOfBoth(reduced=one, sparse=other) for one, other in zip(runs_of(reduced), runs_of(own), strict=True)
+        ]
+        pairs = list(pairs_of(reduced, inputs, batch_size))
         places, left = _chosen(own, how, pairs[0].sparse, [step.sparse for step in steps])
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
         for step in steps:
             layers = {name: place.layer for name, place in waiting.items()}
-            for name in _calls(step.sparse, pairs[0].sparse, layers)[0]:
+            for name in calls(step.sparse, pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
                 before = reduced.get_submodule(name) if how.target == "reduced" else None
                 sums = _sums(place, before, step, pairs)
@@ -303,7 +224,7 @@ def sparsified(
                 if done is not None:
                     done(len(reports))
             if waiting:
-                _advance(pairs, step)
+                advance_(pairs, step)
     listed = [
         reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
         for each in places
@@ -311,8 +232,3 @@ def sparsified(
     _refuse_none(listed, how)
     report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
     return own.eval().requires_grad_(False), report
-
-
-def _advance(pairs: Sequence[_Pair], step: _Step) -> None:
-    for pair in pairs:
-        pair.reduced, pair.sparse = step.reduced(pair.reduced), step.sparse(pair.sparse)

@@ -1,0 +1,103 @@
+"""Both models of a sparsification on their way through the same steps: without zeros, and as sparse by then.
+
+Legend: B images of a piece, N tokens, C channels.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from calib.input_set import InputSet
+from calib.inputs import moved
+from corp_deploy.families.family import family_of, is_run_whole
+from corp_deploy.families.modules import device
+from corp_deploy.families.steps import Walk
+
+from .streams import CPU_TOKENS, embedded
+
+State = Any  # a Walk between two steps, or the inputs of a model that is run whole
+Run = Callable[[State], object]
+
+
+class _Reached(Exception):
+    """Ends a run whose rest would compute nothing that is asked for."""
+
+
+def heard(run: Run, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """What enters and leaves a layer in a run, which ends there."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        found.append((inputs[0], y))
+        raise _Reached
+
+    handle = layer.register_forward_hook(hear)
+    try:
+        with suppress(_Reached):
+            run(state)
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def calls(run: Run, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
+    """Which of these layers a run calls, in order, and what it gives."""
+    came: list[str] = []
+    handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
+    try:
+        return came, run(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(slots=True)
+class Pair:
+    """The stream of a few inputs before a step, without zeros and as sparse by then."""
+
+    reduced: State
+    sparse: State
+    inputs: int
+
+    @property
+    def weights(self) -> Tensor | None:
+        return self.sparse.tokens.sizes if isinstance(self.sparse, Walk) else None
+
+
+def pairs_of(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Pair]:
+    if is_run_whole(model):
+        for batch in inputs.batches(batch_size):
+            here = moved(batch, device(model))
+            yield Pair(here, here, len(here) if isinstance(here, Tensor) else len(next(iter(here.values()))))
+        return
+    merges = family_of(model).merging_of(model) is not None
+    for x_BNC, weights_BN in embedded(model, inputs, batch_size):
+        size = max(1, CPU_TOKENS // x_BNC.shape[1]) if x_BNC.device.type == "cpu" else len(x_BNC)
+        pieces = x_BNC.split(size)
+        weights = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
+        for piece_BNC, piece_BN in zip(pieces, weights, strict=True):
+            walk = Walk.of(piece_BNC, piece_BN, merges)
+            yield Pair(walk, walk, len(piece_BNC))
+
+
+def runs_of(model: nn.Module) -> list[Run]:
+    """The steps of a model, or all of it."""
+    if is_run_whole(model):
+        return [model]
+    return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOfBoth:
+    """The same step of both models."""
+
+    reduced: Run
+    sparse: Run
+
+
+def advance_(pairs: Sequence[Pair], step: StepOfBoth) -> None:
+    for pair in pairs:
+        pair.reduced, pair.sparse = step.reduced(pair.reduced), step.sparse(pair.sparse)
