@@ -15,7 +15,8 @@ def sparsity(record: dict[str, Any]) -> str:
     text = (
         "Weights made 2:4 sparse (`reduce --sparse 2:4`) beside narrower layers (`best`): error of the outputs on "
         "held-out inputs, relative to the dense ones about their mean, and the share of the dense MACs, of 2:4 "
-        f"counted as if every zero were skipped. Fitted to and judged by: {sizes}."
+        f"counted as if every zero were skipped; `2:4` is the default, patterns by exact cost, refitted. Fitted to and "
+        f"judged by: {sizes}."
     )
     return "\n\n".join([text, table(["", *models], lines)])
 
