@@ -251,6 +251,8 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.rescale": (True, {}),
     "reduce.rotate": (False, {}),
+    "reduce.whole_heads": (0.5, {}),
+    "reduce.select_heads": ("magnitude", {"reduce.whole_heads": 0.5}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
     "reduce.within": ("error 0.5", {"reduce.mlp": None, "reduce.attn": None, "reduce.within": "error 0.4"}),
     "reduce.merge_tokens": ("2", {}),

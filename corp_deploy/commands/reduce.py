@@ -57,8 +57,8 @@ def reduce_command(
     inputs: InputChoice,
     out: Output,
 ) -> None:
-    """Remove MLP channels, query/key dimensions and channels between convolutions, and repair the loss in closed form.
-    --sparse sets weights to zero.
+    """Remove MLP channels, query/key dimensions, whole heads and channels between convolutions, and repair the loss in
+    closed form. --sparse sets weights to zero.
 
     With --polish a fit follows, and the same command goes on where an interrupted one was. Under torchrun the
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...

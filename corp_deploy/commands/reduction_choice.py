@@ -10,7 +10,14 @@ from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_opt
 from corp_deploy.invocation.table import LOOP, POLISH, PRESET
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
-from corp_deploy.reduction.method import CONV_RANKINGS, DEFAULT_RIDGE_REL, LOOPS, MLP_RANKINGS, QK_RANKINGS
+from corp_deploy.reduction.method import (
+    CONV_RANKINGS,
+    DEFAULT_RIDGE_REL,
+    HEADS_RANKINGS,
+    LOOPS,
+    MLP_RANKINGS,
+    QK_RANKINGS,
+)
 from ground.errors import BadInput
 from ground.quantities import RIDGE, SECONDS, SHARE_KEPT, SHARE_REMOVED, STEPS
 from ground.quantity import BATCH
@@ -23,21 +30,21 @@ from .sparse_choice import sparse_of_reduction
 
 
 class Ranking(click.ParamType[dict[str, str]]):
-    """mlp=wanda,head=magnitude,conv=producer-l2; any may be left out."""
+    """mlp=wanda,head=magnitude,conv=producer-l2,heads=grail; any may be left out."""
 
-    name = "mlp=how,head=how,conv=how"
+    name = "mlp=how,head=how,conv=how,heads=how"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
         if isinstance(value, dict):
             return value
-        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS}
+        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS, "heads": HEADS_RANKINGS}
         words = [part.split("=") for part in str(value).split(",")]
         for word in words:
             if len(word) != 2 or word[1] not in known.get(word[0], ()):
                 each = "; ".join(f"{name}= {', '.join(allowed)}" for name, allowed in known.items())
-                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW,conv=HOW with {each}", param, ctx)
+                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW,conv=HOW,heads=HOW with {each}", param, ctx)
         if len({word[0] for word in words}) != len(words):
-            self.fail(f"{value!r}: expected mlp=, head= and conv= once each", param, ctx)
+            self.fail(f"{value!r}: expected mlp=, head=, conv= and heads= once each", param, ctx)
         return {word[0]: word[1] for word in words}
 
 
@@ -83,6 +90,13 @@ method_options = (
         "read a stream; needs moments of calibrate --residual.",
     ),
     click.option(
+        "--whole-heads",
+        type=Number(SHARE_REMOVED),
+        default=None,
+        help="Share of the attention heads to remove whole, one at least stays; the output projection is refitted. "
+        "--attn then narrows those left. " + PRESET.help("whole_heads"),
+    ),
+    click.option(
         "--preset",
         type=click.Choice(NAMES),
         default="best",
@@ -95,7 +109,8 @@ method_options = (
         "--select",
         type=Ranking(),
         default=None,
-        help="Rank by something else than the preset does: mlp=producer-l2, head=magnitude or conv=wanda.",
+        help="Rank by something else than the preset does: mlp=producer-l2, head=magnitude (dimensions of heads), "
+        "conv=wanda or heads=grail (whole heads).",
     ),
     click.option(
         "--heads",

@@ -26,6 +26,8 @@ from .widths import ConvWidths, HeadWidths, Widths
 
 def _unsayable(name: str, width: int | HeadWidths, first: tuple[str, int], dense: int, kind: str) -> str:
     if isinstance(width, HeadWidths):
+        if width.heads is not None:
+            return f"{name} has {width.heads} heads, and a configuration has one number for all layers"
         whole = width.qk == width.v == dense
         return "" if whole else f"{name} has narrower heads than {dense}, and {kind} reads no width of them"
     if width != first[1]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from calib.sites import HeadTaps, Tap
 
 from . import cost
+from .by_head import bias_of_heads, norm_of_heads
 from .constant import Constant
 from .head_attention import HeadAttention, rows_by_head
 from .modules import fill_, parameters, replaced
@@ -98,6 +99,13 @@ class HeadSite:
         return self.norm is not None
 
     @property
+    def keeps_heads(self) -> str:
+        """Why no head can go whole, or nothing."""
+        if self.talk is not None:
+            return "talking heads mix the scores of all heads"
+        return "" if self.norm is None else f"a {type(self.norm).__name__} before the output projection mixes all heads"
+
+    @property
     def width(self) -> HeadWidths:
         return HeadWidths(qk=self.qk, v=self.v)
 
@@ -174,15 +182,16 @@ class HeadSite:
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
         talking = 0 if self.talk is None or not width.v else 2 * (self.heads * tokens) ** 2
+        heads = width.heads or self.heads
         return (
             talking
-            + macs_of(self.position_bias)
+            + macs_of(self._bias(self._first_heads(heads)))
             + cost.attention_macs(
                 tokens=tokens,
                 dim=self.first.in_features,
                 out=self.last.out_features,
                 pooled=self.pooled,
-                heads=self.heads,
+                heads=heads,
                 qk=width.qk,
                 v=width.v,
                 padded=geometry_of_heads(width, geometry) == "padded",
@@ -193,19 +202,22 @@ class HeadSite:
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         """Norms stay, and what is added to scores; learned frequencies go with their planes."""
         assert isinstance(width, HeadWidths), (self.name, width)
-        stay = (self.q_norm, self.k_norm, self.norm, *((self.position_bias, self.talk) if width.v else ()))
-        turning = 0 if self.rotary is None else parameters(self.rotary) * width.qk // self.qk
+        heads = width.heads or self.heads
+        kept_H = self._first_heads(heads)
+        norms = (norm_of_heads(norm, kept_H) for norm in (self.q_norm, self.k_norm))
+        stay = (*norms, self.norm, *((self._bias(kept_H), self.talk) if width.v else ()))
+        turning = 0 if self.rotary is None else parameters(self._turning(kept_H)) * width.qk // self.qk
         return (
             turning
             + parameters(*(each for each in stay if each is not None))
             + cost.attention_parameters(
                 dim=self.first.in_features,
                 out=self.last.out_features,
-                heads=self.heads,
+                heads=heads,
                 qk=width.qk,
                 v=width.v,
                 qkv_bias=self.first.bias is not None,
-                proj_bias=self.last.bias is not None or width.v != self.v,
+                proj_bias=self.last.bias is not None or width.v != self.v or heads != self.heads,
             )
         )
 
@@ -225,7 +237,7 @@ class HeadSite:
 
     def recorded(self, entry: Mapping[str, Any]) -> dict[str, nn.Module]:
         now = self.as_json()
-        settable = ("qk", "v", "geometry", "qkv_bias", "proj_bias")
+        settable = ("heads", "qk", "v", "geometry", "qkv_bias", "proj_bias")
         settings = {key: entry.get(key, now[key]) if key == "qkv_bias" else entry[key] for key in settable}
         return {} if settings == {key: now[key] for key in settable} else {self.name: self.empty(**settings)}
 
@@ -235,26 +247,28 @@ class HeadSite:
         qk: int,
         v: int,
         geometry: HeadGeometry,
+        heads: int | None = None,
         qkv_bias: bool | None = None,
         proj_bias: bool | None = None,
         fused: bool = True,
     ) -> HeadAttention:
-        """An attention module for this place with other head widths, its weights not yet set."""
+        """An attention module for this place with other head widths, or fewer heads, its weights not yet set."""
+        kept_H = self._first_heads(heads or self.heads)
         with torch.device(self.first.weight.device):
             module = HeadAttention(
                 dim=self.first.in_features,
-                heads=self.heads,
+                heads=len(kept_H),
                 qk=qk,
                 v=v,
                 scale=self.scale,
                 geometry=geometry,
                 qkv_bias=self.first.bias is not None if qkv_bias is None else qkv_bias,
                 proj_bias=self.last.bias is not None if proj_bias is None else proj_bias,
-                q_norm=copy.deepcopy(self.q_norm),
-                k_norm=copy.deepcopy(self.k_norm),
+                q_norm=norm_of_heads(self.q_norm, kept_H),
+                k_norm=norm_of_heads(self.k_norm, kept_H),
                 norm=copy.deepcopy(self.norm),
-                rotary=self._rotary(qk),
-                position_bias=copy.deepcopy(self.position_bias) if v else None,
+                rotary=self._rotary(qk, kept_H),
+                position_bias=copy.deepcopy(self._bias(kept_H)) if v else None,
                 windows=copy.deepcopy(self.windows),
                 talk=copy.deepcopy(self.talk) if v else None,
                 fused=fused,
@@ -262,14 +276,43 @@ class HeadSite:
             )
         return module.to(self.first.weight.dtype)
 
-    def _rotary(self, qk: int) -> Rotary | None:
+    def _first_heads(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.first.weight.device)
+
+    def _bias(self, kept_H: Tensor) -> nn.Module | None:
+        return self.position_bias if len(kept_H) == self.heads else bias_of_heads(self.position_bias, kept_H)
+
+    def _turning(self, kept_H: Tensor) -> Rotary:
+        assert self.rotary is not None, self.name
+        return copy.deepcopy(self.rotary) if len(kept_H) == self.heads else self.rotary.of_heads(kept_H)
+
+    def _rotary(self, qk: int, kept_H: Tensor) -> Rotary | None:
         """For heads of another width, which planes is not yet known."""
         if self.rotary is None or not qk:
             return None
-        if qk == 2 * self.rotary.planes:
-            return copy.deepcopy(self.rotary)
+        rotary = self._turning(kept_H)
+        if qk == 2 * rotary.planes:
+            return rotary
         first_K = torch.arange(qk // 2, device=self.first.weight.device)
-        return self.rotary.narrowed(first_K.expand(self.heads, -1))
+        return rotary.narrowed(first_K.expand(len(kept_H), -1))
+
+    def of_heads(self, kept_H: Tensor, last: Weights) -> "HeadSite":
+        """The site with these heads alone, and an output projection with these weights, which reads them."""
+        module = self.empty(
+            qk=self.qk, v=self.v, geometry=self.geometry, heads=len(kept_H), proj_bias=last[1] is not None
+        )
+        sizes = [self.heads * width for width in (self.qk, self.qk, self.v)]
+        rows = [
+            part.reshape(self.heads, -1)[kept_H].flatten()
+            for part in torch.arange(sum(sizes), device=self.first.weight.device).split(sizes)
+        ]
+        own, bias = torch.cat(rows), self.first.bias
+        fill_(module.qkv, self.first.weight.detach()[own], None if bias is None else bias.detach()[own])
+        fill_(module.proj, *last)
+        module.q_norm, module.k_norm = norm_of_heads(self.q_norm, kept_H), norm_of_heads(self.k_norm, kept_H)
+        module.position_bias = bias_of_heads(self.position_bias, kept_H)
+        module.rotary = None if self.rotary is None else self._turning(kept_H)
+        return replace(self.of_layer(module.eval()), heads=len(kept_H))
 
     def placed(
         self,

@@ -132,6 +132,8 @@ def _unsayable_mlp(name: str, width: int, first: tuple[str, int], model: VisionM
 
 def _unsayable_heads(name: str, width: HeadWidths, first: tuple[str, HeadWidths], model: VisionModel) -> str:
     dense = model.config.hidden_size // model.config.num_attention_heads
+    if width.heads is not None:
+        return f"{name} has {width.heads} heads, and a configuration has {model.config.num_attention_heads}"
     if width.qk != width.v:
         return f"{name} has queries and keys of {width.qk} and values of {width.v}, expected one width: --heads square"
     if width != first[1]:

@@ -55,6 +55,12 @@ class Rotary(nn.Module):
         """The same for heads of these planes alone."""
         return Rotary(_of_planes(self.sin_HNP, planes_HK), _of_planes(self.cos_HNP, planes_HK))
 
+    def of_heads(self, kept_H: Tensor) -> "Rotary":
+        """The same for these heads alone."""
+        if len(self.sin_HNP) == 1:
+            return Rotary(self.sin_HNP, self.cos_HNP)
+        return Rotary(self.sin_HNP[kept_H], self.cos_HNP[kept_H])
+
     def plain(self) -> "Rotary":
         """The same with nothing left to compute, to be exported."""
         sin_HNP, cos_HNP = self.tables()
@@ -85,3 +91,6 @@ class LearnedRotary(Rotary):
     def narrowed(self, planes_HK: Tensor) -> Rotary:
         freqs_H2P = self.freqs_2HP.detach().transpose(0, 1)
         return LearnedRotary(_of_planes(freqs_H2P, planes_HK).transpose(0, 1).contiguous(), self.places_2N.clone())
+
+    def of_heads(self, kept_H: Tensor) -> Rotary:
+        return LearnedRotary(self.freqs_2HP.detach()[:, kept_H].contiguous(), self.places_2N.clone())

@@ -10,10 +10,11 @@ MIN_WIDTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadWidths:
-    """Kept widths per head."""
+    """Kept widths per head, and how many heads are kept; None: all of them."""
 
     qk: int
     v: int
+    heads: int | None = None
 
 
 EMPTY_HEADS = HeadWidths(qk=0, v=0)

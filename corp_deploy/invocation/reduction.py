@@ -36,13 +36,12 @@ ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16, "conv": 32})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodChoice:
-    """A preset with what is asked otherwise than it says; `mlp`, `attn`, `conv` and `residual` are shares to remove, in
-    [0, 1).
+    """A preset with what is asked otherwise than it says; `mlp`, `attn`, `conv`, `residual` and `whole_heads` are
+    shares to remove, in [0, 1).
 
-    `select` ranks sites of a kind (mlp, head, conv) by something else, `align` has the multiples of their widths,
-    `rescale` sets convolutions to the dense ones' means and variances, `rotate` gives reduced heads in a basis of even
-    ranges, None as the preset does. Raises BadInput for a combination that makes no
-    sense.
+    `select` ranks sites of a kind (mlp, head, conv) or whole heads (heads) by something else, `align` has the multiples
+    of their widths, `rescale` sets convolutions to the dense ones' means and variances, `rotate` gives reduced heads in
+    a basis of even ranges, None as the preset does. Raises BadInput for a combination that makes no sense.
     """
 
     preset: str = "best"
@@ -50,6 +49,7 @@ class MethodChoice:
     attn: float | None = None
     conv: float | None = None
     residual: float | None = None
+    whole_heads: float | None = None
     select: Mapping[str, str] | None = None
     heads: str = "padded"
     align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
@@ -66,7 +66,7 @@ class MethodChoice:
     @property
     def sparsities(self) -> tuple[float | None, ...]:
         """Shares to remove, None where nothing is said."""
-        return self.mlp, self.attn, self.conv, self.residual
+        return self.mlp, self.attn, self.conv, self.residual, self.whole_heads
 
     @property
     def method(self) -> Method:
@@ -78,6 +78,7 @@ class MethodChoice:
             attention_sparsity=self.attn,
             conv_sparsity=self.conv,
             residual_sparsity=self.residual,
+            heads_sparsity=self.whole_heads,
             geometry="padded" if self.heads == "auto" else self.heads,
             align_hidden=self.align.get("mlp"),
             align_head=self.align.get("head"),
@@ -88,6 +89,7 @@ class MethodChoice:
             mlp_selection=select.get("mlp"),
             qk_selection=select.get("head"),
             conv_selection=select.get("conv"),
+            heads_selection=select.get("heads"),
         )
 
 
@@ -175,15 +177,16 @@ class ReductionChoice:
         narrows = self.allocates or any(each is not None for each in sparsities)
         if not narrows and not self.merging.asked and not self.sparsity.asked:
             raise BadInput(
-                "nothing asked for: give --mlp, --attn or --conv a share to remove (0 keeps widths), a budget: "
-                "--macs 0.6, a limit: --within 'error 0.05', tokens to merge: --merge-tokens 12, or weights to set to "
-                "zero: --sparse 2:4"
+                "nothing asked for: give --mlp, --attn or --conv a share to remove (0 keeps widths), --whole-heads "
+                "one, a budget: --macs 0.6, a limit: --within 'error 0.05', tokens to merge: --merge-tokens 12, or "
+                "weights to set to zero: --sparse 2:4"
             )
         if self.merging.asked and self.method.method.merges:
             raise BadInput(
                 f"--merge-tokens: preset {self.method.preset} merges channels by tokens that all count alike, which "
                 "merged ones don't; give another preset"
             )
+        self._refuse_beside_whole_heads()
         self._refuse_beside_within()
         if self.budget.currency is not None and any(sparsities):
             raise BadInput("a budget chooses the widths itself; give it without --mlp, --attn and --conv")
@@ -193,6 +196,18 @@ class ReductionChoice:
             )
         if self.held_out is not None and self.closed_loop is not None:
             raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.closed_loop]}; leave --held-out away")
+
+    def _refuse_beside_whole_heads(self) -> None:
+        if self.method.whole_heads is None:
+            if (self.method.select or {}).get("heads"):
+                raise BadInput("--select heads= ranks whole heads; give --whole-heads a share to remove")
+            return
+        if self.allocates or self.auto_heads:
+            what = "--heads auto" if self.auto_heads else "--within" if self.within else f"--{self.budget.currency}"
+            raise BadInput(
+                f"{what} weighs widths of all heads, and --whole-heads takes some away; reduce by --whole-heads first, "
+                "calibrate the result, and give it the budget"
+            )
 
     def _refuse_beside_within(self) -> None:
         if self.within is None:

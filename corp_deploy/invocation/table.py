@@ -218,13 +218,14 @@ def _preset(name: str, method: Method) -> Way:
     convolutions: dict[str, Values] = (
         {} if method.conv_recovery == "keep" else {"conv": ANY, "residual": ANY, "rescale": ANY}
     )
+    whole: dict[str, Values] = {} if method.heads_recovery == "keep" else {"whole_heads": ANY}
     parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
     budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
     fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
     return Way(
         words=f"preset {name}",
         ask=f"--preset {name}",
-        honours={"mlp": ANY, "parts": parts, **attention, **convolutions, **budgets, **fitted},
+        honours={"mlp": ANY, "parts": parts, **attention, **whole, **convolutions, **budgets, **fitted},
     )
 
 

@@ -100,7 +100,12 @@ def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
     geometry = "auto" if asked.auto_heads else asked.method.geometry
     # Heads are padded where nothing is said of them.
     heads = None if geometry == "padded" else geometry
-    refuse_idle_options(dense.model, "heads", {"--attn": asked.method.attention_sparsity, "--heads": heads})
+    of_heads = {
+        "--attn": asked.method.attention_sparsity,
+        "--whole-heads": asked.method.heads_sparsity,
+        "--heads": heads,
+    }
+    refuse_idle_options(dense.model, "heads", of_heads)
     refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
     of_rows = {
         "--conv": asked.method.conv_sparsity,

@@ -80,6 +80,8 @@ def _multiples(method: Method) -> Iterator[str]:
         yield f"hidden {method.align_hidden}"
     if method.attention_sparsity:
         yield f"head {method.align_head}"
+    if method.heads_sparsity:
+        yield "whole heads 1"
     if method.conv_sparsity or method.residual_sparsity:
         yield f"conv {method.align_conv}"
 

@@ -1,6 +1,7 @@
 """Head sites: which widths, what each loses, and the reduction, on moments and on the streams of a closed loop."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import ClassVar
 
@@ -34,6 +35,7 @@ from .method import Method
 from .report import SiteReport
 from .statistics import statistics_at
 from .streams import Streams
+from .whole_heads import fewer_heads
 
 
 class HeadKind:
@@ -49,14 +51,21 @@ class HeadKind:
         return without(own, half)
 
     def sparsity(self, method: Method) -> float | None:
-        return method.attention_sparsity
+        return method.attention_sparsity or method.heads_sparsity
 
     def uniform(self, site: HeadSite, method: Method) -> HeadWidths | None:
-        """Where Q/K must stay, only square heads ask for something else: the values."""
-        if is_empty(site.width) or not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
+        """Where Q/K must stay, only square heads and fewer heads ask for something else."""
+        if is_empty(site.width):
             return None
-        size = aligned_width(site.size, method.attention_kept, _step(site, method))
-        return _widths(site, method, size)
+        asked, heads = self._uniform_dims(site, method), method.heads_left(site.heads)
+        if site.keeps_heads or method.heads_recovery == "keep" or heads == site.heads:
+            return asked
+        return replace(asked or site.width, heads=heads)
+
+    def _uniform_dims(self, site: HeadSite, method: Method) -> HeadWidths | None:
+        if not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
+            return None
+        return _widths(site, method, aligned_width(site.size, method.attention_kept, _step(site, method)))
 
     def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
         sizes = aligned_widths(site.size, _step(site, method))
@@ -73,9 +82,13 @@ class HeadKind:
         return empty + tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
 
     def refusal(self, site: HeadSite, method: Method) -> str:
+        if method.heads_sparsity and site.keeps_heads:
+            return site.keeps_heads
         return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
 
     def note(self, site: HeadSite, method: Method, width: HeadWidths | None) -> str | None:
+        if method.heads_sparsity and site.keeps_heads:
+            return f"{site.name} keeps its heads: {site.keeps_heads}"
         if site.keeps_v and width is not None and method.attention_sparsity:
             return f"{site.name} keeps V: {site.reason}"
         if not site.keeps_qk or not (width is not None or (method.reduces_attention and method.attention_sparsity)):
@@ -98,7 +111,14 @@ class HeadKind:
     ) -> LinearReduced:
         if width == EMPTY_HEADS:
             return emptied_heads(site, moments, method, held_out)
-        return reduced_heads(site, moments, method, width, held_out, halves)
+        if width.heads is None:
+            return reduced_heads(site, moments, method, width, held_out, halves)
+        fewer = fewer_heads(site, moments, method, width.heads, held_out, halves)
+        if (width.qk, width.v) == (site.qk, site.v):
+            return LinearReduced(modules={site.name: fewer.site.module}, last=fewer.site.last, reports=[fewer.report])
+        narrower = HeadWidths(qk=width.qk, v=width.v)
+        new = reduced_heads(fewer.site, fewer.moments, method, narrower, fewer.held_out, fewer.halves)
+        return replace(new, reports=[fewer.report, *new.reports])
 
     def completed(
         self, site: HeadSite, new: LinearReduced, moments: Moments, method: Method, where: torch.device
@@ -130,7 +150,7 @@ class HeadKind:
 
     def layer(self, site: HeadSite, layer: nn.Module, method: Method, width: HeadWidths) -> nn.Module:
         geometry = geometry_of_heads(width, method.geometry)
-        module = site.empty(qk=width.qk, v=width.v, geometry=geometry, fused=False)
+        module = site.empty(qk=width.qk, v=width.v, geometry=geometry, heads=width.heads, fused=False)
         settle_positions_(module)
         return module.eval()
 

@@ -19,12 +19,15 @@ ConvRecoveryName = Literal["keep", "none", "bias", "gram", "affine", "im2col"]
 ChannelRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
+HeadsRanking = Literal["obs", "grail", "magnitude"]
+HeadsRecoveryName = Literal["keep", "none", "gram", "affine"]
 ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
 CONV_RANKINGS: tuple[str, ...] = get_args(ConvRanking)
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
+HEADS_RANKINGS: tuple[str, ...] = get_args(HeadsRanking)
 LOOPS: tuple[LoopName, ...] = get_args(LoopName)
 NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
     {
@@ -44,7 +47,8 @@ class Method:
     full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
     elimination (see swap.py). `empties`: whether a budget may leave a constant of a site. `rescales`: convolutions get
     the dense ones' means and variances afterwards (see rescaling.py). `rotates`: reduced heads are given in a basis
-    whose channels have even ranges (see rotation.py), at no cost and with the same results.
+    whose channels have even ranges (see rotation.py), at no cost and with the same results. `heads_sparsity`: of whole
+    heads, which go before any dimension of those left does; `heads_recovery` keep: a preset that takes none away.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -57,10 +61,13 @@ class Method:
     value_recovery: ValueRecoveryName = "keep"
     conv_selection: ConvRanking = "obs"
     conv_recovery: ConvRecoveryName = "keep"
+    heads_selection: HeadsRanking = "grail"
+    heads_recovery: HeadsRecoveryName = "keep"
     mlp_sparsity: float | None = None
     attention_sparsity: float | None = None
     conv_sparsity: float | None = None
     residual_sparsity: float | None = None
+    heads_sparsity: float | None = None
     rescales: bool = False
     rotates: bool = False
     mlp_swaps: bool = True
@@ -77,6 +84,7 @@ class Method:
             "attention": self.attention_sparsity,
             "conv": self.conv_sparsity,
             "residual": self.residual_sparsity,
+            "whole heads": self.heads_sparsity,
         }
         for name, value in sparsities.items():
             if value is not None and not 0.0 <= value < 1.0:
@@ -86,6 +94,8 @@ class Method:
             raise ValueError(f"alignment: got {got}, expected at least 1")
         if not self.ridge_rel > 0.0:
             raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
+        if self.heads_sparsity is not None and self.heads_recovery == "keep":
+            raise ValueError("this preset takes no whole heads away; expected preset best, corp, grail or none")
         if self.merges and self.mlp_recovery not in ("gram", "refit"):
             raise ValueError(f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair")
         if self.mlp_recovery == "refit" and not self.merges:
@@ -122,9 +132,19 @@ class Method:
         return 1.0 - (self.residual_sparsity or 0.0)
 
     @property
+    def heads_kept(self) -> float:
+        """Share of the heads that stay."""
+        return 1.0 - (self.heads_sparsity or 0.0)
+
+    def heads_left(self, heads: int) -> int:
+        """How many of so many heads stay: the nearest whole number, one at least."""
+        return max(int(heads * self.heads_kept + 0.5), 1)
+
+    @property
     def asks_to_remove(self) -> bool:
         """Whether a sparsity of more than nothing is asked for."""
-        return bool(self.mlp_sparsity or self.attention_sparsity or self.conv_sparsity or self.residual_sparsity)
+        of_linear = self.mlp_sparsity or self.attention_sparsity or self.heads_sparsity
+        return bool(of_linear or self.conv_sparsity or self.residual_sparsity)
 
     @property
     def reduces_attention(self) -> bool:
@@ -151,6 +171,8 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
             value_recovery="lowrank",
             conv_selection="obs",
             conv_recovery="im2col",
+            heads_selection="obs",
+            heads_recovery="affine",
             rotates=True,
         ),
         "corp": Method(
@@ -159,6 +181,7 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
             qk_recovery="logit",
             conv_selection="combined",
             conv_recovery="affine",
+            heads_recovery="affine",
         ),
         "corp-v1": Method(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
         "grail": Method(
@@ -167,6 +190,7 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
             qk_recovery="keep",
             conv_selection="wanda",
             conv_recovery="gram",
+            heads_recovery="gram",
         ),
         "grail-fold": Method(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
         "fold": Method(mlp_selection="fold", mlp_recovery="refit", qk_recovery="keep"),
@@ -183,6 +207,7 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
             qk_recovery="select",
             conv_selection="combined",
             conv_recovery="none",
+            heads_recovery="none",
         ),
     }
 )

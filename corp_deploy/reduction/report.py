@@ -59,13 +59,14 @@ def ridge_fit(choice: RidgeChoice | None) -> RidgeFit | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """What happened to one part (mlp, qk, v) of a site.
+    """What happened to one part (mlp, heads, qk, v) of a site; `heads`: how many, `qk` and `v` are of those left.
 
-    Errors are mean squares on the calibration images: of the output per token for `mlp` and `v`, of the logits for
-    `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is there where
-    held-out statistics were given: a share lost well above the calibration images' is over-fitting. `ridge_fit` is
-    there where groups of images chose how strong the ridge is, `loop` where the closed loop refitted the site's last
-    layer, or the convolution that reads the part's channels, `alignment` where it aligned the first one.
+    Errors are mean squares on the calibration images: of the output per token for `mlp`, `heads` and `v`, of the
+    logits for `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is
+    there where held-out statistics were given: a share lost well above the calibration images' is over-fitting.
+    `ridge_fit` is there where groups of images chose how strong the ridge is, `loop` where the closed loop refitted
+    the site's last layer, or the convolution that reads the part's channels, `alignment` where it aligned the first
+    one.
     """
 
     site: str

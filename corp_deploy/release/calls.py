@@ -92,7 +92,7 @@ def _honoured(options: Mapping[str, Any], *ways: tuple[Axis, str]) -> dict[str, 
 
 def reduce(recipe: Recipe, root: Path) -> Invocation:
     table, calibration = recipe.reduce, recipe.calibration
-    select = Pairs(mlp=table.select_mlp, head=table.select_head, conv=table.select_conv)
+    select = Pairs(mlp=table.select_mlp, head=table.select_head, conv=table.select_conv, heads=table.select_heads)
     options = {
         "model": "dense",
         **recipe.model.trust,
@@ -102,6 +102,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "attn": None if table.has_budget else table.attn,
         "conv": None if table.has_budget else table.conv,
         "residual": None if table.has_budget else table.residual,
+        "whole_heads": None if table.has_budget else table.whole_heads,
         "macs": table.macs,
         "params": table.params,
         "within": table.within,

@@ -48,10 +48,11 @@ def _asked(table: ReduceTable, *, attention: bool) -> str:
     of_rows = [(table.residual, "channels of residual streams"), (table.conv, "channels between convolutions")]
     of_rows = [part for part in of_rows if part[0] is not None]
     parts = [(table.mlp, "MLP channels")] * (not of_rows or table.mlp is not None)
+    parts += [(table.whole_heads, "heads")] * (table.whole_heads is not None)
     parts += [(table.attn, "head dimensions")] * attention + of_rows
     shares = f"{' and '.join(f'{share or 0.0:.0%} of the {what}' for share, what in parts)} removed"
     tokens = [] if table.merge_tokens is None else [f"tokens merged away by block: `{table.merge_tokens}`"]
-    removes = any((table.mlp, table.attn, table.conv, table.residual))
+    removes = any((table.mlp, table.attn, table.conv, table.residual, table.whole_heads))
     widths = [budgets[0]] if budgets else [shares] if removes or not tokens else []
     return f"{', '.join([*widths, *tokens])}; preset `{table.preset}`{f', heads `{table.heads}`' * attention}"
 

@@ -127,12 +127,14 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attn: recipe_values.ShareRemoved | None = None
     conv: recipe_values.ShareRemoved | None = None
     residual: recipe_values.ShareRemoved | None = None
+    whole_heads: recipe_values.ShareRemoved | None = None
     macs: recipe_values.ShareKept | None = None
     params: recipe_values.ShareKept | None = None
     within: recipe_values.Text | None = None
     select_mlp: recipe_values.SelectMlp | None = None
     select_head: recipe_values.SelectHead | None = None
     select_conv: recipe_values.SelectConv | None = None
+    select_heads: recipe_values.SelectHeads | None = None
     heads: recipe_values.Heads = "padded"
     align_mlp: recipe_values.Multiple = 64
     align_head: recipe_values.Multiple = 16
@@ -161,6 +163,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "attn": self.attn,
             "conv": self.conv,
             "residual": self.residual,
+            "whole_heads": self.whole_heads,
             "heads": None if self.heads == "padded" else self.heads,
             "reads": self.reads,
             "rescale": self.rescale or None,
@@ -180,15 +183,17 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budgets = [name for name, value in every.items() if value is not None]
         if len(budgets) > 1:
             raise BadInput(f"[reduce] has {' and '.join(budgets)}; give one budget")
-        if budgets and (self.mlp or self.attn or self.conv or self.residual):
+        if budgets and (self.mlp or self.attn or self.conv or self.residual or self.whole_heads):
             raise BadInput(
-                f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn, conv, residual); give one of the two"
+                f"[reduce] has a budget ({budgets[0]}) and sparsities (mlp, attn, conv, residual, whole_heads); give "
+                "one of the two"
             )
-        asked = (self.mlp, self.attn, self.conv, self.residual, self.merge_tokens, self.sparse)
+        shares = (self.mlp, self.attn, self.conv, self.residual, self.whole_heads)
+        asked = (*shares, self.merge_tokens, self.sparse)
         if not budgets and all(each is None for each in asked):
             raise BadInput(
-                "[reduce] asks for nothing; give mlp, attn or conv a share to remove (0 keeps the widths), a budget, "
-                "merge_tokens, or sparse"
+                "[reduce] asks for nothing; give mlp, attn or conv a share to remove (0 keeps the widths), "
+                "whole_heads one, a budget, merge_tokens, or sparse"
             )
         if budgets and method_of(self.preset) != "best":
             raise BadInput(f"reduce.{budgets[0]} needs preset best, got {self.preset!r}")
@@ -262,7 +267,12 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def choice(self) -> ReductionChoice:
         """The same as `reduce` takes it."""
-        select = {"mlp": self.select_mlp, "head": self.select_head, "conv": self.select_conv}
+        select = {
+            "mlp": self.select_mlp,
+            "head": self.select_head,
+            "conv": self.select_conv,
+            "heads": self.select_heads,
+        }
         return ReductionChoice(
             method=MethodChoice(
                 preset=self.preset,
@@ -270,6 +280,7 @@ class ReduceTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 attn=self.attn,
                 conv=self.conv,
                 residual=self.residual,
+                whole_heads=self.whole_heads,
                 select={site: ranking for site, ranking in select.items() if ranking is not None},
                 heads=self.heads,
                 align={"mlp": self.align_mlp, "head": self.align_head, "conv": self.align_conv},

@@ -10,7 +10,7 @@ from corp_deploy.families.merging import How, Metric
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
 from corp_deploy.invocation.compositions import NAMES
 from corp_deploy.polish.options import PolishName
-from corp_deploy.reduction.method import ConvRanking, MlpRanking, QkRanking
+from corp_deploy.reduction.method import ConvRanking, HeadsRanking, MlpRanking, QkRanking
 from corp_deploy.reduction.sparse_options import Permute
 from ground import quantities
 from ground.quantity import BATCH, Count, Quantity
@@ -94,6 +94,7 @@ ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description=
 SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]
 SelectConv: TypeAlias = Annotated[ConvRanking, _of(ConvRanking)]
 SelectHead: TypeAlias = Annotated[QkRanking, _of(QkRanking)]
+SelectHeads: TypeAlias = Annotated[HeadsRanking, _of(HeadsRanking)]
 Preset: TypeAlias = Annotated[str, _one_of(*NAMES)]
 Polish: TypeAlias = Annotated[PolishName, _of(PolishName)]
 Interpolation: TypeAlias = Annotated[str, _one_of(*INTERPOLATIONS)]

@@ -1,0 +1,141 @@
+"""Whole heads go from an attention, before its head widths are asked for: which, and the projection that repairs it.
+
+Legend: H heads, D dimensions of queries and keys, V of values, C = H V, O outputs of the projection, M heads left.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.moments import HeadMoments
+from corp_deploy.algebra import whole_heads
+from corp_deploy.algebra.channels import ChannelRecovery
+from corp_deploy.algebra.quadratic import output_error
+from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
+from corp_deploy.families.head_site import HeadSite
+
+from .heads import Halves, output_energy
+from .method import Method
+from .report import HeldOut, SiteReport, ridge_fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewerHeads:
+    """A site with fewer heads, its projection refitted, the statistics of those that are left, and what to report."""
+
+    site: HeadSite
+    moments: HeadMoments
+    held_out: HeadMoments | None
+    halves: Halves | None
+    report: SiteReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Projection:
+    """The dense output projection in float64, and the heads that stay in front of it."""
+
+    weight_OC: Tensor
+    bias_O: Tensor | None
+    map_MH: Tensor
+
+    def recovered(self, moments: HeadMoments, method: Method, ridge_rel: float) -> ChannelRecovery:
+        assert method.heads_recovery != "keep", method
+        return whole_heads.recovered(
+            moments.z_mean_C,
+            moments.z_second_CC,
+            self.weight_OC,
+            self.bias_O,
+            self.map_MH,
+            method.heads_recovery,
+            ridge_rel=ridge_rel,
+        )
+
+    def error(self, recovery: ChannelRecovery, moments: HeadMoments) -> float:
+        """E||y - y'||^2 of the new projection on any moments of the dense z."""
+        width = self.weight_OC.shape[1] // self.map_MH.shape[1]
+        eye_VV = torch.eye(width, dtype=torch.float64, device=self.map_MH.device)
+        change_OC = self.weight_OC - recovery.weight_OK @ torch.kron(self.map_MH, eye_VV)
+        change_O = -recovery.bias_O if self.bias_O is None else self.bias_O - recovery.bias_O
+        return output_error(moments.z_mean_C, moments.z_second_CC, change_OC, change_O)
+
+    def ridge(self, halves: Halves, method: Method) -> RidgeChoice:
+        """The strength whose projections of either half lose least on the other."""
+
+        def share_lost(recovery: ChannelRecovery, half: HeadMoments) -> float:
+            energy = output_energy(half, self.weight_OC)
+            return self.error(recovery, half) / energy if energy > 0.0 else 0.0
+
+        def fit(half: HeadMoments, strength: float) -> ChannelRecovery:
+            return self.recovered(half, method, strength)
+
+        return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
+
+
+def moments_of_heads(moments: HeadMoments, kept_M: Tensor) -> HeadMoments:
+    """Those of these heads alone."""
+    width = moments.z_sum_C.numel() // len(moments.q_sum_HD)
+    own_K = (kept_M.unsqueeze(1) * width + torch.arange(width, device=kept_M.device)).flatten()
+    by_head: dict[str, Any] = {
+        each.name: value[kept_M]
+        for each in fields(moments)
+        if isinstance(value := getattr(moments, each.name), Tensor) and not each.name.startswith("z")
+    }
+    return replace(moments, **by_head, z_sum_C=moments.z_sum_C[own_K], zz_CC=moments.zz_CC[own_K[:, None], own_K])
+
+
+def kept_heads(weight_OC: Tensor, moments: HeadMoments, method: Method, count: int) -> Tensor:
+    """The heads that stay, by the method's ranking [M]."""
+    heads = len(moments.q_sum_HD)
+    if method.heads_selection == "obs":
+        order_H = whole_heads.eliminated(moments.z_covariance_CC, weight_OC, heads, ridge_rel=method.ridge_rel).order_F
+        return order_H[heads - count :].sort().values
+    if method.heads_selection == "magnitude":
+        return whole_heads.best_heads(whole_heads.magnitude(weight_OC, heads), count)
+    assert method.heads_selection == "grail", method.heads_selection
+    return whole_heads.best_heads(whole_heads.output_energy(moments.z_second_CC, weight_OC, heads), count)
+
+
+def fewer_heads(
+    site: HeadSite,
+    moments: HeadMoments,
+    method: Method,
+    count: int,
+    held_out: HeadMoments | None = None,
+    halves: Halves | None = None,
+) -> FewerHeads:
+    """The site with `count` of its heads. `halves` of the images choose how strongly the projection is held to the
+    columns that stay (GRAIL's: to nothing).
+    """
+    weight_OC = site.last.weight.detach().double()
+    bias_O = None if site.last.bias is None else site.last.bias.detach().double()
+    kept_M = kept_heads(weight_OC, moments, method, count)
+    projection = _Projection(weight_OC=weight_OC, bias_O=bias_O, map_MH=whole_heads.selection(kept_M, site.heads))
+    ridge = None if halves is None or method.heads_recovery == "none" else projection.ridge(halves, method)
+    recovery = projection.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
+    needs_bias = bias_O is not None or bool(recovery.bias_O.any())
+    report = SiteReport(
+        site=site.name,
+        part="heads",
+        width_dense=site.heads,
+        width_asked=site.heads * method.heads_kept,
+        width=count,
+        energy=output_energy(moments, weight_OC),
+        error_uncompensated=recovery.residual_uncompensated,
+        error=recovery.residual,
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        ridge_fit=ridge_fit(ridge),
+        held_out=None
+        if held_out is None
+        else HeldOut(energy=output_energy(held_out, weight_OC), error=projection.error(recovery, held_out)),
+    )
+    return FewerHeads(
+        site=site.of_heads(kept_M, (recovery.weight_OK, recovery.bias_O if needs_bias else None)),
+        moments=moments_of_heads(moments, kept_M),
+        held_out=None if held_out is None else moments_of_heads(held_out, kept_M),
+        halves=None if halves is None else (moments_of_heads(halves[0], kept_M), moments_of_heads(halves[1], kept_M)),
+        report=report,
+    )

@@ -1,0 +1,201 @@
+"""Whole heads out of models: planted copies, presets, held-out moments, directories, commands, graphs and engines."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from calib.moments import HeadMoments
+from calib.store import save as save_moments
+from corp_deploy.cli import main
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.widths import HeadWidths
+from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce, uniform_widths
+from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction.whole_heads import kept_heads, moments_of_heads
+from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from export.engine.audit import audit_fusion
+from export.engine.options import BatchProfile
+from ground.errors import BadInput
+from tests import tiny
+from tests.small_models import error, outputs
+from tests.test_corp_rotation import moments
+
+HELD_OUT = torch.from_numpy(tiny.images(6, seed=5))
+
+
+@torch.no_grad()
+def planted() -> Checkpoint:
+    """Four heads, the last two copies of the first two."""
+    dense = tiny.checkpoint(num_heads=4)
+    for site in sites_of(dense.model).heads:
+        for rows in (site.first.weight, site.first.bias):
+            own = rows.view(3, 4, site.qk, -1)
+            own[:, 2:] = own[:, :2]
+    return dense
+
+
+@pytest.mark.parametrize("loop", ["open", "asymmetric", "symmetric"])
+@pytest.mark.parametrize("preset", ["best", "grail"])
+def test_copies_of_heads_are_given_up_for_nothing(preset: str, loop: str, tmp_path: Path) -> None:
+    """Their shares of the projection go to those that stay; GRAIL's score may keep a head and its copy, OBS doesn't."""
+    dense = planted()
+    source = tiny.opened(tmp_path / "images.npy", tiny.images(32), dense.model)
+    asked = method_from_preset(preset, heads_sparsity=0.5, heads_selection="obs", ridge_rel=1e-9)
+    if loop == "open":
+        reduction = reduce(dense.model, calibrate(dense, source, batch_size=16), asked)
+    else:
+        run = reduce_closed_loop if loop == "asymmetric" else reduce_symmetric_loop
+        reduction = run(dense.model, source, asked)
+    assert error(reduction.model, dense.model, HELD_OUT) < 1e-4
+    assert [report.part for report in reduction.sites] == ["heads", "heads"]
+    assert all(report.width == 2 and report.r2 > 0.999 for report in reduction.sites)
+    if loop == "asymmetric":
+        assert all(report.loop is not None for report in reduction.sites)
+
+
+def test_presets_order_as_they_should_and_narrower_heads_follow() -> None:
+    dense = tiny.checkpoint().model
+    share = {"heads_sparsity": 1 / 3}
+    errors = {
+        name: error(reduce(dense, moments(), method_from_preset(name, **share)).model, dense, HELD_OUT)
+        for name in ("best", "grail", "none")
+    }
+    assert errors["best"] < errors["grail"] < errors["none"]
+    both = method_from_preset("best", **share, attention_sparsity=0.5, align_head=8, geometry="square")
+    reduction = reduce(dense, moments(), both)
+    assert [(each.part, each.width_dense, each.width) for each in reduction.sites][:3] == [
+        ("heads", 3, 2), ("qk", 16, 8), ("v", 16, 8)
+    ]  # fmt: skip
+    assert uniform_widths(dense, both)["blocks.0.attn"] == HeadWidths(qk=8, v=8, heads=2)
+    (site, *_) = sites_of(reduction.model).heads
+    assert (site.heads, site.qk, site.v, site.geometry) == (2, 8, 8, "square")
+    assert reduction.coverage.verdict == "2 of 2 sites reduced"
+    least = reduce(dense, moments(), method_from_preset("best", heads_sparsity=0.99)).model
+    assert {site.heads for site in sites_of(least).heads} == {1}
+
+
+def test_held_out_moments_judge_heads(tmp_path: Path) -> None:
+    dense, taken = tiny.checkpoint(), moments()
+    other = calibrate(dense, tiny.opened(tmp_path / "o.npy", tiny.images(16, seed=9), dense.model), batch_size=16)
+    asked = method_from_preset("best", heads_sparsity=1 / 3)
+    report = reduce(dense.model, taken, asked, held_out=other).sites[0]
+    assert report.held_out is not None
+    site = sites_of(dense.model).heads[0]
+    own, theirs = taken.sites[site.name], other.sites[site.name]
+    assert isinstance(own, HeadMoments)
+    assert isinstance(theirs, HeadMoments)
+    model = reduce(dense.model, taken, asked).model
+    reduced = sites_of(model).heads[0]
+    kept = kept_heads(site.last.weight.detach().double(), own, asked, 2)
+    small = moments_of_heads(theirs, kept)
+    new, old = reduced.last.weight.detach().double(), site.last.weight.detach().double()
+    change = reduced.last.bias.detach().double() - site.last.bias.detach().double()
+    whole = torch.zeros_like(old)
+    whole.view(len(old), 3, -1)[:, kept] = new.view(len(old), 2, -1)
+    lost, mean = whole - old, theirs.z_mean_C
+    expected = float(((lost @ theirs.z_second_CC) * lost).sum() + 2 * change @ (lost @ mean) + change.square().sum())
+    assert report.held_out.error == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(small.zz_CC, theirs.zz_CC.view(3, 16, 3, 16)[kept][:, :, kept].reshape(32, 32))
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense directory, its moments and images."""
+    home = tmp_path_factory.mktemp("heads")
+    save(tiny.checkpoint(), home / "dense")
+    save_moments(moments(), home / "moments.safetensors")
+    np.save(home / "images.npy", tiny.images(48))
+    return home
+
+
+def reduced_by(home: Path, name: str, *more: object) -> Result:
+    given = ("--model", home / "dense", "--moments", home / "moments.safetensors", "-o", home / name)
+    return command("reduce", *given, *more)
+
+
+def test_the_command_takes_heads_away(home: Path) -> None:
+    words = ("--whole-heads", "0.34", "--mlp", "0.3", "--align", "mlp=8,head=8", "--select", "heads=magnitude")
+    done = reduced_by(home, "reduced", *words, "--json")
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert [site["part"] for site in record["sites"]].count("heads") == 2
+    config = json.loads((home / "reduced" / "config.json").read_text())
+    assert config["sites"]["blocks.0.attn"]["heads"] == 2
+    asked = method_from_preset(
+        "best", heads_sparsity=0.34, mlp_sparsity=0.3, align_hidden=8, align_head=8, heads_selection="magnitude"
+    )
+    expected = reduce(tiny.checkpoint().model, moments(), asked).model
+    loaded = load_checkpoint(home / "reduced").model
+    assert torch.equal(outputs(loaded, HELD_OUT), outputs(expected, HELD_OUT))
+    shown = reduced_by(home, "shown", *words)
+    assert "heads" in shown.stdout
+    pixels = ("--images", home / "images.npy")
+    again = command("calibrate", "--model", home / "reduced", *pixels, "-o", home / "m.safetensors")
+    assert again.exit_code == 0, again.stderr
+    given = ("--model", home / "reduced", "--moments", home / "m.safetensors", *pixels)
+    budget = command("reduce", *given, "--macs", "0.9", "--align", "mlp=8,head=8", "-o", home / "budget")
+    assert budget.exit_code == 0, budget.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--whole-heads", "1"), "--whole-heads"),
+        (("--whole-heads", "0.1"), "whole heads 1"),
+        (("--whole-heads", "0.5", "--macs", "0.6"), "--macs weighs widths of all heads"),
+        (("--whole-heads", "0.5", "--within", "error 0.1"), "--within weighs widths of all heads"),
+        (("--whole-heads", "0.5", "--attn", "0.5", "--heads", "auto"), "--heads auto weighs widths of all heads"),
+        (("--whole-heads", "0.5", "--preset", "vbp"), "is not honoured by preset vbp"),
+        (("--whole-heads", "0.5", "--preset", "grail-fold"), "is not honoured by preset grail-fold"),
+        (("--whole-heads", "0.5", "--select", "heads=fold"), "heads= obs, grail, magnitude"),
+        (("--mlp", "0.5", "--select", "heads=obs"), "ranks whole heads; give --whole-heads"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], message: str) -> None:
+    result = reduced_by(home, "refused", *more)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split()), result.stderr
+
+
+def test_a_recipe_asks_for_whole_heads() -> None:
+    table = ReduceTable(whole_heads=0.5, select_heads="grail")
+    assert (table.method.heads_sparsity, table.method.heads_selection) == (0.5, "grail")
+    with pytest.raises(BadInput, match="budget"):
+        ReduceTable(whole_heads=0.5, macs=0.5)
+    with pytest.raises(BadInput, match="is not honoured by preset fold"):
+        ReduceTable(preset="fold", whole_heads=0.5)
+    assert reduction_from_options({"whole_heads": 0.5}).method.method.heads_sparsity == 0.5
+
+
+def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
+    """The graph gives torch's outputs; attention stays fused in a plan that is no larger."""
+    assert reduced_by(home, "small", "--whole-heads", "0.34").exit_code == 0
+    for name in ("dense", "small"):
+        done = command("export", "--model", home / name, "--precision", "fp32,fp16", "-o", home / f"{name}.onnx")
+        assert done.exit_code == 0, done.stderr
+    session = ort.InferenceSession(home / "small.onnx", providers=["CPUExecutionProvider"])
+    exact = outputs(load_checkpoint(home / "small").model, HELD_OUT).numpy()
+    (got,) = session.run(None, {"images": HELD_OUT.numpy()})
+    assert np.linalg.norm(got - exact) < 1e-5 * np.linalg.norm(exact)
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here")
+    batch = BatchProfile(smallest=1, tuned=4, largest=8)
+    (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "small.fp16.onnx", batch=batch)
+    assert audit.passed
+    assert audit.reduced.fusion.fused_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert audit.reduced.plan_bytes <= audit.dense.plan_bytes
