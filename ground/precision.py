@@ -64,6 +64,7 @@ _EVERY = (
 )
 PRECISIONS: Mapping[str, Precision] = MappingProxyType({each.name: each for each in _EVERY})
 WORDS = tuple(PRECISIONS)
+EVERY_WORD = (*WORDS, *QUANTISED)
 MIXED = tuple(each.name for each in _EVERY if each.mixed)
 
 
@@ -71,6 +72,8 @@ def type_of_word(word: str) -> FloatType:
     """What matrices are held in by that word for them; a graph of no known word, such as one without weights, is
     computed in float32.
     """
+    if word in QUANTISED:
+        return QUANTISED[word]
     return PRECISIONS[word].type if word in PRECISIONS else FLOAT32
 
 

@@ -313,6 +313,10 @@ EXPORT_ASKED: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "mixed-bf16": {"precision": "mixed-bf16", "keep_fp32": "blocks.1"},
     "mixed-bf16-auto": {"precision": "mixed-bf16", "auto": True, "images": "images.npy"},
+    "int8": {"precision": "int8", "images": "images.npy"},
+    "int8-auto": {"precision": "int8", "auto": True, "images": "images.npy"},
+    "fp8": {"precision": "fp8", "images": "images.npy"},
+    "fp8-auto": {"precision": "fp8", "auto": True, "images": "images.npy"},
 }
 EXPORT_VALUES = {"keep_fp32": "blocks.0", "images": "images.npy", "samples": 3, "seed": 1, "dense": "dense"}
 

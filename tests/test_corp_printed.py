@@ -219,6 +219,7 @@ CORP: dict[str, object] = {"reduce.preset": "corp"}
 MERGED: dict[str, object] = {"reduce.merge_tokens": "3"}
 HEAD: dict[str, object] = {"parity.head": ["head.onnx"]}
 # Another value for every key of a recipe, with what must hold before and after for it to mean something.
+INT8: dict[str, object] = {"export.precisions": ["fp32", "int8"], "package.name": None}
 CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "calibration.samples": (9, {}),
     "calibration.seed": (7, {}),
@@ -270,10 +271,16 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
         ["blocks.0.*"],
         {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"]} | {"package.name": None},
     ),
+    "export.rest": ("fp32", INT8 | {"export.precisions": ["fp32", "fp16", "int8"]}),
+    "export.scales": ("max", INT8),
+    "export.balance": (False, INT8),
+    "export.keep_rest": (["blocks.0"], INT8),
+    "export.range_samples": (7, INT8),
     "parity.batches": ([2], {}),
     "parity.min_agreement": (0.5, {}),
     "parity.max_error": (0.8, {}),
     "parity.half_factor": (7.0, {}),
+    "parity.quantised_factor": (3.0, {}),
     "parity.max_apart": (0.3, {}),
     "parity.map_threshold": (0.0, HEAD),
     "parity.max_map_error": (0.4, HEAD),

@@ -76,7 +76,7 @@ def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
         ("[bench]\nhalf_width = 1.5", "bench.half_width is 1.5, expected a share in (0, 1]"),
         ("[parity]\nmin_agreement = 1.5", "parity.min_agreement is 1.5, expected a share in [0, 1]"),
         ("[parity]\nhalf_factor = 0.5", "parity.half_factor is 0.5, expected a number in [1, 1000000]"),
-        ("[export]\nprecisions = ['int8']", "export.precisions is ['int8'], expected a list of fp32, fp16, mixed"),
+        ("[export]\nprecisions = ['int4']", "export.precisions is ['int4'], expected a list of fp32, fp16, mixed"),
         ("[export]\nkeep_fp32 = ['blocks.1.attn']", "export.keep_fp32 is for precision mixed"),
         ("[export]\nprecisions = ['fp32', 'mixed']", "precision mixed needs export.keep_fp32"),
         ("[gate]\nfail_if = ['speedup@b8']", "gate.fail_if: rule 'speedup@b8': it has no comparison"),

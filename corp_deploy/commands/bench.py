@@ -1,5 +1,6 @@
 """corp-deploy bench."""
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,11 +131,26 @@ fed_options = value_options(
 )
 
 
+def _two_names(_: click.Context, __: click.Parameter, text: str) -> tuple[str, str]:
+    """As rules of the gate can spell them."""
+    names = [name.strip() for name in text.split(",")]
+    if len(set(names)) != 2 or not all(re.fullmatch(r"[A-Za-z][\w-]{0,63}", name) for name in names):
+        raise click.BadParameter(f"{text[:100]!r} is not two names of letters, digits and dashes, such as fp16,int8")
+    return names[0], names[1]
+
+
 @click.command()
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
 @click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
 @click.option("--batch", type=BATCHES, default="1,8,32", show_default=True, help="Batch sizes to measure.")
+@click.option(
+    "--names",
+    callback=_two_names,
+    default="dense,reduced",
+    show_default=True,
+    help="What the two are called in the record, such as fp16,int8.",
+)
 @run_options
 @plan_options
 @fed_options
@@ -145,6 +161,7 @@ def bench(
     reduced: Path,
     output: Path,
     batch: tuple[int, ...],
+    names: tuple[str, str],
     running: RunOptions,
     plan: "Plan",
     fed: "TimedInputs",
@@ -169,6 +186,7 @@ def bench(
             plan=plan,
             running=running,
             fed=fed,
+            names=names,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: done(int(100 * share)),
         )

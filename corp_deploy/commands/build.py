@@ -12,7 +12,7 @@ import click
 from corp_deploy.invocation.table import AUDIT, BUILD
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
-from ground.precision import WORDS
+from ground.precision import EVERY_WORD
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
@@ -106,7 +106,7 @@ engine_options = value_options(
         multiple=True,
         help=f"A target such as 86; may be given several times; none is portable. {BUILD.help('sm')}",
     ),
-    click.option("--precision", type=click.Choice(WORDS), default=None, help="Refuse other graphs."),
+    click.option("--precision", type=click.Choice(EVERY_WORD), default=None, help="Refuse other graphs."),
     click.option(
         "--timing-cache",
         type=FILE,

@@ -9,18 +9,17 @@ import click
 
 from corp_deploy.invocation.table import EXPORT, EXPORT_HEADS
 from corp_deploy.views.console import Output
-from ground.precision import MIXED, PRECISIONS, WORDS, FloatType
-from ground.quantities import OPSET
-from ground.quantity import BATCH
+from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, FloatType
 
+from .graph_choice import GraphChoice, graph_options
 from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
 from .model_choice import ModelChoice, model_options
-from .numbers import Number
 from .options import FILE, Words, explicit_options, output_options, value_options
+from .quantised_choice import QuantisedGraphs, YardstickChoice, quantised_options
 
 if TYPE_CHECKING:
-    from corp_deploy.families.head_attention import Geometry
     from corp_deploy.store.checkpoint import Checkpoint
+    from corp_deploy.store.quantised_onnx import Quantisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,14 @@ class PrecisionChoice:
     def __post_init__(self) -> None:
         if self.mixed and bool(self.keep_fp32) == self.auto:
             raise click.UsageError(f"{' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto")
-        if self.auto != (self.inputs.path is not None):
+        given = self.inputs.path is not None
+        if self.quantised and not given:
+            raise click.UsageError(
+                f"{' and '.join(self.quantised)} takes its ranges of real inputs; give --images (or --text)"
+            )
+        if self.auto and not (self.mixed or self.quantised):
+            raise click.UsageError("--auto is for precisions mixed, mixed-bf16, int8 and fp8; give one of them")
+        if self.auto != given and not self.quantised:
             raise click.UsageError(
                 "--auto looks for the blocks on real images; give --auto and --images (or --text) together"
             )
@@ -48,13 +54,18 @@ class PrecisionChoice:
         """Those of the precisions that keep sites in FP32."""
         return tuple(name for name in self.precisions if name in MIXED)
 
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Those of the precisions whose ranges are taken of inputs."""
+        return tuple(name for name in self.precisions if name in QUANTISED)
+
     def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> dict[str, tuple[str, ...]]:
         """The sites that each mixed precision keeps in FP32."""
         from corp_deploy.proof.inputs import inputs_from_set
         from corp_deploy.proof.mixed_precision import sites_to_keep
         from corp_deploy.store.dense_model import model_of_directory
 
-        if not self.auto:
+        if not self.auto or not self.mixed:
             return dict.fromkeys(self.mixed, self.keep_fp32)
         feeds = inputs_from_set(self.inputs.open(checkpoint)).feeds
         yardstick = checkpoint if self.dense is None else model_of_directory(self.dense)
@@ -76,15 +87,6 @@ class PrecisionChoice:
         return {name: path for name, path in every.items() if name not in idle}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphChoice:
-    """What else shapes a graph; None leaves it as the model has it."""
-
-    opset: int | None
-    batch: int | None
-    heads: "Geometry | None"
-
-
 def _precision_choice(
     precision: tuple[str, ...],
     keep_fp32: tuple[str, ...],
@@ -92,7 +94,8 @@ def _precision_choice(
     dense: str | None,
     **inputs: Any,
 ) -> PrecisionChoice:
-    EXPORT.refuse([("", f"{name}-auto" if auto and name in MIXED else name) for name in precision], explicit_options())
+    searching = (*MIXED, *QUANTISED) if auto else ()
+    EXPORT.refuse([("", f"{name}-auto" if name in searching else name) for name in precision], explicit_options())
     return PrecisionChoice(
         precisions=precision,
         keep_fp32=keep_fp32,
@@ -107,10 +110,10 @@ precision_options = value_options(
     _precision_choice,
     click.option(
         "--precision",
-        type=Words(*WORDS),
+        type=Words(*EVERY_WORD),
         default="fp32",
         show_default=True,
-        help="One or several, with commas; mixed is of FP16, mixed-bf16 of BF16.",
+        help="One or several, with commas; mixed is of FP16, mixed-bf16 of BF16; int8 and fp8 take ranges of --images.",
     ),
     click.option(
         "--keep-fp32",
@@ -118,30 +121,15 @@ precision_options = value_options(
         help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7.",
     ),
     click.option(
-        "--auto", is_flag=True, help="Let mixed graphs find the blocks that break in FP16 or BF16, on --images."
+        "--auto",
+        is_flag=True,
+        help="Let mixed, int8 and fp8 graphs find the blocks that break, on --images, and leave those as they are.",
     ),
-    images_option(help="Images for --auto."),
-    text_option(help="Texts for --auto, a line each, of a text encoder."),
+    images_option(help="Images for --auto, and for the ranges of int8 and fp8."),
+    text_option(help="Texts for the same, a line each, of a text encoder."),
     *drawing_options,
     click.option(
         "--dense", default=None, help="For --auto: the dense model's directory; its own error is the yardstick."
-    ),
-)
-graph_options = value_options(
-    "graphs",
-    GraphChoice,
-    click.option(
-        "--opset",
-        type=Number(OPSET),
-        default=None,
-        help="ONNX operator set; default: 20, or 22 where BF16 needs it, or 23 where norms are operators only there.",
-    ),
-    click.option("--batch", type=Number(BATCH), default=None, help="Fix the batch size; default: any batch size."),
-    click.option(
-        "--heads",
-        type=click.Choice(["padded", "ragged"]),
-        default=None,
-        help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}",
     ),
 )
 
@@ -166,6 +154,10 @@ def _written(
     return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
 
+def _yardstick(precision: PrecisionChoice) -> "YardstickChoice":
+    return YardstickChoice(searches=precision.auto, dense=precision.dense)
+
+
 @click.command("export")
 @model_options
 @click.option(
@@ -176,10 +168,16 @@ def _written(
     help="ONNX file to write; of several precisions fp32 goes there, others to NAME.fp16.onnx and so on beside it.",
 )
 @precision_options
+@quantised_options
 @graph_options
 @output_options
 def export_command(
-    model: ModelChoice, output: Path, precision: PrecisionChoice, graphs: GraphChoice, out: Output
+    model: ModelChoice,
+    output: Path,
+    precision: PrecisionChoice,
+    quantisation: "Quantisation",
+    graphs: GraphChoice,
+    out: Output,
 ) -> None:
     """Write typed ONNX graphs of a dense or reduced model.
 
@@ -192,10 +190,16 @@ def export_command(
     uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
     EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], explicit_options())
     rows: list[dict[str, Any]] = []
+    quantised = None
+    if precision.quantised:
+        quantised = QuantisedGraphs(checkpoint, precision.inputs, quantisation, graphs, _yardstick(precision))
     with out.progress("exporting", len(precision.precisions), unit="graphs") as done:
         kept = precision.kept(checkpoint, graphs)
         for name, path in precision.paths(output, kept).items():
-            rows.append(_written(checkpoint, name, path, kept.get(name, ()), graphs))
+            if quantised is not None and name in QUANTISED:
+                rows.append(quantised.written(name, path))
+            else:
+                rows.append(_written(checkpoint, name, path, kept.get(name, ()), graphs))
             done(len(rows))
     if graphs.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")

@@ -98,6 +98,13 @@ limit_options = value_options(
         help="FP16 and BF16 links may err by this multiple of the dense model's own error in that type.",
     ),
     click.option(
+        "--quantised-factor",
+        type=Number(FACTOR),
+        default=2.0,
+        show_default=True,
+        help="INT8 and FP8 links may err by this multiple of the dense model's own error, rounded plainly.",
+    ),
+    click.option(
         "--max-apart",
         type=Number(SHARE),
         default=0.05,

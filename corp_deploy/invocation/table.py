@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
 from export.engine.options import REFUSALS
-from ground.precision import MIXED, PRECISIONS, WORDS
+from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, WORDS
 
 from .honours import ANY, Axis, Values, Way
 
@@ -96,7 +96,8 @@ def _engine_builder(backend: str, words: str) -> Way:
     return Way(
         words=words,
         ask=f"--backend {backend}",
-        honours={"precision": WORDS} | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
+        honours={"precision": EVERY_WORD}
+        | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
         instead={name: refused[field] for name, field in ENGINE_OPTIONS.items() if field in refused}
         | {"device": "an engine is built for a GPU in any case"},
     )
@@ -104,7 +105,7 @@ def _engine_builder(backend: str, words: str) -> Way:
 
 def _graph_optimiser(device: str, words: str) -> Way:
     # The CPU's kernels compute FP16 graphs in float32, and BF16 ones not at all.
-    precision = WORDS[:1] if device == "cpu" else WORDS
+    precision = WORDS[:1] if device == "cpu" else EVERY_WORD
     return Way(
         words=words,
         ask=f"--backend onnxruntime --device {device}",
@@ -150,6 +151,18 @@ def _mixed_by_search(name: str) -> Way:
     )
 
 
+_DRAWN: dict[str, Values] = dict.fromkeys(("images", "text", "samples", "seed"), ANY)
+
+
+def _quantised(name: str, **more: Values) -> Way:
+    search = "auto" in more
+    return Way(
+        words=f"precision {name}{' that finds its sites' * search}",
+        ask=f"--precision {name}{' --auto' * search} --images P",
+        honours={**_DRAWN, **dict.fromkeys(("rest", "scales", "balance", "keep_rest"), ANY), **more},
+    )
+
+
 # By precision; several may be at work at once.
 EXPORT = Axis(
     command="export",
@@ -162,6 +175,8 @@ EXPORT = Axis(
         },
         **{name: _mixed(name) for name in MIXED},
         **{f"{name}-auto": _mixed_by_search(name) for name in MIXED},
+        **{name: _quantised(name) for name in QUANTISED},
+        **{f"{name}-auto": _quantised(name, auto=ANY, dense=ANY) for name in QUANTISED},
     },
 )
 

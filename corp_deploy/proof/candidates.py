@@ -18,13 +18,14 @@ from export.engine.record import record_of_plan
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
 from ground.ports import OutputPort
-from ground.precision import FLOAT32, FloatType, type_of_word
+from ground.precision import FLOAT32, INT8, QUANTISED, FloatType, type_of_word
 from perf.parity.rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 
 Run = Callable[[Feeds], Outputs]
+FP32 = "fp32"
 Form = Literal["torch", "graph", "engine"]
 
 
@@ -33,7 +34,8 @@ class Candidate:
     """One step: what it is called in the record, its form, the type that it is held in (mixed or not), and its fixed
     batch if it has one.
 
-    `shown` is its path as a printed command names it, where that is another.
+    `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
+    of all else, where it tells.
     """
 
     label: str
@@ -45,16 +47,23 @@ class Candidate:
     backend: str = ""
     checkpoint: Checkpoint | None = None
     shown: Path | None = None
+    rest: str | None = None
 
     @property
     def rounds(self) -> bool:
-        """Whether it is held in sixteen bits, in whole or in part."""
+        """Whether it is held in fewer bits than float32, in whole or in part."""
         return self.held_in is not FLOAT32
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it is held in INT8 or FP8."""
+        return self.held_in in QUANTISED.values()
 
     @property
     def emulated(self) -> bool:
         """Whether its types are only rounded to, in a graph that computes in float32."""
-        return self.rounds and self.form == "graph"
+        computed = self.held_in is INT8 and self.rest == FP32
+        return self.rounds and self.form == "graph" and not computed
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
@@ -87,8 +96,8 @@ class Candidate:
             return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
         if not self.emulated:
             return OnnxRunner(self.path)
-        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 not at all; this one
-        # rounds as its types say.
+        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 and FP8 not at all; this
+        # one rounds as its types say.
         rounded = scratch / "rounded.onnx"
         round_file(self.path, rounded)
         return OnnxRunner(rounded)
@@ -156,4 +165,5 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         shown=shown,
         held_in=type_of_word(facts.precision),
         batch=facts.batch,
+        rest=facts.rest,
     )

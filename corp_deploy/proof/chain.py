@@ -131,7 +131,8 @@ def _step(
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
         merges = _own_merges(candidate, before, proof_inputs, by_batch, heads)
         findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
-    kind: LinkKind = "reduced" if candidate.form == "torch" else "half" if candidate.rounds else "exact"
+    narrow: LinkKind = "quantised" if candidate.quantised else "half"
+    kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
     links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.merge_margins import merge_margins
@@ -14,9 +15,10 @@ from corp_deploy.families.model_cost import counted
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
+from export.graph.simulated import simulated
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.ports import OutputPort
-from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_of
+from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType, mixed_of
 from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
@@ -44,10 +46,15 @@ class ParityLimits:
     min_agreement: float | None = None
     max_error: float | None = None
     half_factor: float = 4.0
+    quantised_factor: float = 2.0
     max_apart: float = MOST_APART
     max_map_error: float | None = None
     min_iou: float | None = None
     min_pixels: float | None = None
+
+    def factor(self, held_in: FloatType) -> float:
+        """How many times the dense model's own error in this type a link may err."""
+        return self.quantised_factor if held_in in QUANTISED.values() else self.half_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +96,7 @@ class LinkRules:
     def rounding(self, held_in: FloatType) -> Tolerance:
         """How far two computations of one model may lie apart where one is held in this type."""
         if held_in is not FLOAT32:
-            return tolerance.half(self.noises[held_in], held_in=held_in, factor=self.limits.half_factor)
+            return tolerance.half(self.noises[held_in], held_in=held_in, factor=self.limits.factor(held_in))
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
 
     def of_user(self) -> Tolerance:
@@ -112,13 +119,13 @@ class LinkRules:
         """The link from what stands before to a candidate."""
         own, merges, held_in = self.port.name, before.merges, candidate.held_in
         bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(held_in), None
-        if merges is not None and kind == "half":
+        if merges is not None and kind in ("half", "quantised"):
             # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
-            noise, factor = merges.noise[held_in][own], self.limits.half_factor
+            noise, factor = merges.noise[held_in][own], self.limits.factor(held_in)
             bounds = tolerance.half(noise, held_in=held_in, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
             choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
-        if kind == "half" and candidate.emulated:
+        if kind in ("half", "quantised") and candidate.emulated:
             bounds = replace(bounds, rule=f"{bounds.rule}{AS_TYPED}")
         judged = link(
             name=name,
@@ -133,7 +140,7 @@ class LinkRules:
             several=self.several,
             threshold=self.threshold,
         )
-        if merges is None or kind != "half":
+        if merges is None or kind not in ("half", "quantised"):
             return judged
         answers = by_batch[judged.batch][own]
         off_N = relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
@@ -173,11 +180,11 @@ def merges_of(
 def _own_noise(
     dense: Checkpoint, held_in: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
 ) -> dict[str, Measures]:
-    """A torch model's own error in sixteen bits against FP32 on these inputs, with the same safe norms and softmax; of
-    maps what heads in FP32 make of it.
+    """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
+    and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
     """
     exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
-    half = typed_copy(exportable, mixed_of(held_in).pure, norms=NORMS)
+    half = _rounding(exportable, held_in, feeds, batch)
 
     def run(part: Feeds) -> Outputs:
         with torch.inference_mode():
@@ -188,6 +195,19 @@ def _own_noise(
     answers = outputs_at(heads.behind(run, batch), feeds, batch)
     every = *ports, *heads.ports
     return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
+
+
+def _rounding(exportable: nn.Module, held_in: FloatType, feeds: Feeds, batch: int) -> nn.Module:
+    """A copy that is held in this type."""
+    word = next((word for word, each in QUANTISED.items() if each is held_in), None)
+    if word is None:
+        return typed_copy(exportable, mixed_of(held_in).pure, norms=NORMS)
+
+    def run(model: nn.Module) -> None:
+        for start in range(0, batch_size(feeds), batch):
+            model(*(torch.from_numpy(array) for array in rows_of(feeds, slice(start, start + batch)).values()))
+
+    return simulated(exportable, word, run)
 
 
 def link_rules(

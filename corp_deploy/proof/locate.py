@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,11 +12,13 @@ from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
+from corp_deploy.store.quantised_onnx import Quantisation, quantiser_of
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
 from ground.ports import Role
-from ground.precision import FLOAT16, WORDS, FloatType, mixed_of
+from ground.precision import EVERY_WORD, FLOAT16, QUANTISED, FloatType, mixed_of
+from perf.parity.block_outputs import site_of
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import relative_errors
@@ -45,18 +48,36 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
 
 
 def dense_noise(dense: Checkpoint, feeds: Feeds, held_in: FloatType) -> Mapping[str, float]:
-    """Every block's own error in sixteen bits in the dense model."""
+    """Every block's own error in that type in the dense model."""
+    if (word := _word(held_in)) is not None:
+        plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
+        return block_noise(plain.single, plain.graph(word, scales="max"), feeds)
     return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_of(held_in).pure), feeds)
+
+
+def _word(held_in: FloatType) -> str | None:
+    """Of a quantised type."""
+    return next((word for word, each in QUANTISED.items() if each is held_in), None)
+
+
+def balanced_sites(proto: onnx.ModelProto) -> set[str]:
+    """Where norms give their outliers on to the layers behind them, as the graph's notes tell."""
+    names = next((entry.value for entry in proto.metadata_props if entry.key == "export.balanced"), "")
+    return {site_of(f"{name}/") for name in names.split()}
 
 
 def fix_command(graph: Path, shown: Path | None = None, held_in: FloatType = FLOAT16) -> str:
     """How to export again with the first bad site in float32, to a file beside the failing graph, `shown` in words."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
-    stem, mixed = graph.name.removesuffix(".onnx"), mixed_of(held_in).name
-    stem = next((stem.removesuffix(f".{word}") for word in WORDS if stem.endswith(f".{word}")), stem)
+    stem = graph.name.removesuffix(".onnx")
+    stem = next((stem.removesuffix(f".{word}") for word in EVERY_WORD if stem.endswith(f".{word}")), stem)
+    mixed = "" if _word(held_in) else mixed_of(held_in).name
     model = graph.parent if beside else "DIR"
-    options = {"model": model, "precision": mixed, "keep_fp32": ["{site}"]}
+    options: dict[str, Any] = {"model": model, "precision": mixed, "keep_fp32": ["{site}"]}
+    if (word := _word(held_in)) is not None:
+        mixed = word
+        options = {"model": model, "precision": word, "keep_rest": ["{site}"], "images": "IMAGES"}
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
 
 
@@ -70,8 +91,17 @@ def located(
         if failing.rounds and before.form == "graph":
             held_in = failing.held_in
             noise, command = dense_noise(dense, feeds, held_in), fix_command(failing.path, failing.shown, held_in)
-            graphs = before.graph(), failing.graph()
-            return locate_in_half(name, *graphs, feeds, noise=noise, fix_command=command, held_in=held_in)
+            half = failing.graph()
+            return locate_in_half(
+                name,
+                before.graph(),
+                half,
+                feeds,
+                noise=noise,
+                fix_command=command,
+                held_in=held_in,
+                scaled=balanced_sites(half),
+            )
         if before.form == "torch" and before.checkpoint is not None and not failing.rounds:
             model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
             return locate_in_exact(name, model, failing.graph(), feeds, products=products)

@@ -183,7 +183,8 @@ def _contender(name: str, path: Path, running: RunOptions, scratch: Path) -> Con
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
     if _sizes(dense.inputs) != _sizes(reduced.inputs):
-        raise BadInput(f"dense takes {listed(dense.inputs)}, reduced {listed(reduced.inputs)}: not the same task")
+        one, other = dense.subject.name, reduced.subject.name
+        raise BadInput(f"{one} takes {listed(dense.inputs)}, {other} {listed(reduced.inputs)}: not the same task")
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:
             raise BadInput(
@@ -205,19 +206,21 @@ def measure(
     plan: Plan,
     running: RunOptions | None = None,
     fed: TimedInputs | None = None,
+    names: tuple[str, str] = ("dense", "reduced"),
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
 ) -> Bench:
     """Time a dense and a reduced model in one process. Raises BadInput for models that don't go together.
 
-    `fed` tells of real inputs; None feeds noise, which costs the same time.
+    `fed` tells of real inputs; None feeds noise, which costs the same time. `names`: what the record calls both.
     """
+    if names[0] == names[1]:
+        raise BadInput(f"both models are called {names[0]!r}; give each a name of its own")
     running = running or RunOptions()
     device = _device_of_both(dense, reduced, running)
     with tempfile.TemporaryDirectory() as scratch:
-        one, other = (
-            _contender(name, path, running, Path(scratch)) for name, path in (("dense", dense), ("reduced", reduced))
-        )
+        both = zip(names, (dense, reduced), strict=True)
+        one, other = (_contender(name, path, running, Path(scratch)) for name, path in both)
         _refuse_unequal(one, other, batches)
         feeds = feeds_to_time(fed or TimedInputs(), one.inputs, (dense, reduced), max(batches))
         timed_tests: list[StructuralTest] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
@@ -21,14 +22,17 @@ from .names import (
     SUMMARY,
     artefact_name,
     bench_name,
+    gain_name,
     graph_name,
     graphs_of,
     parity_name,
+    rival_name,
 )
 from .recipe import Recipe, Target
 from .targets import run_options
 
 SAVE_EVERY_IMAGES = 1024
+RANGE_SAMPLES = 128
 
 
 def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
@@ -135,15 +139,30 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
     return Invocation(command="reduce", options=_honoured(options, *table.ways, images))
 
 
-def export(recipe: Recipe, subject: str) -> Invocation:
-    precisions = recipe.export.precisions
+def _ranges(recipe: Recipe, root: Path) -> dict[str, Any]:
+    """What INT8 and FP8 graphs are made by: some of the calibration's own images."""
+    table, calibration = recipe.export, recipe.calibration
+    return {
+        "rest": table.resting_on,
+        "scales": table.scales or "auto",
+        "balance": table.balance is not False,
+        "keep_rest": list(table.keep_rest),
+        "images": path_from(root, calibration.images),
+        "samples": min(table.range_samples or RANGE_SAMPLES, calibration.samples or RANGE_SAMPLES),
+        "seed": calibration.seed,
+    }
+
+
+def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
+    table, precisions = recipe.export, recipe.export.precisions
     return Invocation(
         command="export",
         options={
             "model": subject,
             **recipe.model.trust,
             "precision": precisions,
-            "keep_fp32": list(recipe.export.keep_fp32),
+            "keep_fp32": list(table.keep_fp32),
+            **(_ranges(recipe, root) if table.quantised else {}),
             "output": f"{subject}/{graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
     )
@@ -165,6 +184,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "min_agreement": parity.min_agreement,
             "max_error": parity.max_error,
             "half_factor": parity.half_factor,
+            "quantised_factor": parity.quantised_factor,
             "max_apart": parity.max_apart,
             "head": [path_from(root, path) for path in parity.head],
             **parity.of_maps,
@@ -174,20 +194,40 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
 
 
 def bench(recipe: Recipe, target: Target) -> Invocation:
+    """Dense against reduced."""
+    dense, reduced = (artefact_name(target, subject) for subject in SUBJECTS)
+    return _bench(recipe, target, dense, reduced, bench_name(recipe, target))
+
+
+def gain(recipe: Recipe, target: Target) -> Invocation:
+    """The reduced model as a quantised target runs it against the precision that it rests on."""
+    names = {"names": (target.rest, target.precision)}
+    return _bench(recipe, target, rival_name(target), artefact_name(target, "reduced"), gain_name(target), names)
+
+
+def _bench(
+    recipe: Recipe,
+    target: Target,
+    reference: str,
+    candidate: str,
+    output: str,
+    names: Mapping[str, tuple[str | None, str]] = MappingProxyType({}),
+) -> Invocation:
     table = recipe.bench
     return Invocation(
         command="bench",
-        arguments=tuple(artefact_name(target, subject) for subject in SUBJECTS),
+        arguments=(reference, candidate),
         options={
             **run_options(target, table.threads),
             **recipe.model.trust,
+            **names,
             "batch": table.batches,
             "images": SAMPLES,
             "time_limit": table.time_limit_s,
             "half_width": table.half_width,
             "block_ms": table.block_ms,
             "min_rounds": table.min_rounds,
-            "output": bench_name(recipe, target),
+            "output": output,
         },
     )
 
@@ -195,7 +235,7 @@ def bench(recipe: Recipe, target: Target) -> Invocation:
 def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     """`gate` judges one measurement and one proof; where there are more the stage itself does."""
     first, *others = recipe.targets
-    if others or first.rules or parity_name(first) != PARITY:
+    if others or first.rules or first.rest or parity_name(first) != PARITY:
         return only_beside("gate", recipe, baseline, root)
     return Invocation(
         command="gate",

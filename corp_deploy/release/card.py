@@ -18,7 +18,7 @@ from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
-from .names import GATE, PARITY, SUMMARY, bench_name
+from .names import GATE, PARITY, SUMMARY, bench_name, gain_name
 from .recipe import Recipe
 from .recipe_tables import ReduceTable
 
@@ -199,6 +199,9 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
     lines += ["## Agreement with the dense model", "", *_agreement(parity), ""]
     for target in recipe.targets:
         lines += [f"## Speed on {target.name}, {target.precision}", "", *_speed(root / bench_name(recipe, target)), ""]
+        if target.rest is not None:
+            against = f"{target.precision} against {target.rest}, both reduced:"
+            lines += [against, "", *_speed(root / gain_name(target)), ""]
     lines += ["## Limits", "", *_limits(recipe, parity), ""]
     lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]
     return "\n".join(lines)

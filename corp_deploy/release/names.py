@@ -50,6 +50,24 @@ def artefact_name(target: Target, subject: str) -> str:
     return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
 
 
+def rival_name(target: Target) -> str:
+    """What a quantised target is measured against: the reduced model in the precision that it rests on."""
+    assert target.rest is not None, target
+    if target.is_engine:
+        return f"rivals/model.{target.name}.{target.rest}.plan"
+    return f"reduced/{graph_name(target.rest)}"
+
+
+def gain_name(target: Target) -> str:
+    """The measurement of a quantised target against its rival."""
+    return f"gain.{target.name}.json"
+
+
+def gains_of(recipe: Recipe) -> tuple[str, ...]:
+    """One of each quantised target."""
+    return tuple(gain_name(target) for target in recipe.targets if target.rest is not None)
+
+
 def bench_name(recipe: Recipe, target: Target) -> str:
     """bench.json of the first target, bench.TARGET.json of the others."""
     return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"

@@ -31,7 +31,8 @@ from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_named
-from perf.gate.gate import Gate
+from perf.gate.gate import Gate, JudgedRule
+from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
@@ -52,11 +53,13 @@ from .names import (
     answers_name,
     artefact_name,
     bench_name,
+    gain_name,
     graph_name,
     page_name,
     parities_of,
     parity_name,
     plan_name,
+    rival_name,
 )
 from .recipe import Recipe, Target
 from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, opened_graph, replayed
@@ -102,6 +105,7 @@ def _limits(recipe: Recipe) -> ParityLimits:
         min_agreement=parity.min_agreement,
         max_error=parity.max_error,
         half_factor=parity.half_factor,
+        quantised_factor=parity.quantised_factor,
         max_apart=parity.max_apart,
         max_map_error=parity.max_map_error,
         min_iou=parity.min_iou,
@@ -110,18 +114,24 @@ def _limits(recipe: Recipe) -> ParityLimits:
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
-    """Dense and reduced plans with their records; sparse kernels are for the reduced model alone."""
-    for subject in SUBJECTS:
+    """Dense and reduced plans with their records, and of a quantised target what it is measured against; sparse kernels
+    are for the reduced model alone.
+    """
+    plans = [(plan_name(target, subject), subject, target.precision) for subject in SUBJECTS]
+    if target.rest is not None:
+        plans.append((rival_name(target), "reduced", target.rest))
+    for name, subject, precision in plans:
         options = BuildOptions(
             backend=target.name,
-            precision=target.precision,
+            precision=precision,
             profiles=(target.profile,),
             sms=target.sms,
             sparse=target.sparse and subject == "reduced",
             command=str(invocation),
         )
-        path = dirs.into / plan_name(target, subject)
-        write_engine(build_engine(dirs.root / subject / graph_name(target.precision), options), path)
+        path = dirs.into / name
+        path.parent.mkdir(exist_ok=True)
+        write_engine(build_engine(dirs.root / subject / graph_name(precision), options), path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +185,18 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Path | None, starting: bo
             rows += judged_rows(recipe.rules, now, older, starting=starting)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
+        rows += _gain_rows(dirs.root, target, recipe.bench.batches)
     save_gate(Gate(rules=tuple(rows)), dirs.into / GATE)
+
+
+def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:
+    """A quantised model that isn't measured to be faster than what it rests on is none to ship."""
+    if target.rest is None:
+        return []
+    rules = [rule_from_text(f"speedup@b{batch} <= 1") for batch in batches]
+    judged = judged_rows(rules, evidence_of_files(root / gain_name(target), None), None, starting=False)
+    named = f"{target.name}: {target.precision} over {target.rest}"
+    return [replace(row, rule=f"{named}: {row.rule}") for row in judged]
 
 
 def _lineage(root: Path) -> dict[str, Any]:

@@ -35,6 +35,8 @@ from .names import (
     answers_name,
     artefact_name,
     bench_name,
+    gain_name,
+    gains_of,
     graph_name,
     graphs_of,
     outputs_name,
@@ -42,6 +44,7 @@ from .names import (
     parities_of,
     parity_name,
     plan_name,
+    rival_name,
 )
 from .recipe import Recipe, Target
 from .recipe_table import Table
@@ -172,14 +175,17 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     )
 
 
-def _export_stage(recipe: Recipe, subject: str) -> Stage:
-    export = calls.export(recipe, subject)
+def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
+    export = calls.export(recipe, root, subject)
+    ranges = {"calibration.images": recipe.calibration.images} if recipe.export.quantised else {}
+    drawn = {f"ranges.{name}": export[name] for name in ("samples", "seed")} if ranges else {}
     return Stage(
         name=f"export.{subject}",
         outputs=graphs_of(recipe, subject),
         run=_of_command(export),
         reads=MODELS[subject],
-        settings=_settings("export", recipe.export) | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
+        outside=ranges,
+        settings=_settings("export", recipe.export) | drawn | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
         command=str(export),
     )
 
@@ -224,12 +230,14 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
 
 def _engine_stage(recipe: Recipe, target: Target) -> Stage:
     plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
+    rivals = () if target.rest is None else (rival_name(target),)
+    graphs = [f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS]
     command = calls.only(f"engine.{target.name}", recipe)
     return Stage(
         name=f"engine.{target.name}",
-        outputs=(*plans, *(f"{plan}.json" for plan in plans)),
+        outputs=(*plans, *rivals, *(f"{plan}.json" for plan in (*plans, *rivals))),
         run=_own("engine", target, command),
-        reads=tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS),
+        reads=(*graphs, *([] if target.rest is None else [f"reduced/{graph_name(target.rest)}"])),
         settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()}
         | ({"sparse": True} if target.sparse else {}),
         missing=lambda: missing_to_build(target),
@@ -272,6 +280,24 @@ def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
         missing=lambda: missing_to_run(target),
         command=str(bench),
     )
+    if target.rest is not None:
+        yield _gain_stage(recipe, target)
+
+
+def _gain_stage(recipe: Recipe, target: Target) -> Stage:
+    """The quantised model against the precision that it rests on, which it has to beat."""
+    gain = calls.gain(recipe, target)
+    graphs = rival_name(target), artefact_name(target, "reduced")
+    records = tuple(f"{name}.json" for name in graphs) if target.is_engine else ()
+    return Stage(
+        name=f"gain.{target.name}",
+        outputs=(gain_name(target),),
+        run=_of_command(gain),
+        reads=(*graphs, *records, SAMPLES),
+        settings=_settings("bench", recipe.bench) | {"rest": target.rest, "versions": _tool()},
+        missing=lambda: missing_to_run(target),
+        command=str(gain),
+    )
 
 
 def _package_stage(recipe: Recipe, root: Path) -> Stage:
@@ -302,7 +328,7 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
         name="gate",
         outputs=(GATE,),
         run=_own("gate", recipe, older, baseline.init),
-        reads=(*_benches(recipe), *parities_of(recipe)),
+        reads=(*_benches(recipe), *gains_of(recipe), *parities_of(recipe)),
         outside={} if older is None else {"baseline": older},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": _tool()},
         command=str(calls.gate(recipe, root, baseline)),
@@ -315,7 +341,7 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
         name="report",
         outputs=(*REPORTS, CARD, *(page_name(target) for target in recipe.targets[1:])),
         run=_own("report", recipe, commands),
-        reads=(RECIPE, MODELS["reduced"][0], SUMMARY, *_benches(recipe), *parities_of(recipe), GATE),
+        reads=(RECIPE, MODELS["reduced"][0], SUMMARY, *_benches(recipe), *gains_of(recipe), *parities_of(recipe), GATE),
         settings={"commands": commands, "versions": _tool()},
         command=str(calls.only_beside("report", recipe, baseline, root)),
     )
@@ -339,7 +365,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         _dense_stage(recipe),
         _moments_stage(recipe, root),
         _reduce_stage(recipe, root),
-        *(_export_stage(recipe, subject) for subject in SUBJECTS),
+        *(_export_stage(recipe, root, subject) for subject in SUBJECTS),
         _samples_stage(recipe),
         _parity_stage(recipe, root),
     ]

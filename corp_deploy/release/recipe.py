@@ -12,7 +12,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
-from ground.precision import BFLOAT16, PRECISIONS
+from ground.precision import BFLOAT16, FLOAT8, QUANTISED, type_of_word
 from perf.gate.rule import Rule, rule_from_text
 
 from .recipe_parity import ParityTable
@@ -30,7 +30,6 @@ from .recipe_tables import (
     SamplesTable,
     TargetTable,
 )
-from .recipe_values import Precision
 
 TargetName = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
@@ -40,6 +39,8 @@ ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
 class Target:
     """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
     alone.
+
+    `rest`: of a quantised precision the one that it rests on, which it has to be faster than; None of others.
     """
 
     name: TargetName
@@ -48,6 +49,7 @@ class Target:
     sms: tuple[str, ...]
     sparse: bool
     rules: tuple[Rule, ...]
+    rest: str | None = None
 
     @property
     def is_engine(self) -> bool:
@@ -140,8 +142,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def targets(self) -> tuple[Target, ...]:
         """In the order in which they are written."""
         return tuple(
-            _target(name, table, self.export.precisions, self.bench.batches)
-            for name, table in self.target_tables.items()
+            _target(name, table, self.export, self.bench.batches) for name, table in self.target_tables.items()
         )
 
 
@@ -156,24 +157,32 @@ def _rules(where: str, texts: tuple[str, ...], batches: tuple[int, ...]) -> tupl
     return rules
 
 
-def _target(
-    name: TargetName, table: TargetTable, precisions: tuple[Precision, ...], batches: tuple[int, ...]
-) -> Target:
-    where = f"targets.{name}"
+def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...]) -> Target:
+    where, precisions = f"targets.{name}", export.precisions
     fp16 = "fp16" if "fp16" in precisions else precisions[-1]
     precision = table.precision or (precisions[0] if name == "onnxruntime-cpu" else fp16)
     if precision not in precisions:
         raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
-    if name == "onnxruntime-cpu" and PRECISIONS[precision].type is BFLOAT16:
+    held_in = type_of_word(precision)
+    if name == "onnxruntime-cpu" and held_in in (BFLOAT16, FLOAT8):
         raise BadInput(
-            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in bfloat16, got precision {precision!r}; name "
-            "another of export.precisions, such as fp32"
+            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in {held_in.name}, got precision {precision!r}; "
+            "name another of export.precisions, such as fp32"
         )
     rules = _rules(f"{where}.fail_if", table.fail_if, batches)
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
     profile = _profile(where, name, table, batches)
-    return Target(name=name, precision=precision, profile=profile, sms=table.sms, sparse=table.sparse, rules=rules)
+    rest = export.resting_on if precision in QUANTISED else None
+    return Target(
+        name=name,
+        precision=precision,
+        profile=profile,
+        sms=table.sms,
+        sparse=table.sparse,
+        rules=rules,
+        rest=rest,
+    )
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:

@@ -14,6 +14,7 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_agreement: recipe_values.Share | None = None
     max_error: recipe_values.RelativeError | None = None
     half_factor: recipe_values.Factor = 4.0
+    quantised_factor: recipe_values.Factor = 2.0
     max_apart: recipe_values.Share = 0.05
     head: recipe_values.Locations = ()
     map_threshold: recipe_values.Level = THRESHOLD

@@ -64,7 +64,9 @@ ServedName: TypeAlias = Annotated[
 
 _Device = Literal["cpu", "cuda"]
 _Heads = Literal["padded", "square", "ragged", "auto"]
-_Precision = Literal["fp32", "fp16", "mixed", "bf16", "mixed-bf16"]
+_Precision = Literal["fp32", "fp16", "mixed", "bf16", "mixed-bf16", "int8", "fp8"]
+_Rest = Literal["fp32", "fp16", "bf16"]
+_Scales = Literal["auto", "max", "mse", "entropy"]
 _Groups = Literal["image", "folder", "file"]
 _Reads = Literal["all", "pooled"]
 _Outputs = Literal["merged", "unmerged"]
@@ -74,6 +76,8 @@ _System = Literal["whole", "kept"]
 Device: TypeAlias = Annotated[_Device, _of(_Device)]
 Heads: TypeAlias = Annotated[_Heads, _of(_Heads)]
 Precision: TypeAlias = Annotated[_Precision, _of(_Precision)]
+Rest: TypeAlias = Annotated[_Rest, _of(_Rest)]
+Scales: TypeAlias = Annotated[_Scales, _of(_Scales)]
 Precisions: TypeAlias = Annotated[
     tuple[Precision, ...], _list_of(f"a list of {', '.join(get_args(_Precision))}", least=1)
 ]

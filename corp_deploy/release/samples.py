@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.feeds import feeds_from_array
-from ground.precision import BFLOAT16, type_of_word
+from ground.precision import BFLOAT16, FLOAT8, type_of_word
 from ground.records import record_from_file
 from perf.parity.rounding import round_file
 from perf.parity.vectors import FEATURE_MAP
@@ -23,7 +23,7 @@ from .names import SAMPLES_RECORD
 
 KIND = "corp-deploy/samples"
 # Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.
-REPLAY_ERROR = {"fp32": 1e-4, "fp16": 1e-2, "mixed": 1e-2, "bf16": 8e-2, "mixed-bf16": 8e-2}
+REPLAY_ERROR = {"fp32": 1e-4, "fp16": 1e-2, "mixed": 1e-2, "bf16": 8e-2, "mixed-bf16": 8e-2, "int8": 0.1, "fp8": 0.1}
 BATCH = 8
 
 Pixels = NDArray[np.float32]
@@ -58,8 +58,8 @@ def _joined(outputs: Sequence[Pixels]) -> Pixels:
 
 @contextmanager
 def opened_graph(path: Path) -> Iterator[Runner]:
-    """A graph on the CPU; one of BF16, which ONNX Runtime has no arithmetic of there, rounds as it is typed."""
-    if type_of_word(onnx_precision(path)) is not BFLOAT16:
+    """A graph on the CPU; one of BF16 or FP8, which ONNX Runtime has no arithmetic of there, rounds as it is typed."""
+    if type_of_word(onnx_precision(path)) not in (BFLOAT16, FLOAT8):
         with OnnxRunner(path) as runner:
             yield runner
         return

@@ -16,22 +16,29 @@ from perf.record.runs import Bench, load_bench
 from perf.stats.summary import finite, summarise
 
 from .names import BENCH, PARITY, graph_name
+from .served import quantised_graph, to_serve
 
 AS_MEASURED = Serving()
 
 
-def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str]]:
-    """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named."""
-    plans, notes = [], []
+def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
+    """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named, and so are quantised ones
+    in whose place others are served, the names of which come last.
+    """
+    plans, notes, left_out = list[Path](), list[str](), set[str]()
     for path in sorted(directory.rglob("*.plan")):
         backend = record_of_plan(path).backend
         if backend == "tensorrt":
-            plans.append(path)
+            served, note = to_serve(directory.parent, backend, path)
+            plans.append(served)
+            if note is not None:
+                notes.append(note)
+                left_out.add(path.name)
         else:
             notes.append(
                 f"{path.name} is left out: the server's backend loads TensorRT plans, this one is of {backend}"
             )
-    return tuple(plans), notes
+    return tuple(plans), notes, left_out
 
 
 def _latencies(bench: Bench) -> tuple[Latency, ...]:
@@ -101,21 +108,26 @@ def package_of_directory(
     fp32, fp16 = (directory / "reduced" / graph_name(precision) for precision in ("fp32", "fp16"))
     if not fp32.is_file():
         raise BadInput(f"{fp32}: no such graph; export the reduced model into {directory}/reduced first")
-    plans, notes = _plans(directory / "reduced")
+    plans, notes, left_out = _plans(directory / "reduced")
+    cpu = fp32
+    if (quantised := quantised_graph(directory, "onnxruntime-cpu")) is not None:
+        cpu, note = to_serve(directory, "onnxruntime-cpu", quantised)
+        notes, left_out = ([*notes, note], {*left_out, quantised.name}) if note is not None else (notes, left_out)
     expected: dict[str, Expected] = {}
     preferred: tuple[int, ...] = ()
     if (directory / BENCH).is_file():
         bench = load_bench(directory / BENCH)
         knee = summarise(bench).preferred_batch_size
         preferred = () if knee is None or knee == 1 else (knee,)
-        expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
+        if str(bench.subjects[1].describe.get("model", "")) not in left_out:
+            expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(
         name=name,
         version=version,
         plans=plans,
         onnx=fp16 if fp16.is_file() else fp32,
-        cpu_onnx=fp32,
+        cpu_onnx=cpu,
         labels=_labels(labels),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,

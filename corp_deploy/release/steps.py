@@ -28,10 +28,11 @@ from corp_deploy.reduction.calibrate import Statistics
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
+from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.triton.repository import write_repository
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
-from ground.precision import MIXED
+from ground.precision import MIXED, QUANTISED
 from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
@@ -42,6 +43,7 @@ from .incremental import StageDirs
 from .serving import package_of_directory
 
 DRAWN = ("samples", "seed")
+LIMITS = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart")
 
 
 def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation, *options: str) -> Images:
@@ -94,9 +96,17 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
 def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
     checkpoint = load_checkpoint(dirs.root / run["model"])
-    for precision, path in paths_by_precision(dirs.into / run["output"], run["precision"]).items():
+    paths = paths_by_precision(dirs.into / run["output"], run["precision"])
+    if set(paths) & set(QUANTISED):
+        chosen = Quantisation(**run.some("rest", "scales", "balance"), keep_rest=tuple(run["keep_rest"]))
+        feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds
+        made_of = quantiser_of(checkpoint, feeds, chosen)
+    for precision, path in paths.items():
         keep = run["keep_fp32"] if precision in MIXED else ()
-        export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep)
+        if precision in QUANTISED:
+            export_quantised(made_of, path, precision=precision, chosen=chosen)
+        else:
+            export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep)
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
@@ -112,7 +122,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
         [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs_from_set(source, labels),
         batches=run["batch"],
-        limits=ParityLimits(**run.some("min_agreement", "max_error", "half_factor", "max_apart"), **of_maps),
+        limits=ParityLimits(**run.some(*(name for name in LIMITS if name in run.options)), **of_maps),
         moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
         heads=HeadRequest(
             paths=tuple(dirs.root / path for path in heads), threshold=run.options.get("map_threshold", THRESHOLD)
@@ -138,6 +148,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
         plan=plan,
         running=RunOptions.from_options(run.options),
         fed=TimedInputs(images=dirs.root / run["images"]),
+        names=run.options.get("names", ("dense", "reduced")),
         command=run.words,
     )
     with replacing(dirs.into / run["output"]) as temporary:

@@ -92,7 +92,7 @@ def export_checkpoint(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
     """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
-    None too.
+    None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end.
     """
 
     precision: str
@@ -101,6 +101,8 @@ class GraphFacts:
     inputs: tuple[Port, ...]
     macs: int | None
     parameters: int | None
+    rest: str | None = None
+    scales: str | None = None
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
@@ -124,6 +126,8 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         inputs=tuple(Port(name=port.name, shape=_sizes(port.shape[1:]), dtype=port.dtype) for port in inputs),
         macs=_integer(carried, "macs", path),
         parameters=_integer(carried, "parameters", path),
+        rest=carried.get("export.rest"),
+        scales=carried.get("export.scales"),
     )
 
 

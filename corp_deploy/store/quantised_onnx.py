@@ -17,7 +17,6 @@ from .checkpoint import Checkpoint
 from .onnx_file import metadata_of_checkpoint
 from .sparse_graph import require_sparse_graph
 
-QUANTISED = ("int8", "fp8")
 BATCH = 8
 
 

@@ -39,6 +39,7 @@ class Quantiser:
     seen: Mapping[str, Histogram]
     balanced: tuple[Balanced, ...]
     batches: Batches
+    typed_as: str
     _ends: dict[tuple[str, Clipping], Mapping[str, float]] = field(default_factory=dict, repr=False)
     _clippings: dict[str, Clipping] = field(default_factory=dict, repr=False)
 
@@ -53,9 +54,10 @@ class Quantiser:
         proto = quantised(self.typed, form, self._ends_of(layers, form, clipping), layers)
         own = {
             "precision": precision,
+            "rest": self.typed_as,
             "scales": clipping,
             "keep_rest": " ".join(keep),
-            "balanced": str(len(self.balanced)),
+            "balanced": " ".join(place.norm for place in self.balanced),
             "quantised_layers": str(len(layers)),
         }
         _note(proto, own)
@@ -120,7 +122,7 @@ def quantiser(
     names = list(dict.fromkeys(layer.activation for layer in quantised_layers(single, ())))
     seen = histograms(single, names, batches())
     typed = single if typed_as == "fp32" and batch is None else graph(typed_as, batch)
-    return Quantiser(single=single, typed=typed, seen=seen, balanced=places, batches=batches)
+    return Quantiser(single=single, typed=typed, seen=seen, balanced=places, batches=batches, typed_as=typed_as)
 
 
 def _distance(new: Mapping[str, NDArray[np.float32]], exact: Mapping[str, NDArray[np.float32]]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from onnx import ModelProto
 from torch import nn
@@ -30,15 +30,17 @@ def locate_in_half(
     noise: Mapping[str, float],
     fix_command: str = "",
     held_in: FloatType = FLOAT16,
+    scaled: Collection[str] = (),
 ) -> FaultLocation:
-    """Where a graph held in FP16 or BF16, or mixed of it, leaves its FP32 twin. `fix_command` is the command that
-    helps, with `{site}` in it.
+    """Where a graph held in fewer bits, or mixed of them, leaves its FP32 twin. `fix_command` is the command that
+    helps, with `{site}` in it. `scaled`: sites that are meant to give something else, which is undone behind them.
 
     A few inputs do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
     """
     sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (fp32, half)]
     activations = block_outputs.by_site(fp32, block_outputs.largest_activations(fp32, feeds))
-    errors = block_errors(*sides, noise=noise, held_in=held_in)
+    every = block_errors(*sides, noise=noise, held_in=held_in)
+    errors = [error for error in every if error.site not in scaled]
     return locate(link, errors, activations=activations, fix_command=fix_command, held_in=held_in)
 
 

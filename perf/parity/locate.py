@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.precision import FLOAT16, FloatType
+from ground.precision import FLOAT16, QUANTISED, FloatType
 from ground.records import Figure
 
 from .tolerance import CEILINGS
@@ -159,6 +159,8 @@ def _floor(noise: Mapping[str, float] | float, key: str, held_in: FloatType) -> 
 
 
 def _reason(block: BlockError, largest: float, held_in: FloatType) -> str:
+    if held_in in QUANTISED.values():
+        largest = 0.0  # its ranges end where they were set to
     limit = f"{'over' if largest > held_in.largest else 'within'} {held_in.name}'s {held_in.largest:,.6g}"
     activation = f"; its largest activation is {largest:,.6g}, {limit}" if largest else ""
     if block.nonfinite:

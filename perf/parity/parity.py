@@ -29,7 +29,7 @@ KIND, VERSION = "parity", 1
 # Under this share of the reference's variation over images, outputs are called constant.
 CONSTANT_SPREAD = 0.01
 
-LinkKind = Literal["exact", "half", "reduced", "whole"]
+LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
 Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
 
 
@@ -205,7 +205,7 @@ def link(
                 expected, rows = expected[~apart_N], rows[~apart_N]
         at[batch] = measures(expected, rows, role=port.role, margin_noise=tolerance.margin_noise, threshold=threshold)
     unlimited = replace(tolerance, max_relative_error=None, min_agreement=None, min_iou=None)
-    of_some = tolerance if kind in ("exact", "half") else unlimited
+    of_some = tolerance if kind in ("exact", "half", "quantised") else unlimited
     judged = {
         batch: _with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
         if batch in whole

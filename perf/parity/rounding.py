@@ -1,9 +1,9 @@
-"""An FP16 or BF16 graph as a float32 graph that rounds wherever the types say float16 or bfloat16.
+"""An FP16, BF16 or FP8 graph as a float32 graph that rounds wherever its types say so.
 
 ONNX Runtime's CPU kernels compute FP16 graphs in float32 and carry the wide values on, so that nothing ever overflows
 there: a graph whose attention logits pass 65,504 looks right on a CPU and gives NaN in an engine. Of BF16 they have
-no MatMul at all. The rounded graph has the meaning of its types: sums inside an operator are wide, as tensor cores keep
-them, and every result of sixteen bits is rounded to nearest, ties to even.
+no MatMul at all, of FP8 conversions alone. The rounded graph has the meaning of its types: sums inside an operator are
+wide, as tensor cores keep them, and every result of fewer bits is rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from ground.errors import BadInput
-from ground.precision import BY_ONNX, HALVES
+from ground.precision import BY_ONNX, FLOAT8, HALVES
 
 NARROW = tuple(each.onnx for each in HALVES)
 SINGLE = TensorProto.FLOAT
@@ -43,11 +43,22 @@ def rounded_graph(model: ModelProto) -> ModelProto:
     single.CopyFrom(model)
     del single.graph.node[:], single.graph.initializer[:], single.graph.value_info[:]
     single.graph.initializer.extend(_widened(tensor) for tensor in model.graph.initializer)
-    single.graph.node.extend(wide for node in model.graph.node for wide in _nodes(node, types))
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and types.get(node.input[0]) == FLOAT8.onnx:
+            node, scales = _scaling(node, model)
+            single.graph.initializer.extend([] if scales is None else [scales])
+        single.graph.node.extend(_nodes(node, types))
+    read = {name for node in single.graph.node for name in node.input}
+    kept = [tensor for tensor in single.graph.initializer if tensor.name in read]
+    del single.graph.initializer[:]
+    single.graph.initializer.extend(kept)
     return single
 
 
 def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
+    if node.op_type == "QuantizeLinear" and types.get(node.output[0]) == FLOAT8.onnx:
+        yield from _to_fp8(node)
+        return
     wide = NodeProto()
     wide.CopyFrom(node)
     for attribute in wide.attribute:
@@ -65,8 +76,32 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
         yield helper.make_node("Cast", [f"{name}/half"], [name], name=f"{name}/widen", to=SINGLE)
 
 
+def _to_fp8(node: NodeProto) -> Iterator[NodeProto]:
+    """The quotient rounded by Casts: ONNX Runtime hands an FP8 value on to operators that take none. Dequantised it is
+    multiplied by the scale as ever.
+    """
+    name = node.output[0]
+    yield helper.make_node("Div", node.input[:2], [f"{name}/ratio"], name=f"{name}/divide")
+    yield helper.make_node("Cast", [f"{name}/ratio"], [f"{name}/fp8"], name=f"{name}/round", to=FLOAT8.onnx)
+    yield helper.make_node("Cast", [f"{name}/fp8"], [name], name=f"{name}/widen", to=SINGLE)
+
+
+def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:
+    """A dequantisation of FP8 as a product, and its scales along their axis where there are several."""
+    scale = next(tensor for tensor in model.graph.initializer if tensor.name == node.input[1])
+    times = helper.make_node("Mul", node.input[:2], node.output, name=node.name)
+    if not scale.dims:
+        return times, None
+    shape = next(tensor for tensor in model.graph.initializer if tensor.name == node.input[0]).dims
+    axis = next(attribute.i for attribute in node.attribute if attribute.name == "axis")
+    along = [-1 if place == axis else 1 for place in range(len(shape))]
+    times.input[1] = f"{node.output[0]}/scale"
+    values: Any = numpy_helper.to_array(scale).astype("float32").reshape(along)
+    return times, numpy_helper.from_array(values, times.input[1])
+
+
 def _widened(tensor: TensorProto) -> TensorProto:
-    if tensor.data_type not in NARROW:
+    if tensor.data_type not in (*NARROW, FLOAT8.onnx):
         return tensor
     values: Any = numpy_helper.to_array(tensor).astype("float32")
     return numpy_helper.from_array(values, tensor.name)

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from ground.errors import BadInput
-from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType
+from ground.precision import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, FloatType
 
 from .measures import Measures
 
 EXACT_FACTOR = 10
 # A larger error than this is no rounding any more, whatever the dense model itself does in that type.
 # BF16's unit is eight times FP16's, and whole encoders err by 0.004 to 0.016 in it: four times that must fit.
-CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2}
+CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2, INT8: 0.5, FLOAT8: 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

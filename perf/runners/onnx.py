@@ -13,7 +13,7 @@ import numpy as np
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
 from ground.ports import OutputPort, Port, Role
-from ground.precision import BFLOAT16, BY_ONNX, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
+from ground.precision import BFLOAT16, BY_ONNX, FLOAT8, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -67,7 +67,7 @@ class OnnxRunner:
         if not self.path.is_file():
             raise BadInput(f"{self.path}: no such ONNX file")
         if self.provider == "cpu":
-            _refuse_bf16(self.path)
+            _refuse_untyped(self.path)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         if self.provider != "cpu":
@@ -94,7 +94,7 @@ class OnnxRunner:
             "device": "cpu" if self.provider == "cpu" else "cuda",
             "provider": PROVIDERS[self.provider],
             "precision": precision,
-            "computed_in": "fp32" if self.provider == "cpu" else precision,
+            "computed_in": "fp32" if self.provider == "cpu" and precision != "int8" else precision,
             "mode": "session",
             "cuda_graph": self.cuda_graph,
             "flush_l2": self.flush_l2,
@@ -269,7 +269,7 @@ def onnx_precision(path: Path) -> str:
     return mixed_of(max(HALVES, key=lambda each: sizes[each])).name
 
 
-def _refuse_bf16(path: Path) -> None:
+def _refuse_untyped(path: Path) -> None:
     """What a CPU would do with such a graph is no run of it."""
     from google.protobuf.message import DecodeError
 
@@ -277,10 +277,12 @@ def _refuse_bf16(path: Path) -> None:
         precision = onnx_precision(path)
     except DecodeError:
         return  # ONNX Runtime says in its own words that this is no graph
-    if type_of_word(precision) is BFLOAT16:
+    held_in = type_of_word(precision)
+    if held_in in (BFLOAT16, FLOAT8):
         raise BadInput(
-            f"{path}: a BF16 graph, and ONNX Runtime's CPU kernels have no arithmetic in bfloat16: (a) time or "
-            "run an engine of it or provider cuda, (b) time the fp32 graph; verify rounds as it is typed by itself"
+            f"{path}: a {held_in.shown} graph, and ONNX Runtime's CPU kernels have no arithmetic in {held_in.name}: "
+            "(a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify rounds as it is typed "
+            "by itself"
         )
 
 

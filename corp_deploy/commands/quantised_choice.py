@@ -1,0 +1,122 @@
+"""How INT8 and FP8 graphs are made, as it is said on the command line."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .graph_choice import GraphChoice
+from .input_choice import InputChoice
+from .options import value_options
+
+if TYPE_CHECKING:
+    from corp_deploy.store.checkpoint import Checkpoint
+    from corp_deploy.store.quantised_onnx import Quantisation
+    from export.graph.quantiser import Quantiser
+    from ground.feeds import Feeds
+
+
+def _quantised_choice(rest: str, scales: str, balance: bool, keep_rest: tuple[str, ...]) -> "Quantisation":
+    from corp_deploy.store.quantised_onnx import Quantisation
+
+    options: dict[str, Any] = {"rest": rest, "scales": scales, "balance": balance, "keep_rest": keep_rest}
+    return Quantisation(**options)
+
+
+quantised_options = value_options(
+    "quantisation",
+    _quantised_choice,
+    click.option(
+        "--rest",
+        type=click.Choice(["fp16", "bf16", "fp32"]),
+        default="fp16",
+        show_default=True,
+        help="For int8 and fp8: the precision of all between the quantised layers; ONNX Runtime on a CPU is fast with "
+        "fp32.",
+    ),
+    click.option(
+        "--scales",
+        type=click.Choice(["auto", "max", "mse", "entropy"]),
+        default="auto",
+        show_default=True,
+        help="For int8 and fp8: where the ranges of activations end; auto takes the one whose outputs are nearest to "
+        "FP32.",
+    ),
+    click.option(
+        "--balance/--no-balance",
+        default=True,
+        show_default=True,
+        help="For int8 and fp8: move outliers from norms into the weights behind them (SmoothQuant), exactly.",
+    ),
+    click.option(
+        "--keep-rest",
+        multiple=True,
+        help="For int8 and fp8: modules that are left in --rest, with all below them, such as blocks.7.mlp.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YardstickChoice:
+    """Whether the most sensitive blocks are looked for, and whose error is the yardstick, by default its own."""
+
+    searches: bool
+    dense: Path | None
+
+
+class QuantisedGraphs:
+    """The INT8 and FP8 graphs of one export, whose ranges are taken once."""
+
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        inputs: InputChoice,
+        chosen: "Quantisation",
+        graphs: GraphChoice,
+        yardstick: YardstickChoice,
+    ) -> None:
+        self._checkpoint, self._inputs, self._chosen = checkpoint, inputs, chosen
+        self._graphs, self._yardstick = graphs, yardstick
+
+    @cached_property
+    def _feeds(self) -> "Feeds":
+        from corp_deploy.proof.inputs import inputs_from_set
+
+        return inputs_from_set(self._inputs.open(self._checkpoint)).feeds
+
+    @cached_property
+    def _made_of(self) -> "Quantiser":
+        from corp_deploy.store.quantised_onnx import quantiser_of
+
+        asked = {"opset": self._graphs.opset, "batch": self._graphs.batch, "geometry": self._graphs.heads}
+        return quantiser_of(self._checkpoint, self._feeds, self._chosen, **asked)  # type: ignore[arg-type]
+
+    def written(self, precision: str, path: Path) -> dict[str, Any]:
+        """Write one graph; what it is, for people and machines."""
+        from corp_deploy.store.onnx_file import facts_of_onnx
+        from corp_deploy.store.quantised_onnx import export_quantised
+        from ground.files import sha256_of_file
+
+        left = self._left(precision)
+        chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *left))
+        export_quantised(self._made_of, path, precision=precision, chosen=chosen)
+        facts = facts_of_onnx(path)
+        record = {"path": str(path), "precision": precision, "opset": facts.opset, "rest": facts.rest}
+        record |= {"scales": facts.scales, "kept_rest": list(chosen.keep_rest)}
+        return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
+
+    def _left(self, precision: str) -> tuple[str, ...]:
+        """The sites that are not quantised because they are too sensitive."""
+        from corp_deploy.proof.quantised_precision import bounds_of, sites_to_leave
+        from corp_deploy.store.dense_model import model_of_directory
+
+        if not self._yardstick.searches:
+            return ()
+        dense = self._yardstick.dense
+        own = self._checkpoint if dense is None else model_of_directory(dense)
+        bounds = bounds_of(own, precision, self._feeds)
+        return sites_to_leave(
+            self._checkpoint, self._made_of, precision, self._chosen, self._feeds, bounds, batch=self._graphs.batch
+        ).sites

@@ -1,0 +1,169 @@
+"""Which blocks an INT8 or FP8 graph leaves as they are: the fewest of the most sensitive ones that let it pass."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+from torch import nn
+
+from corp_deploy.families.family import family_of, input_ports, output_ports
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.quantised_onnx import Quantisation
+from export.graph.quantised import layers
+from export.graph.quantiser import Quantiser
+from export.graph.simulated import simulated
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, feeds_of_ports
+from ground.ports import OutputPort
+from ground.precision import type_of_word
+from perf.parity import tolerance
+from perf.parity.block_outputs import site_of
+from perf.parity.measures import Measures, measures
+from perf.parity.parity import judge
+from perf.parity.tolerance import Tolerance
+from perf.runners.module import ModuleRunner
+
+from .candidates import Candidate, outputs_at
+
+BATCH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """Relative error of the outputs with this site alone quantised, the largest over them."""
+
+    site: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The sites that stay as they are, the most sensitive one first, the error of such a graph, and what was tried."""
+
+    sites: tuple[str, ...]
+    relative_error: float
+    sensitivities: tuple[Sensitivity, ...]
+
+
+def sites_to_leave(
+    checkpoint: Checkpoint,
+    made_of: Quantiser,
+    precision: str,
+    chosen: Quantisation,
+    feeds: Feeds,
+    bounds: Mapping[str, Tolerance],
+    *,
+    batch: int | None = None,
+) -> Kept:
+    """Sites in the order of what quantising each alone costs; the fewest of the first ones whose leaving lets the graph
+    pass `bounds` (by output) against its FP32 twin, found by bisection and made sure of.
+
+    What `chosen` keeps stays kept. Raises BadInput when not even one quantised site passes.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        ports = output_ports(checkpoint.model)
+        trial = _Trial(made_of, precision, chosen, feeds, ports, Path(scratch), batch)
+        whole = trial.errors(())
+        if trial.passes(whole, bounds):
+            return Kept(sites=(), relative_error=_worst(whole), sensitivities=())
+        ranked = sorted(
+            (Sensitivity(site=site, error=_worst(trial.errors_of_one(site))) for site in trial.sites),
+            key=lambda each: (-each.error, each.site),
+        )
+        order = [each.site for each in ranked]
+        count = _fewest(len(order) - 1, lambda count: trial.passes(trial.errors(order[:count]), bounds))
+        if count is None:
+            least = ranked[-1]
+            raise BadInput(
+                f"{precision}: no set of blocks left in {chosen.rest} lets this graph pass: with {least.site} alone "
+                f"quantised it is still off by {least.error:.2g}; export {chosen.rest}"
+            )
+        kept = tuple(order[:count])
+        return Kept(sites=kept, relative_error=_worst(trial.errors(kept)), sensitivities=tuple(ranked))
+
+
+def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds, *, factor: float = 2.0) -> dict[str, Tolerance]:
+    """By output `factor` times what plain rounding does to the dense model, as `verify` judges it."""
+    exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
+
+    def run(model: nn.Module) -> Outputs:
+        inputs = input_ports(dense.model)
+        with ModuleRunner(model, inputs=inputs, outputs=ports, label=precision) as runner:
+            return outputs_at(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
+
+    exact, rounded = run(exportable), run(simulated(exportable, precision, run))
+    return {
+        port.name: tolerance.half(
+            measures(exact[port.name], rounded[port.name], role=port.role),
+            held_in=type_of_word(precision),
+            factor=factor,
+        )
+        for port in ports
+    }
+
+
+def _worst(errors: Mapping[str, Measures]) -> float:
+    return max(each.relative_error for each in errors.values())
+
+
+def _fewest(most: int, passes: Callable[[int], bool]) -> int | None:
+    """The least count from 1 to `most` that passes, taking for granted that more passes where fewer do."""
+    if most < 1 or not passes(most):
+        return None
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(middle) else (middle + 1, high)
+    return low
+
+
+class _Trial:
+    """Graphs of one model with other sites left as they are, against the FP32 one on the same inputs."""
+
+    def __init__(
+        self,
+        made_of: Quantiser,
+        precision: str,
+        chosen: Quantisation,
+        feeds: Feeds,
+        ports: Sequence[OutputPort],
+        scratch: Path,
+        batch: int | None,
+    ) -> None:
+        self._made_of, self._precision, self._chosen = made_of, precision, chosen
+        self._feeds, self._ports, self._path = feeds, ports, scratch / "graph.onnx"
+        self._modules = {layer.module: site_of(layer.node) for layer in layers(made_of.single)}
+        self._batch = batch
+        self._known: dict[frozenset[str], Mapping[str, Measures]] = {}
+        self._reference = self._run(made_of.single, "fp32")
+        self.sites = tuple(dict.fromkeys(self._modules.values()))
+
+    def errors_of_one(self, site: str) -> Mapping[str, Measures]:
+        return self.errors([each for each in self.sites if each != site])
+
+    def errors(self, left: Sequence[str]) -> Mapping[str, Measures]:
+        """By output, with these sites left as they are."""
+        key = frozenset(left)
+        if key not in self._known:
+            keep = [*self._chosen.keep_rest, *(module for module, site in self._modules.items() if site in key)]
+            proto = self._made_of.graph(self._precision, scales=self._chosen.scales, keep=keep)
+            answers = self._run(proto, self._precision)
+            self._known[key] = {
+                port.name: measures(self._reference[port.name], answers[port.name], role=port.role)
+                for port in self._ports
+            }
+        return self._known[key]
+
+    def passes(self, errors: Mapping[str, Measures], bounds: Mapping[str, Tolerance]) -> bool:
+        return all(judge(errors[port.name], bounds[port.name])[0] == "PASS" for port in self._ports)
+
+    def _run(self, proto: onnx.ModelProto, precision: str) -> Outputs:
+        onnx.save(proto, str(self._path))
+        rest = self._made_of.typed_as
+        held_in = type_of_word(precision)
+        step = Candidate(label=precision, name=precision, form="graph", path=self._path, held_in=held_in, rest=rest)
+        fixed = None if precision == "fp32" else self._batch
+        with replace(step, batch=fixed).opened(self._ports) as run:
+            return outputs_at(run, self._feeds, BATCH)

@@ -1,0 +1,181 @@
+"""INT8 and FP8 from command to record: graphs, blocks that stay as they are, parity, engines."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+
+from corp_deploy.cli import main
+from corp_deploy.families.family import output_ports
+from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.proof.quantised_precision import bounds_of
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from export.engine.record import record_of_plan
+from export.graph.quantised import layers
+from ground.errors import BadInput
+from ground.precision import INT8
+from perf.parity.rounding import rounded_graph
+from perf.runners.onnx import OnnxRunner
+from tests import tiny
+
+Array = NDArray[np.float32]
+rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def ran(*words: object) -> Result:
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("quantised")
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "images.npy", tiny.images(24))
+    words = ["--precision", "fp32,fp16,int8,fp8", "--images", home / "images.npy", "--samples", 16]
+    ran("export", "--model", home / "dense", *words, "-o", home / "dense" / "model.onnx")
+    return home
+
+
+def test_export_writes_each_with_what_it_is(home: Path) -> None:
+    for name in ("int8", "fp8"):
+        graph = onnx.load(home / "dense" / f"model.{name}.onnx")
+        notes = {entry.key: entry.value for entry in graph.metadata_props}
+        assert (notes["export.precision"], notes["export.rest"]) == (name, "fp16")
+        assert notes["export.scales"] in ("max", "mse", "entropy")
+        assert len(layers(onnx.load(home / "dense" / "model.onnx"))) == int(notes["export.quantised_layers"])
+
+
+def test_verify_holds_each_to_the_dense_models_own_error(home: Path) -> None:
+    graphs = [home / "dense" / f"model{name}.onnx" for name in ("", ".int8", ".fp8")]
+    ran("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy", "-o", home / "parity.json")
+    links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
+    for name, shown in (("int8", "INT8"), ("fp8", "FP8")):
+        link = links[f"dense-onnx-{name}"]
+        assert (link["kind"], link["status"]) == ("quantised", "PASS")
+        assert link["tolerance"]["rule"].startswith(f"2 x the dense model's own {shown} error")
+        assert link["reference"].endswith("ONNX fp32")
+        assert 1e-4 < link["measures"]["relative_error"] < link["tolerance"]["max_relative_error"]
+
+
+def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Path) -> None:
+    proto = onnx.load(home / "dense" / "model.int8.onnx")
+    for tensor in proto.graph.initializer:
+        if tensor.name == "blocks.1.mlp.fc1/MatMul.input.scale":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(1e-4, np.float16), tensor.name))
+    onnx.save(proto, tmp_path / "model.int8.onnx")
+    graphs = [home / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
+    done = run("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy",
+               "-o", tmp_path / "parity.json")  # fmt: skip
+    assert done.exit_code == 1, done.output
+    (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
+    assert located["site"] == "blocks.1.mlp"
+    assert "--precision int8" in located["command"]
+    assert "--keep-rest 'blocks.1.mlp'" in located["command"]
+
+
+def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) -> None:
+    """Against the graph as it is, run by ONNX Runtime without any of its optimisations; all else in FP32, as another
+    rounding of FP16 has other values fall on the next FP8 number, which is far away.
+    """
+    path = tmp_path / "model.fp8.onnx"
+    words = ["--precision", "fp8", "--rest", "fp32", "--images", home / "images.npy"]
+    ran("export", "--model", home / "dense", *words, "-o", path)
+    pixels = tiny.images(5, seed=3)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    plain = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    rounded = rounded_graph(onnx.load(path)).SerializeToString()
+    other = ort.InferenceSession(rounded, providers=["CPUExecutionProvider"])
+    one, two = (session.run(None, {"images": pixels})[0] for session in (plain, other))
+    assert np.linalg.norm(one - two) < 0.01 * np.linalg.norm(one)
+    with pytest.raises(BadInput, match="a FP8 graph, and ONNX Runtime's CPU kernels have no arithmetic"):
+        OnnxRunner(path).__enter__()
+
+
+def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
+    broken = tiny.checkpoint()
+    with torch.no_grad():  # an outlier that takes the whole range of what fc2 reads, and that fc2 does not look at
+        mlp: Any = broken.model.get_submodule("blocks.1.mlp")
+        mlp.fc1.weight[0] = 0.0
+        mlp.fc1.bias[0] = 3000.0
+        mlp.fc2.weight[:, 0] = 0.0
+    save(broken, tmp_path / "broken")
+    out = tmp_path / "model.onnx"
+    words = ["--precision", "int8", "--scales", "max", "--images", home / "images.npy", "--auto"]
+    done = ran("export", "--model", tmp_path / "broken", "--dense", home / "dense", *words, "-o", out, "--json")
+    (row,) = json.loads(done.stdout)["written"]
+    kept = row["kept_rest"]
+    assert kept[0] == "blocks.1.mlp"
+    assert len(kept) <= 2
+    checkpoint = load_checkpoint(tmp_path / "broken")
+    bounds = bounds_of(load_checkpoint(home / "dense"), "int8", {"images": tiny.images(24)})
+    ports = output_ports(checkpoint.model)
+    ran("export", "--model", tmp_path / "broken", "-o", tmp_path / "exact.onnx")
+    rows = []
+    for path in (tmp_path / "exact.onnx", out):
+        with candidate_from_path(path).opened(ports) as opened:
+            rows.append(outputs_at(opened, {"images": tiny.images(24)}, 8)[ports[0].name])
+    error = np.linalg.norm(rows[1] - rows[0]) / np.linalg.norm(rows[0])
+    assert error <= (bounds[ports[0].name].max_relative_error or 0)
+
+
+def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
+    words = ["--precision", "int8", "--rest", "fp32", "--images", home / "images.npy", "--keep-rest", "blocks.0.*"]
+    done = ran("export", "--model", home / "dense", *words, "-o", tmp_path / "model.onnx", "--json")
+    (row,) = json.loads(done.stdout)["written"]
+    assert (row["rest"], row["kept_rest"]) == ("fp32", ["blocks.0.*"])
+    step = candidate_from_path(tmp_path / "model.onnx")
+    assert step.held_in is INT8
+    assert not step.emulated
+    with OnnxRunner(tmp_path / "model.onnx") as runner:
+        assert runner.describe()["precision"] == "int8"
+
+
+def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.onnx"
+    model = ["export", "--model", home / "dense", "-o", out]
+    asked: list[tuple[list[object], str]] = [
+        (["--precision", "int8"], "int8 takes its ranges of real inputs; give --images"),
+        (["--precision", "fp16", "--scales", "max"], "--scales"),
+        (["--precision", "fp16", "--rest", "fp32"], "--rest"),
+        (["--precision", "int8", "--images", home / "images.npy", "--keep-fp32", "head"], "--keep-fp32"),
+        (
+            ["--precision", "int8", "--images", home / "images.npy", "--keep-rest", "blocks.7"],
+            "fits no layer",
+        ),
+    ]
+    for words, message in asked:
+        done = run(*model, *words)
+        assert done.exit_code == 2, done.output
+        assert message in done.output
+        assert "Traceback" not in done.output
+        assert not out.exists()
+
+
+@rtx
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precision: str) -> None:
+    plan = tmp_path / "model.plan"
+    graph = home / "dense" / f"model.{precision}.onnx"
+    ran("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o", plan)
+    record = record_of_plan(plan)
+    assert record.precision == precision
+    assert record.fused_attention == len(record.attention_sites) == 2
+    refused = run("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--precision", "fp16", "--batch", "1:4:8",
+                  "-o", tmp_path / "other.plan")  # fmt: skip
+    assert refused.exit_code == 2
+    assert "called fp16 but" in refused.output

@@ -1,0 +1,122 @@
+"""A release whose target is INT8: measured against what it rests on, and served only where it is faster."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy.cli import main
+from corp_deploy.release.served import is_faster, quantised_graph, to_serve
+from corp_deploy.release.serving import package_of_directory
+from corp_deploy.store.checkpoint import save
+from perf.record.runs import Bench, Block, load_bench, save_bench
+from tests import tiny
+
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "calibration.npy"
+[held_out]
+images = "held-out.npy"
+[reduce]
+mlp = 0.3
+align_mlp = 8
+[export]
+precisions = ["fp32", "int8"]
+rest = "fp32"
+range_samples = 6
+[parity]
+batches = [1, 3]
+quantised_factor = 8.0
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+threads = 1
+[samples]
+count = 3
+[targets.onnxruntime-cpu]
+precision = "int8"
+"""
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("int8-release")
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "calibration.npy", tiny.images(12))
+    np.save(home / "held-out.npy", tiny.images(6, seed=1))
+    (home / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    done = run("release", home / "recipe.toml", "-o", home / "release")
+    assert done.exit_code in (0, 1, 3), done.output
+    assert "Traceback" not in done.output, done.output
+    return home
+
+
+def test_the_gate_asks_for_a_measured_gain(home: Path) -> None:
+    release = home / "release"
+    rules = json.loads((release / "gate.json").read_text())["rules"]
+    (own,) = [rule for rule in rules if "int8 over fp32" in rule["rule"]]
+    assert own["rule"] == "onnxruntime-cpu: int8 over fp32: speedup@b2 <= 1"
+    bench = load_bench(release / "gain.onnxruntime-cpu.json")
+    assert [subject.name for subject in bench.subjects] == ["fp32", "int8"]
+    assert (own["verdict"] == "PASS") == is_faster(bench)
+    assert "int8 against fp32, both reduced:" in (release / "MODEL_CARD.md").read_text()
+    links = json.loads((release / "parity.json").read_text())["links"]
+    assert {"quantised", "exact", "reduced"} <= {link["kind"] for link in links}
+
+
+def with_gain(bench: Bench, times: float) -> Bench:
+    """The same record with the candidate so many times as fast as the reference, in every block."""
+
+    def timed(block: Block) -> Block:
+        factor = 1.0 if block.subject == bench.reference.name else 1.0 / times
+        return replace(block, compute_ms=tuple(2.0 * factor + 1e-3 * (at % 3) for at in range(len(block.compute_ms))))
+
+    rows = tuple(replace(row, blocks=tuple(map(timed, row.blocks))) for row in bench.rows)
+    return replace(bench, rows=rows)
+
+
+@pytest.mark.parametrize(("times", "served"), [(2.0, "model.int8.onnx"), (1.0, "model.onnx"), (0.5, "model.onnx")])
+def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float, served: str) -> None:
+    release = home / "release"
+    for part in ("reduced", "bench.json", "parity.json"):
+        (tmp_path / part).symlink_to(release / part)
+    save_bench(
+        with_gain(load_bench(release / "gain.onnxruntime-cpu.json"), times), tmp_path / "gain.onnxruntime-cpu.json"
+    )
+    graph = quantised_graph(tmp_path, "onnxruntime-cpu")
+    assert graph == tmp_path / "reduced" / "model.int8.onnx"
+    path, note = to_serve(tmp_path, "onnxruntime-cpu", graph)
+    assert path.name == served
+    assert (note is None) == (times > 1)
+    package, notes = package_of_directory(tmp_path, name="tiny", version=1, labels=None, server=None)
+    assert package.cpu_onnx is not None
+    assert package.cpu_onnx.name == served
+    assert bool(package.expected) == (times > 1)  # what was measured is told of what is served
+    assert any("model.int8.onnx is left out" in each for each in notes) == (times <= 1)
+
+
+def test_int8_needs_what_it_rests_on(home: Path) -> None:
+    wrong = home / "wrong.toml"
+    for text, message in (
+        (RECIPE.replace('rest = "fp32"', 'rest = "fp16"'), "add 'fp16' to export.precisions"),
+        (RECIPE.replace('["fp32", "int8"]', '["fp32"]'), "export.rest is for precisions int8 and fp8"),
+        (RECIPE.replace('["fp32", "int8"]', '["fp32", "fp8"]').replace('precision = "int8"', 'precision = "fp8"'),
+         "ONNX Runtime's CPU kernels have no arithmetic in float8_e4m3fn"),
+    ):  # fmt: skip
+        wrong.write_text(text, encoding="utf-8")
+        done = run("release", wrong, "-o", home / "other")
+        assert done.exit_code == 2, done.output
+        assert message in done.output, done.output
+        assert not (home / "other").exists()
