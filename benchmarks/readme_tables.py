@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from benchmarks import bf16_page, convnets_page, heads_page, polish_page, sparsity_page
+from benchmarks import bf16_page, convnets_page, heads_page, polish_page, quantised_page, sparsity_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -231,6 +231,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "sparse_engines.json": sparsity_page.sparse_engines,
     "engines.json": engines,
     "bf16.json": bf16_page.bf16,
+    "quantised.json": quantised_page.quantised,
     "cpu_latency.json": cpu_latency,
     "calibration_small.json": calibration,
     "calibration_base.json": calibration,

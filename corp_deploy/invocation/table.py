@@ -153,6 +153,8 @@ def _mixed_by_search(name: str) -> Way:
 
 _DRAWN: dict[str, Values] = dict.fromkeys(("images", "text", "samples", "seed"), ANY)
 
+_OF_RANGES: dict[str, Values] = dict.fromkeys(("rest", "scales", "balance", "keep_rest"), ANY)
+
 
 def _quantised(name: str, **more: Values) -> Way:
     search = "auto" in more
@@ -166,7 +168,7 @@ def _quantised(name: str, **more: Values) -> Way:
 # By precision; several may be at work at once.
 EXPORT = Axis(
     command="export",
-    picks=frozenset({"keep_fp32", "auto", "images", "text", "samples", "seed", "dense"}),
+    picks=frozenset({"keep_fp32", "auto", "dense", *_DRAWN, *_OF_RANGES}),
     ways={
         **{
             name: Way(words=f"precision {name}", ask=f"--precision {name}", honours={})

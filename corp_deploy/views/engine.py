@@ -6,6 +6,7 @@ from rich.table import Table
 
 from export.engine.audit import Audit, AuditedEngine
 from export.engine.record import EngineRecord
+from ground.precision import QUANTISED
 
 
 def engine_table(record: EngineRecord) -> Table:
@@ -14,7 +15,7 @@ def engine_table(record: EngineRecord) -> Table:
     fused = "unknown" if record.fused_attention is None else str(record.fused_attention)
     rows = {
         "backend": f"{record.backend} {record.library_version}",
-        "precision": f"{record.precision} ({record.half_weight_share:.0%} of the weights in 16 bits)",
+        "precision": f"{record.precision} ({_share_in_fewer_bits(record)})",
         "targets": ", ".join(record.targets) or "-",
         "profiles": ", ".join(record.profiles) or "-",
         "kernels": "unknown" if record.kernels is None else str(record.kernels),
@@ -27,6 +28,13 @@ def engine_table(record: EngineRecord) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _share_in_fewer_bits(record: EngineRecord) -> str:
+    """Of the weights' elements, in eight bits or in sixteen."""
+    small = sum(record.weight_types.get(each.name, 0.0) for each in QUANTISED.values())
+    share, bits = (small, 8) if small else (record.half_weight_share, 16)
+    return f"{share:.0%} of the weights in {bits} bits"
 
 
 def _sparse_kernels(record: EngineRecord) -> str:
