@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.markdown import table
+
 
 def rotation(record: Mapping[str, Any]) -> str:
     """What the rotation of reduced heads changes."""
@@ -22,3 +24,35 @@ def rotation(record: Mapping[str, Any]) -> str:
         f"Reduced heads in a rotated basis (`--rotate`), against the same in FP32, which moves by {worst:.0e} at most, "
         f"in simulated INT8 of one scale a tensor, without and with the rotation: {'; '.join(said)}."
     )
+
+
+def _engine(engine: Mapping[str, Any] | None) -> list[str]:
+    """Fused attention, kernels and megabytes of a plan."""
+    if engine is None:
+        return ["-"] * 3
+    fused = f"{engine['fused_attention']} of {engine['attention_sites']}"
+    return [fused, str(engine["kernels"]), f"{engine['plan_bytes'] / 1e6:.1f}"]
+
+
+def whole_heads(record: Mapping[str, Any]) -> str:
+    """Heads that went whole beside narrower ones."""
+    rows, shown = list[list[str]](), set[tuple[Any, ...]]()
+    for row in record["rows"]:
+        key = (row["model"], row["way"], row["heads"], row["qk"], row["v"])
+        if key in shown:
+            continue
+        shown.add(key)
+        size = f"{row['heads']} of {row['qk']}" + (f" and {row['v']}" if row["qk"] != row["v"] else "")
+        figures = [f"{row['attention_macs']:.2f}", f"{row['error']:.4f}"]
+        rows.append([row["model"], row["way"], size, *figures, *_engine(row["engine"])])
+    head = ["model", "removed", "heads", "attention MACs", "error", "fused attention", "kernels", "plan MB"]
+    text = (
+        "Whole heads (`--whole-heads`, by OBS and as preset `grail` does) beside narrower ones of about the same "
+        "multiply-adds, attention alone reduced, preset best, open loop: relative error of the outputs on held-out "
+        "images, and TensorRT-RTX plans in FP16 built without a GPU. At like multiply-adds narrower square heads lost "
+        "less on both models and their plans have as many kernels, so narrow heads first. Whole heads are for heads "
+        "that say the same thing, where fewer softmaxes count (not timed here), or where heads would become narrower "
+        "than an engine fuses (8 on digits, where a single head left lost the fused attention, too). Queries and keys "
+        "of 8, padded, are the most that narrowing them alone removes:"
+    )
+    return text + "\n\n" + table(head, rows)

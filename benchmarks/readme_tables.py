@@ -226,6 +226,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "polish.json": polish_page.polish,
     "layer_polish.json": polish_page.layer_polish,
     "rotation.json": heads_page.rotation,
+    "whole_heads.json": heads_page.whole_heads,
     "text_encoder.json": text_encoder,
     "sparsity.json": sparsity_page.sparsity,
     "sparse_engines.json": sparsity_page.sparse_engines,

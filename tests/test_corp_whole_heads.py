@@ -161,8 +161,9 @@ def test_the_command_takes_heads_away(home: Path) -> None:
         (("--whole-heads", "0.5", "--within", "error 0.1"), "--within weighs widths of all heads"),
         (("--whole-heads", "0.5", "--attn", "0.5", "--heads", "auto"), "--heads auto weighs widths of all heads"),
         (("--whole-heads", "0.5", "--preset", "vbp"), "is not honoured by preset vbp"),
-        (("--whole-heads", "0.5", "--preset", "grail-fold"), "is not honoured by preset grail-fold"),
-        (("--whole-heads", "0.5", "--select", "heads=fold"), "heads= obs, grail, magnitude"),
+        (("--whole-heads", "0.5", "--select", "heads=wanda"), "heads= obs, grail, magnitude, fold"),
+        (("--whole-heads", "0.5", "--select", "heads=fold"), "give them with --images"),
+        (("--whole-heads", "0.5", "--select", "heads=fold", "--attn", "0.5"), "leave --attn away"),
         (("--mlp", "0.5", "--select", "heads=obs"), "ranks whole heads; give --whole-heads"),
     ],
 )
@@ -177,9 +178,20 @@ def test_a_recipe_asks_for_whole_heads() -> None:
     assert (table.method.heads_sparsity, table.method.heads_selection) == (0.5, "grail")
     with pytest.raises(BadInput, match="budget"):
         ReduceTable(whole_heads=0.5, macs=0.5)
-    with pytest.raises(BadInput, match="is not honoured by preset fold"):
-        ReduceTable(preset="fold", whole_heads=0.5)
+    with pytest.raises(BadInput, match="is not honoured by preset vbp"):
+        ReduceTable(preset="vbp", whole_heads=0.5)
     assert reduction_from_options({"whole_heads": 0.5}).method.method.heads_sparsity == 0.5
+
+
+@pytest.mark.parametrize("how", ["layer", "block"])
+def test_a_polish_fits_attentions_of_fewer_heads(home: Path, how: str) -> None:
+    """Though the heads that are left are as wide as before."""
+    words = ("--whole-heads", "0.34", "--images", home / "images.npy", "--polish", how, "--polish-steps", "2")
+    done = reduced_by(home, how, *words, "--json")
+    assert done.exit_code == 0, done.stderr
+    polish = json.loads(done.stdout)["polish"]
+    assert {part["part"].split(".attn")[0] for part in polish["parts"]} == {"blocks.0", "blocks.1"}
+    assert polish["error"] <= polish["error_before"]
 
 
 def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:

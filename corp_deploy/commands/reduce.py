@@ -23,7 +23,7 @@ from .reduction_choice import reduction_options
 
 IMAGES_HELP = (
     "Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that merge "
-    "channels."
+    "channels or heads."
 )
 TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 

@@ -13,6 +13,7 @@ from calib.sites import HeadTaps, Tap
 from . import cost
 from .by_head import bias_of_heads, norm_of_heads
 from .constant import Constant
+from .cosine import ScaledUnitLength
 from .head_attention import HeadAttention, rows_by_head
 from .modules import fill_, parameters, replaced
 from .pooled_queries import pooled_by
@@ -104,6 +105,14 @@ class HeadSite:
         if self.talk is not None:
             return "talking heads mix the scores of all heads"
         return "" if self.norm is None else f"a {type(self.norm).__name__} before the output projection mixes all heads"
+
+    @property
+    def keeps_heads_apart(self) -> str:
+        """Why no heads can be merged, or nothing."""
+        turned = self.rotary is not None and len(self.rotary.tables()[0]) > 1
+        if turned or self.position_bias is not None or isinstance(self.q_norm, ScaledUnitLength):
+            return "positions or scales are told to each head apart, so that heads can't be merged"
+        return self.keeps_heads
 
     @property
     def width(self) -> HeadWidths:
@@ -326,7 +335,11 @@ class HeadSite:
         it is given one. `planes_HK`: those that each head keeps, where they are turned and fewer.
         """
         module = self.empty(
-            qk=width.qk, v=width.v, geometry=geometry_of_heads(width, geometry), proj_bias=last[1] is not None
+            qk=width.qk,
+            v=width.v,
+            geometry=geometry_of_heads(width, geometry),
+            heads=width.heads,
+            proj_bias=last[1] is not None,
         )
         fill_(module.qkv, *first)
         fill_(module.proj, *last)

@@ -181,10 +181,10 @@ class ReductionChoice:
                 "one, a budget: --macs 0.6, a limit: --within 'error 0.05', tokens to merge: --merge-tokens 12, or "
                 "weights to set to zero: --sparse 2:4"
             )
-        if self.merging.asked and self.method.method.merges:
+        if self.merging.asked and (self.method.method.merges or self.method.method.folds_heads):
             raise BadInput(
-                f"--merge-tokens: preset {self.method.preset} merges channels by tokens that all count alike, which "
-                "merged ones don't; give another preset"
+                f"--merge-tokens: preset {self.method.preset} merges channels or heads by tokens that all count alike, "
+                "which merged ones don't; give another preset"
             )
         self._refuse_beside_whole_heads()
         self._refuse_beside_within()
@@ -251,7 +251,8 @@ class ReductionChoice:
         """Whether the reduction looks at images beside their moments."""
         planned = self.allocates or self.auto_heads
         fitted = self.closed_loop is not None or self.polish.polish != "none"
-        return planned or fitted or self.method.method.merges or self.method.rescale or self.sparsity.asked
+        merged = self.method.method.merges or self.method.method.folds_heads
+        return planned or fitted or merged or self.method.rescale or self.sparsity.asked
 
     @property
     def touches_attention(self) -> bool:

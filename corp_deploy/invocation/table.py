@@ -293,8 +293,8 @@ IMAGES = Axis(
         "none": Way(words="a reduction from the moments alone", ask="--mlp 0.5 --attn 0.5", honours={}),
         "images": Way(
             words="what looks at images",
-            ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or a preset that "
-            "merges channels (grail-fold, fold)",
+            ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is "
+            "merged (presets grail-fold and fold, --select heads=fold)",
             honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
         ),
     },

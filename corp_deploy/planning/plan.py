@@ -21,9 +21,9 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
         )
     if asked.needs_images and images is None:
         raise BadInput(
-            "a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse and presets that merge "
-            "channels (grail-fold, fold) look at the calibration images; give them with --images, or --text for a text "
-            "encoder"
+            "a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, heads that "
+            "are merged (--select heads=fold) and presets that merge channels (grail-fold, fold) look at the "
+            "calibration images; give them with --images, or --text for a text encoder"
         )
     if images is None or not (asked.budget or asked.auto_heads):
         return WidthPlan(method=asked.method, widths=None, said=())

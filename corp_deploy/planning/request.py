@@ -61,7 +61,14 @@ class ReductionRequest:
     def needs_images(self) -> bool:
         planned = self.budget is not None or self.within is not None or self.auto_heads
         fitted = self.closed_loop is not None or self.polish is not None
-        return planned or fitted or self.method.merges or self.method.rescales or self.sparsity.asked
+        return (
+            planned
+            or fitted
+            or self.method.merges
+            or self.method.folds_heads
+            or self.method.rescales
+            or self.sparsity.asked
+        )
 
 
 def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:

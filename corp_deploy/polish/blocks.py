@@ -137,7 +137,8 @@ def _behind_reduced(block: Block, rows: Sequence[Both]) -> list[Both]:
 
 def _reduced(subject: Subject) -> list[bool]:
     """Of each block whether a site in it is narrower than the dense model's."""
-    widths = [{site.name: site.width for site in sites_of(model).every} for model in (subject.dense, subject.model)]
+    models = subject.dense, subject.model
+    widths = [{site.name: site.as_metadata() for site in sites_of(model).every} for model in models]
     changed = [name for name, width in widths[1].items() if widths[0].get(name) != width]
     return [any(f"{name}.".startswith(f"{block.name}.") for name in changed) for block in blocks(subject.model)]
 

@@ -34,8 +34,8 @@ def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[Pai
 
 def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
     """The sites that are narrower than the dense model's and have anything to fit."""
-    widths = {site.name: site.width for site in sites_of(dense).every}
-    narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.width)
+    widths = {site.name: site.as_metadata() for site in sites_of(dense).every}
+    narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.as_metadata())
     return [site.name for site in narrower if not is_empty(site.width)]
 
 

@@ -176,4 +176,4 @@ def _merged(
 
     judged = judged_folds({site.name: folded}, method, show)[site.name]
     report = channel_report(site, method, judged.recovery, output_energy(moments, folded.layers), None)
-    return LinearReduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])
+    return LinearReduced(modules={**judged.modules}, last=folded.last(judged.modules), reports=[report])

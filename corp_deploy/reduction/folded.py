@@ -1,8 +1,9 @@
-"""The MLPs of a model with merged channels: images go through the dense model to fit them, and again to judge them."""
+"""The sites of a model with merged channels or heads: images go through the dense model to fit and to judge them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +11,25 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.inputs import Inputs, each, moved, run_model
-from calib.moments import ChannelMoments, Moments
+from calib.moments import ChannelMoments, HeadMoments, Moments
+from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import device
-from corp_deploy.families.widths import Widths
+from corp_deploy.families.widths import HeadWidths, Width, Widths
 from ground.errors import BadInput
 
 from .channel_modules import channel_report, layers_of
 from .channels import output_energy
-from .folded_channels import FoldedChannels, See, folded_channels, judged_folds
+from .folded_channels import Folded, JudgedFold, See, folded_channels, judged_folds
+from .folded_heads import PADDED, folded_heads
+from .heads import output_energy as output_energy_of_heads
 from .kind import LinearReduced
 from .method import Method
 from .moments import site_moments
-from .report import HeldOut
+from .report import HeldOut, SiteReport
+from .whole_heads import heads_report
 
 BATCH_SIZE = 32
 
@@ -70,64 +76,87 @@ class ShownInputs:
 
 
 class _Showing:
-    """Each input through the dense model; what enters and leaves its MLPs is shown, at the tokens that are there."""
+    """Each input through the dense model; what enters and leaves its layers is shown, at the tokens that are there, of
+    those in `whole` at all of them.
+    """
 
-    def __init__(self, model: nn.Module, shown: ShownInputs) -> None:
-        self.model, self.shown = model, shown
+    def __init__(self, model: nn.Module, shown: ShownInputs, whole: Collection[str]) -> None:
+        self.model, self.shown, self.whole = model, shown, whole
         self.is_held = False
         self.weights_BN: Tensor | None = None
 
     def _rows(self, x_BNC: Tensor) -> Tensor:
         return x_BNC if self.weights_BN is None else x_BNC[self.weights_BN > 0.0].unsqueeze(0)
 
-    def _hook(self, see: See) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def _hook(self, name: str, see: See) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        if name in self.whole:
+            return lambda _, entering, out: see(entering[0], out, self.is_held)
         return lambda _, entering, out: see(self._rows(entering[0]), self._rows(out), self.is_held)
 
     def __call__(self, sees: Mapping[str, See]) -> None:
         family, where = family_of(self.model), device(self.model)
         with ExitStack() as stack, evaluating(self.model), torch.inference_mode():
             for name, see in sees.items():
-                stack.callback(self.model.get_submodule(name).register_forward_hook(self._hook(see)).remove)
+                stack.callback(self.model.get_submodule(name).register_forward_hook(self._hook(name, see)).remove)
             for inputs, is_held in self.shown.batches():
                 here = moved(inputs, where)
                 self.is_held, self.weights_BN = is_held, family.token_weights(self.model, here)
+                if self.weights_BN is not None and self.whole:
+                    raise BadInput(PADDED.format(next(iter(self.whole))))
                 run_model(self.model, here)
 
 
-def _folded(
-    model: nn.Module,
-    sites: Sequence[ChannelSite],
-    widths: Widths,
-    moments: Moments,
-    held_out: Moments | None,
-    method: Method,
-    shown: ShownInputs,
-) -> dict[str, LinearReduced]:
-    """Every site's new modules and report, by name."""
-    folded: dict[str, FoldedChannels] = {}
-    energies: dict[str, tuple[float, float | None]] = {}
-    for site in sites:
-        width, own = widths[site.name], _channels(site, moments, model)
-        assert isinstance(width, int), (site.name, width)
-        layers = layers_of(site)
-        others = None if held_out is None else output_energy(_channels(site, held_out, model), layers)
-        energies[site.name] = output_energy(own, layers), others
-        folded[site.name] = folded_channels(site, model.get_submodule(site.name), own, method, width)
-    reduced = {}
-    for name, judged in judged_folds(folded, method, _Showing(model, shown)).items():
-        site, (energy, energy_held_out) = folded[name].site, energies[name]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Merged:
+    """A site's merged layer, with the energy of the dense one's outputs, and on held-out images."""
+
+    folded: Folded
+    energy: float
+    energy_held_out: float | None
+    report: Callable[[ChannelRecovery, float, HeldOut | None], SiteReport]
+
+    def reduced(self, judged: JudgedFold) -> LinearReduced:
         elsewhere = None
-        if judged.error_held_out is not None and energy_held_out is not None:
-            elsewhere = HeldOut(energy=energy_held_out, error=judged.error_held_out)
-        report = channel_report(site, method, judged.recovery, energy, elsewhere)
-        reduced[name] = LinearReduced(modules={**judged.modules}, last=judged.modules[site.last_name], reports=[report])
-    return reduced
+        if judged.error_held_out is not None and self.energy_held_out is not None:
+            elsewhere = HeldOut(energy=self.energy_held_out, error=judged.error_held_out)
+        report = self.report(judged.recovery, self.energy, elsewhere)
+        return LinearReduced(modules={**judged.modules}, last=self.folded.last(judged.modules), reports=[report])
 
 
-def _channels(site: ChannelSite, moments: Moments, model: nn.Module) -> ChannelMoments:
-    statistics = site_moments(site, moments, device(model))
-    assert isinstance(statistics, ChannelMoments), site.name
-    return statistics
+def _of_channels(
+    model: nn.Module, site: ChannelSite, width: Width, moments: Moments, held_out: Moments | None, method: Method
+) -> _Merged:
+    assert isinstance(width, int), (site.name, width)
+
+    def statistics(taken: Moments) -> ChannelMoments:
+        own = site_moments(site, taken, device(model))
+        assert isinstance(own, ChannelMoments), site.name
+        return own
+
+    layers, own = layers_of(site), statistics(moments)
+    return _Merged(
+        folded=folded_channels(site, model.get_submodule(site.name), own, method, width),
+        energy=output_energy(own, layers),
+        energy_held_out=None if held_out is None else output_energy(statistics(held_out), layers),
+        report=partial(channel_report, site, method),
+    )
+
+
+def _of_heads(
+    model: nn.Module, site: HeadSite, count: int, moments: Moments, held_out: Moments | None, method: Method
+) -> _Merged:
+    def statistics(taken: Moments) -> HeadMoments:
+        own = site_moments(site, taken, device(model))
+        assert isinstance(own, HeadMoments), site.name
+        return own
+
+    weight_OC, own = site.last.weight.detach().double(), statistics(moments)
+    return _Merged(
+        folded=folded_heads(site, model.get_submodule(site.name), own, method, count),
+        energy=output_energy_of_heads(own, weight_OC),
+        energy_held_out=None if held_out is None else output_energy_of_heads(statistics(held_out), weight_OC),
+        report=partial(heads_report, site, method, count),
+    )
 
 
 def merged_sites(
@@ -138,15 +167,27 @@ def merged_sites(
     images: InputSet | None,
     held_out: Moments | None,
 ) -> tuple[dict[str, LinearReduced], tuple[str, ...]]:
-    """The channel sites, by name, where channels are merged, and what is to be said of the images."""
-    if not method.merges:
+    """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
+    if not method.merges and not method.folds_heads:
         return {}, ()
     if images is None:
         raise BadInput(
-            "merged channels are fitted to and judged by what they give on the calibration images; give them: --images"
+            "merged channels and heads are fitted to and judged by what they give on the calibration images; give "
+            "them: --images"
         )
-    sites = [site for site in sites_of(model).channels if site.name in widths]
-    shown = ShownInputs.of(images, moments, held_out)
-    merged = _folded(model, sites, widths, moments, held_out, method, shown)
-    few = f"merged channels were fitted and judged on {shown.fitted} of the {moments.images} calibration images"
-    return merged, (few,) if shown.fitted < moments.images else ()
+    sites, shown = sites_of(model), ShownInputs.of(images, moments, held_out)
+    merged: dict[str, _Merged] = {}
+    for site in sites.channels if method.merges else ():
+        if site.name in widths:
+            merged[site.name] = _of_channels(model, site, widths[site.name], moments, held_out, method)
+    attentions = set[str]()
+    for head_site in sites.heads if method.folds_heads else ():
+        width = widths.get(head_site.name)
+        if isinstance(width, HeadWidths) and width.heads is not None:
+            merged[head_site.name] = _of_heads(model, head_site, width.heads, moments, held_out, method)
+            attentions.add(head_site.name)
+    folded = {name: each.folded for name, each in merged.items()}
+    judged = judged_folds(folded, method, _Showing(model, shown, attentions))
+    reduced = {name: merged[name].reduced(each) for name, each in judged.items()}
+    few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
+    return reduced, (few,) if shown.fitted < moments.images else ()

@@ -8,6 +8,7 @@ Legend: B images, N tokens, I inputs and O outputs of the site, K merged channel
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,43 @@ Show = Callable[[Mapping[str, See]], None]
 """Shows the images' activations at the named sites to who is to see them."""
 
 
+class Folded(Protocol):
+    """One site at one width: its merged first layer and the two last layers that need no images."""
+
+    @property
+    def refits(self) -> bool:
+        """Whether the last layer is fitted to what the merged ones give, and not as the dense statistics foretell."""
+        ...
+
+    @property
+    def plain_OK(self) -> Tensor: ...
+
+    @property
+    def bias_O(self) -> Tensor: ...
+
+    @property
+    def foretold(self) -> "Fitted":
+        """As the dense statistics have it."""
+        ...
+
+    def modules(self, weight_OK: Tensor, bias_O: Tensor) -> Mapping[str, nn.Module]:
+        """The site's new modules by name, with this last layer."""
+        ...
+
+    def last(self, modules: Mapping[str, nn.Module]) -> nn.Linear:
+        """The last layer among them."""
+        ...
+
+    def layer(self, modules: Mapping[str, nn.Module]) -> nn.Module:
+        """The whole layer with these modules for its own."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedChannels:
-    """One site at one width: its merged first layer and the two second layers that need no images."""
+    """See Folded."""
 
+    refits: bool
     site: ChannelSite
     dense: nn.Module
     layers: ChannelLayers
@@ -46,12 +80,20 @@ class FoldedChannels:
     condition: float
     ridge: float
 
-    def modules(self, weight_OK: Tensor, bias_O: Tensor) -> dict[str, nn.Linear]:
+    def modules(self, weight_OK: Tensor, bias_O: Tensor) -> Mapping[str, nn.Module]:
         return placed(self.site, self.first_KI, self.first_bias_K, weight_OK, bias_O)
 
-    def layer(self, modules: Mapping[str, nn.Linear]) -> nn.Module:
-        """The layer with these modules for its own."""
-        return with_modules(self.dense, self.site.name, modules)
+    def last(self, modules: Mapping[str, nn.Module]) -> nn.Linear:
+        last = modules[self.site.last_name]
+        assert isinstance(last, nn.Linear), self.site.name
+        return last
+
+    def layer(self, modules: Mapping[str, nn.Module]) -> nn.Module:
+        return with_modules(self.dense, self.site.name, dict(modules))
+
+    @property
+    def foretold(self) -> "Fitted":
+        return self.recovered_OK, self.bias_O, self.condition, self.ridge
 
     @property
     def bias_O(self) -> Tensor:
@@ -67,6 +109,7 @@ def folded_channels(
     folding = fold(layers.first_FI, layers.first_bias_F, layers.second_OF, width)
     solved = recovered_from_gram(folding, moments.second_FF, layers.second_OF, ridge_rel=method.ridge_rel)
     return FoldedChannels(
+        refits=method.mlp_recovery == "refit",
         site=site,
         dense=dense,
         layers=layers,
@@ -82,9 +125,9 @@ def folded_channels(
 class _Fit:
     """The regression of what plain folding lacks of the dense output on the merged activations."""
 
-    def __init__(self, folded: FoldedChannels) -> None:
+    def __init__(self, folded: Folded) -> None:
         modules = folded.modules(folded.plain_OK, folded.bias_O)
-        self.layer, self.last = folded.layer(modules), [*modules.values()][-1]
+        self.layer, self.last = folded.layer(modules), folded.last(modules)
         self.sums = RegressionSums.for_layer(self.last)
 
     def see(self, u_BNI: Tensor, y_BNO: Tensor, held_out: bool) -> None:
@@ -115,7 +158,7 @@ class _Loss:
 class JudgedFold:
     """The new layers by module name, what they lose, and on held-out images."""
 
-    modules: dict[str, nn.Linear]
+    modules: Mapping[str, nn.Module]
     recovery: ChannelRecovery
     error_held_out: float | None
 
@@ -124,23 +167,25 @@ Fitted = tuple[Tensor, Tensor, float, float]
 """Second weight and bias, with the condition and ridge of their solve."""
 
 
-def _refitted(folded: FoldedChannels, fit: _Fit, ridge_rel: float) -> Fitted:
+def _refitted(folded: Folded, fit: _Fit, ridge_rel: float) -> Fitted:
     refit = refit_toward(torch.zeros_like(folded.plain_OK), fit.sums.regression(), strength=ridge_rel)
     return folded.plain_OK + refit.weight_OK, folded.bias_O + refit.bias_O, refit.condition, refit.ridge
 
 
-def _fitted(every: Mapping[str, FoldedChannels], method: Method, show: Show) -> dict[str, Fitted]:
-    if method.mlp_recovery == "gram":
-        return {name: (each.recovered_OK, each.bias_O, each.condition, each.ridge) for name, each in every.items()}
-    fits = {name: _Fit(each) for name, each in every.items()}
-    show({name: fit.see for name, fit in fits.items()})
-    return {name: _refitted(each, fits[name], method.ridge_rel) for name, each in every.items()}
+def _fitted(every: Mapping[str, Folded], method: Method, show: Show) -> dict[str, Fitted]:
+    fits = {name: _Fit(each) for name, each in every.items() if each.refits}
+    if fits:
+        show({name: fit.see for name, fit in fits.items()})
+    return {
+        name: _refitted(each, fits[name], method.ridge_rel) if name in fits else each.foretold
+        for name, each in every.items()
+    }
 
 
 class _Trial:
     """The layers that ship and those of plain folding, side by side."""
 
-    def __init__(self, folded: FoldedChannels, fitted: Fitted) -> None:
+    def __init__(self, folded: Folded, fitted: Fitted) -> None:
         self.fitted = fitted
         self.modules = folded.modules(*fitted[:2])
         self.shipped = _Loss(folded.layer(self.modules))
@@ -166,8 +211,8 @@ class _Trial:
         return JudgedFold(modules=self.modules, recovery=recovery, error_held_out=others)
 
 
-def judged_folds(every: Mapping[str, FoldedChannels], method: Method, show: Show) -> dict[str, JudgedFold]:
-    """The second layer of each, as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward
+def judged_folds(every: Mapping[str, Folded], method: Method, show: Show) -> dict[str, JudgedFold]:
+    """The last layer of each, as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward
     plain folding, the bias free), with the losses of the layers that ship.
     """
     trials = {name: _Trial(every[name], fitted) for name, fitted in _fitted(every, method, show).items()}

@@ -24,10 +24,13 @@ from corp_deploy.families.widths import (
     head_widths,
     is_empty,
 )
+from ground.errors import BadInput
 
-from .branch_sums import dense_advanced, head_moments_in_halves, inputs_sums
+from .branch_sums import dense_advanced, head_moments, head_moments_in_halves, inputs_sums
+from .folded_channels import See, judged_folds
+from .folded_heads import PADDED, folded_heads
 from .head_modules import emptied_heads, reduced_heads
-from .heads import Halves
+from .heads import Halves, output_energy
 from .kind import ErrorCurve, LinearReduced, Reduced
 from .linear_loop import OnStreams, fitted_linear
 from .loop import Loop
@@ -35,7 +38,7 @@ from .method import Method
 from .report import SiteReport
 from .statistics import statistics_at
 from .streams import Streams
-from .whole_heads import fewer_heads
+from .whole_heads import fewer_heads, heads_report
 
 
 class HeadKind:
@@ -58,7 +61,7 @@ class HeadKind:
         if is_empty(site.width):
             return None
         asked, heads = self._uniform_dims(site, method), method.heads_left(site.heads)
-        if site.keeps_heads or method.heads_recovery == "keep" or heads == site.heads:
+        if _whole(site, method) or method.heads_recovery == "keep" or heads == site.heads:
             return asked
         return replace(asked or site.width, heads=heads)
 
@@ -82,13 +85,13 @@ class HeadKind:
         return empty + tuple(HeadWidths(qk=one, v=other) for one, other in product(qk, v))
 
     def refusal(self, site: HeadSite, method: Method) -> str:
-        if method.heads_sparsity and site.keeps_heads:
-            return site.keeps_heads
+        if method.heads_sparsity and (reason := _whole(site, method)):
+            return reason
         return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
 
     def note(self, site: HeadSite, method: Method, width: HeadWidths | None) -> str | None:
-        if method.heads_sparsity and site.keeps_heads:
-            return f"{site.name} keeps its heads: {site.keeps_heads}"
+        if method.heads_sparsity and (reason := _whole(site, method)):
+            return f"{site.name} keeps its heads: {reason}"
         if site.keeps_v and width is not None and method.attention_sparsity:
             return f"{site.name} keeps V: {site.reason}"
         if not site.keeps_qk or not (width is not None or (method.reduces_attention and method.attention_sparsity)):
@@ -157,6 +160,8 @@ class HeadKind:
     def rebuilt(
         self, branch: Branch, site: HeadSite, streams: Streams, method: Method, width: HeadWidths
     ) -> LinearReduced:
+        if method.folds_heads and width.heads is not None:
+            return _folded(branch, site, streams, method, width.heads)
         system = method.needs_attention_system
         moments, halves = head_moments_in_halves(branch, site, streams, system=system)
         return self.reduced(site, moments, method, width, halves=halves)
@@ -182,6 +187,29 @@ class HeadKind:
         energy = dense_advanced(step, streams)
         layer = with_modules(branch.layer, site.name, new.modules)
         return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
+
+
+def _whole(site: HeadSite, method: Method) -> str:
+    """Why all heads stay, or nothing."""
+    return site.keeps_heads_apart if method.folds_heads else site.keeps_heads
+
+
+def _folded(branch: Branch, site: HeadSite, streams: Streams, method: Method, count: int) -> LinearReduced:
+    """Merged heads, fitted and judged on the reduced stream."""
+    moments = head_moments(branch, site, streams, system=False)
+    folded = folded_heads(site, branch.layer, moments, method, count)
+
+    def show(sees: Mapping[str, See]) -> None:
+        for pair in streams:
+            if pair.present_BN is not None:
+                raise BadInput(PADDED.format(site.name))
+            entering_BNC = branch.entering(pair.reduced)
+            sees[site.name](entering_BNC, branch.layer(entering_BNC), False)
+
+    judged = judged_folds({site.name: folded}, method, show)[site.name]
+    energy = output_energy(moments, site.last.weight.detach().double())
+    report = heads_report(site, method, count, judged.recovery, energy, None)
+    return LinearReduced(modules={**judged.modules}, last=folded.last(judged.modules), reports=[report])
 
 
 def _step(site: HeadSite, method: Method) -> int:

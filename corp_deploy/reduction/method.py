@@ -19,7 +19,7 @@ ConvRecoveryName = Literal["keep", "none", "bias", "gram", "affine", "im2col"]
 ChannelRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
-HeadsRanking = Literal["obs", "grail", "magnitude"]
+HeadsRanking = Literal["obs", "grail", "magnitude", "fold"]
 HeadsRecoveryName = Literal["keep", "none", "gram", "affine"]
 ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
@@ -95,7 +95,12 @@ class Method:
         if not self.ridge_rel > 0.0:
             raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
         if self.heads_sparsity is not None and self.heads_recovery == "keep":
-            raise ValueError("this preset takes no whole heads away; expected preset best, corp, grail or none")
+            raise ValueError("this preset takes no whole heads away; expected another than corp-v1 and vbp")
+        if self.folds_heads and self.attention_sparsity:
+            raise ValueError(
+                "merged heads give what no moment tells, so that their dimensions can't be chosen; leave --attn away, "
+                "or rank heads: --select heads=obs"
+            )
         if self.merges and self.mlp_recovery not in ("gram", "refit"):
             raise ValueError(f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair")
         if self.mlp_recovery == "refit" and not self.merges:
@@ -157,6 +162,11 @@ class Method:
         return self.mlp_selection == "fold"
 
     @property
+    def folds_heads(self) -> bool:
+        """Whether heads are merged, likewise."""
+        return self.heads_selection == "fold" and self.heads_sparsity is not None
+
+    @property
     def needs_attention_system(self) -> bool:
         """Whether CORP's per-image system (eq. 15) is used, which calibration takes only when asked."""
         return self.qk_recovery == "logit" and self.reduces_attention
@@ -192,8 +202,20 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
             conv_recovery="gram",
             heads_recovery="gram",
         ),
-        "grail-fold": Method(mlp_selection="fold", mlp_recovery="gram", qk_recovery="keep"),
-        "fold": Method(mlp_selection="fold", mlp_recovery="refit", qk_recovery="keep"),
+        "grail-fold": Method(
+            mlp_selection="fold",
+            mlp_recovery="gram",
+            qk_recovery="keep",
+            heads_selection="fold",
+            heads_recovery="gram",
+        ),
+        "fold": Method(
+            mlp_selection="fold",
+            mlp_recovery="refit",
+            qk_recovery="keep",
+            heads_selection="fold",
+            heads_recovery="affine",
+        ),
         "vbp": Method(
             mlp_selection="variance",
             mlp_recovery="bias",

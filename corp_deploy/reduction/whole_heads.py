@@ -97,6 +97,26 @@ def kept_heads(weight_OC: Tensor, moments: HeadMoments, method: Method, count: i
     return whole_heads.best_heads(whole_heads.output_energy(moments.z_second_CC, weight_OC, heads), count)
 
 
+def heads_report(
+    site: HeadSite, method: Method, count: int, recovery: ChannelRecovery, energy: float, held_out: HeldOut | None
+) -> SiteReport:
+    """What happened to the heads of one attention."""
+    return SiteReport(
+        site=site.name,
+        part="heads",
+        width_dense=site.heads,
+        width_asked=site.heads * method.heads_kept,
+        width=count,
+        energy=energy,
+        error_uncompensated=recovery.residual_uncompensated,
+        error=recovery.residual,
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        held_out=held_out,
+    )
+
+
 def fewer_heads(
     site: HeadSite,
     moments: HeadMoments,
@@ -115,23 +135,11 @@ def fewer_heads(
     ridge = None if halves is None or method.heads_recovery == "none" else projection.ridge(halves, method)
     recovery = projection.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
     needs_bias = bias_O is not None or bool(recovery.bias_O.any())
-    report = SiteReport(
-        site=site.name,
-        part="heads",
-        width_dense=site.heads,
-        width_asked=site.heads * method.heads_kept,
-        width=count,
-        energy=output_energy(moments, weight_OC),
-        error_uncompensated=recovery.residual_uncompensated,
-        error=recovery.residual,
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
-        ridge_fit=ridge_fit(ridge),
-        held_out=None
-        if held_out is None
-        else HeldOut(energy=output_energy(held_out, weight_OC), error=projection.error(recovery, held_out)),
-    )
+    elsewhere = None
+    if held_out is not None:
+        elsewhere = HeldOut(energy=output_energy(held_out, weight_OC), error=projection.error(recovery, held_out))
+    energy = output_energy(moments, weight_OC)
+    report = replace(heads_report(site, method, count, recovery, energy, elsewhere), ridge_fit=ridge_fit(ridge))
     return FewerHeads(
         site=site.of_heads(kept_M, (recovery.weight_OK, recovery.bias_O if needs_bias else None)),
         moments=moments_of_heads(moments, kept_M),
