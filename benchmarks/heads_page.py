@@ -52,7 +52,7 @@ def whole_heads(record: Mapping[str, Any]) -> str:
         "images, and TensorRT-RTX plans in FP16 built without a GPU. At like multiply-adds narrower square heads lost "
         "less on both models and their plans have as many kernels, so narrow heads first. Whole heads are for heads "
         "that say the same thing, where fewer softmaxes count (not timed here), or where heads would become narrower "
-        "than an engine fuses (8 on digits, where a single head left lost the fused attention, too). Queries and keys "
-        "of 8, padded, are the most that narrowing them alone removes:"
+        "than an engine fuses (8 on digits); a single head left is not fused either, of which `reduce` warns. Queries "
+        "and keys of 8, padded, are the most that narrowing them alone removes:"
     )
     return text + "\n\n" + table(head, rows)

@@ -195,7 +195,7 @@ def test_a_polish_fits_attentions_of_fewer_heads(home: Path, how: str) -> None:
 
 
 def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
-    """The graph gives torch's outputs; attention stays fused in a plan that is no larger."""
+    """The graph gives torch's outputs; attention stays fused in a plan no larger, but of a single head."""
     assert reduced_by(home, "small", "--whole-heads", "0.34").exit_code == 0
     for name in ("dense", "small"):
         done = command("export", "--model", home / name, "--precision", "fp32,fp16", "-o", home / f"{name}.onnx")
@@ -211,3 +211,8 @@ def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     assert audit.passed
     assert audit.reduced.fusion.fused_sites == ("blocks.0.attn", "blocks.1.attn")
     assert audit.reduced.plan_bytes <= audit.dense.plan_bytes
+    alone = reduced_by(home, "alone", "--whole-heads", "0.9")
+    assert "a single head left loses the fused attention" in " ".join(alone.stderr.split())
+    command("export", "--model", home / "alone", "--precision", "fp16", "-o", home / "alone.fp16.onnx")
+    (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "alone.fp16.onnx", batch=batch)
+    assert audit.lost == ("blocks.0.attn", "blocks.1.attn")

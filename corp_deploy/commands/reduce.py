@@ -108,6 +108,8 @@ def reduce_command(
         out.warn(note)
     if reduction.method.heads == "ragged" and reduction.method.attn:
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded or square heads keep it")
+    if any(site.part == "heads" and site.width == 1 < site.width_dense for site in result.sites):
+        out.warn("a single head left loses the fused attention kernel in TensorRT-RTX engines; two or more keep it")
     record, measured = record_of_reduction(result, plan), []
     if plan.predicted_speedup is not None:
         with out.progress("measuring the result", None):
