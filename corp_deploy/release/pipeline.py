@@ -1,20 +1,16 @@
 """The stages of a recipe, in an order in which each finds what it reads. Imports no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
-
-from corp_deploy import __version__
-from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from ground.files import write_text
 from ground.gpu import missing_gpu
 
 from . import calls
 from .baseline import Baseline
-from .incremental import Stage, StageDirs
+from .incremental import Stage
 from .names import (
     CARD,
     GATE,
@@ -35,73 +31,17 @@ from .names import (
     answers_name,
     artefact_name,
     bench_name,
-    gain_name,
     gains_of,
-    graph_name,
     graphs_of,
     outputs_name,
     page_name,
     parities_of,
-    parity_name,
-    plan_name,
-    rival_name,
 )
-from .recipe import Recipe, Target
-from .recipe_table import Table
+from .recipe import Recipe
 from .recipe_tables import ModelTable
 from .recipe_toml import text_of_recipe
-from .targets import missing_to_build, missing_to_run
-
-TORCH = ("torch", "timm", "numpy")
-
-
-def _tool(*packages: str) -> dict[str, str]:
-    """Versions that a stage's result depends on. A GPU's stages name none: that machine has others."""
-    here = versions()
-    return {"corp-deploy": __version__} | {name: here[name] for name in packages if name in here}
-
-
-def _settings(name: str, table: Table, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    return {f"{name}.{key}": value for key, value in asdict(table).items() if key not in without}
-
-
-def _own(name: str, *words: Any) -> Callable[[StageDirs], None]:
-    """What no command does, imported when it is called."""
-
-    def run(dirs: StageDirs) -> None:
-        from . import own_steps
-
-        functions: dict[str, Callable[..., object]] = {
-            "dense": own_steps.write_dense,
-            "samples": own_steps.write_samples,
-            "engine": own_steps.write_engines,
-            "target-parity": own_steps.write_target_parity,
-            "gate": own_steps.write_gate,
-            "report": own_steps.write_report,
-            "manifest": own_steps.write_release_manifest,
-        }
-        functions[name](dirs, *words)
-
-    return run
-
-
-def _of_command(invocation: Invocation) -> Callable[[StageDirs], None]:
-    """What a command does, run from the values that are printed; imported when it is called."""
-
-    def run(dirs: StageDirs) -> None:
-        from . import steps
-
-        functions: dict[str, Callable[[StageDirs, Invocation], object]] = {
-            "calibrate": steps.write_moments,
-            "reduce": steps.write_reduced,
-            "export": steps.write_graphs,
-            "verify": steps.write_parity,
-            "bench": steps.write_bench,
-            "package": steps.write_package,
-        }
-        functions[invocation.command](dirs, invocation)
-
-    return run
+from .stage_parts import TORCH, command_step, heads_read, own_step, settings_of, tool
+from .target_stages import target_stages
 
 
 def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
@@ -127,9 +67,9 @@ def _dense_stage(recipe: Recipe) -> Stage:
     return Stage(
         name="dense",
         outputs=MODELS["dense"],
-        run=_own("dense", recipe),
+        run=own_step("dense", recipe),
         outside={label: path for label, path in outside.items() if path is not None},
-        settings=name | _settings("model", model, without=("model", "weights")) | {"versions": _tool(*TORCH)},
+        settings=name | settings_of("model", model, without=("model", "weights")) | {"versions": tool(*TORCH)},
         command=str(calls.only("dense", recipe)),
     )
 
@@ -142,7 +82,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     calibration, calibrate = recipe.calibration, calls.calibrate(recipe, root)
     on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
-    drawn = _settings("calibration", calibration, without=("images", "workers", "attention_system", "group_labels"))
+    drawn = settings_of("calibration", calibration, without=("images", "workers", "attention_system", "group_labels"))
     labels = calibration.group_labels
     asked = ("attention_system", "residual", "attn", "align")
     system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
@@ -150,11 +90,11 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     return Stage(
         name="moments",
         outputs=(MOMENTS, SUMMARY, *_held_out_moments(recipe)),
-        run=_of_command(calibrate),
+        run=command_step(calibrate),
         reads=MODELS["dense"],
         outside={"calibration.images": calibration.images}
         | ({} if labels is None else {"calibration.group_labels": labels}),
-        settings=drawn | system | merging | {"versions": _tool(*() if on_gpu else TORCH)},
+        settings=drawn | system | merging | {"versions": tool(*() if on_gpu else TORCH)},
         missing=missing_gpu if on_gpu else lambda: None,
         command=str(calibrate),
     )
@@ -167,10 +107,10 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     return Stage(
         name="reduce",
         outputs=(*MODELS["reduced"], *([SAVED_AS_HF] if recipe.reduce.save_as else [])),
-        run=_of_command(reduce),
+        run=command_step(reduce),
         reads=(*MODELS["dense"], MOMENTS, *_held_out_moments(recipe)),
         outside={"calibration.images": calibration.images} if looks else {},
-        settings=_settings("reduce", recipe.reduce) | (drawn if looks else {}) | {"versions": _tool(*TORCH)},
+        settings=settings_of("reduce", recipe.reduce) | (drawn if looks else {}) | {"versions": tool(*TORCH)},
         command=str(reduce),
     )
 
@@ -182,10 +122,10 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
     return Stage(
         name=f"export.{subject}",
         outputs=graphs_of(recipe, subject),
-        run=_of_command(export),
+        run=command_step(export),
         reads=MODELS[subject],
         outside=ranges,
-        settings=_settings("export", recipe.export) | drawn | {"versions": _tool(*TORCH, "onnx", "onnxscript")},
+        settings=settings_of("export", recipe.export) | drawn | {"versions": tool(*TORCH, "onnx", "onnxscript")},
         command=str(export),
     )
 
@@ -199,104 +139,28 @@ def _samples_stage(recipe: Recipe) -> Stage:
     return Stage(
         name="samples",
         outputs=(SAMPLES, SAMPLES_RECORD, *(answers_name(subject, precision) for subject, precision in pairs)),
-        run=_own("samples", recipe),
+        run=own_step("samples", recipe),
         reads=(*MODELS["dense"], *graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced")),
         outside={"held_out.images": recipe.held_out.images},
         settings=_drawn_held_out(recipe)
-        | {"samples.count": recipe.samples.count, "versions": _tool(*TORCH, "onnxruntime")},
+        | {"samples.count": recipe.samples.count, "versions": tool(*TORCH, "onnxruntime")},
         command=str(calls.only("samples", recipe)),
     )
 
 
-def _heads(recipe: Recipe) -> dict[str, Path]:
-    return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)}
-
-
 def _parity_stage(recipe: Recipe, root: Path) -> Stage:
     verify, held_out = calls.verify(recipe, root), recipe.held_out
-    outside = {"held_out.images": held_out.images} | _heads(recipe)
+    outside = {"held_out.images": held_out.images} | heads_read(recipe)
     return Stage(
         name="parity",
         outputs=(PARITY, outputs_name(PARITY)),
-        run=_of_command(verify),
+        run=command_step(verify),
         reads=(*MODELS["dense"], *MODELS["reduced"], MOMENTS, *graphs_of(recipe, "reduced")),
         outside=outside if held_out.labels is None else outside | {"held_out.labels": held_out.labels},
-        settings=_settings("parity", recipe.parity, without=("head",))
+        settings=settings_of("parity", recipe.parity, without=("head",))
         | _drawn_held_out(recipe)
-        | {"versions": _tool(*TORCH, "onnxruntime")},
+        | {"versions": tool(*TORCH, "onnxruntime")},
         command=str(verify),
-    )
-
-
-def _engine_stage(recipe: Recipe, target: Target) -> Stage:
-    plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
-    rivals = () if target.rest is None else (rival_name(target),)
-    graphs = [f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS]
-    command = calls.only(f"engine.{target.name}", recipe)
-    return Stage(
-        name=f"engine.{target.name}",
-        outputs=(*plans, *rivals, *(f"{plan}.json" for plan in (*plans, *rivals))),
-        run=_own("engine", target, command),
-        reads=(*graphs, *([] if target.rest is None else [f"reduced/{graph_name(target.rest)}"])),
-        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": _tool()}
-        | ({"sparse": True} if target.sparse else {}),
-        missing=lambda: missing_to_build(target),
-        command=str(command),
-    )
-
-
-def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
-    name = f"parity.{target.name}"
-    return Stage(
-        name=name,
-        outputs=(parity_name(target), outputs_name(parity_name(target))),
-        run=_own("target-parity", recipe, target),
-        reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads))),
-        outside=_heads(recipe),
-        settings=_settings("parity", recipe.parity, without=("head",)) | {"versions": _tool()},
-        missing=lambda: missing_to_run(target),
-        command=str(calls.only(name, recipe)),
-    )
-
-
-def _target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
-    artefacts = tuple(artefact_name(target, subject) for subject in SUBJECTS)
-    records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
-    graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
-    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, SAMPLES)))
-    local = target.name == "onnxruntime-cpu"
-    if target.is_engine:
-        yield _engine_stage(recipe, target)
-    if not local:
-        yield _target_parity_stage(recipe, target, reads)
-    bench = calls.bench(recipe, target)
-    yield Stage(
-        name=f"bench.{target.name}",
-        outputs=(bench_name(recipe, target),),
-        run=_of_command(bench),
-        reads=reads,
-        settings=_settings("bench", recipe.bench)
-        | {"precision": target.precision, "versions": _tool(*(("onnxruntime",) if local else ()))},
-        missing=lambda: missing_to_run(target),
-        command=str(bench),
-    )
-    if target.rest is not None:
-        yield _gain_stage(recipe, target)
-
-
-def _gain_stage(recipe: Recipe, target: Target) -> Stage:
-    """The quantised model against the precision that it rests on, which it has to beat."""
-    gain = calls.gain(recipe, target)
-    graphs = rival_name(target), artefact_name(target, "reduced")
-    records = tuple(f"{name}.json" for name in graphs) if target.is_engine else ()
-    return Stage(
-        name=f"gain.{target.name}",
-        outputs=(gain_name(target),),
-        run=_of_command(gain),
-        reads=(*graphs, *records, SAMPLES),
-        settings=_settings("bench", recipe.bench) | {"rest": target.rest, "versions": _tool()},
-        missing=lambda: missing_to_run(target),
-        command=str(gain),
     )
 
 
@@ -308,10 +172,10 @@ def _package_stage(recipe: Recipe, root: Path) -> Stage:
     return Stage(
         name="package",
         outputs=(f"{REPOSITORY}/",),
-        run=_of_command(package),
+        run=command_step(package),
         reads=(*graphs_of(recipe, "reduced"), *records),
         outside={} if labels is None else {"package.labels": labels},
-        settings={"package.name": recipe.package.name, "versions": _tool()},
+        settings={"package.name": recipe.package.name, "versions": tool()},
         command=str(package),
     )
 
@@ -327,10 +191,10 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     return Stage(
         name="gate",
         outputs=(GATE,),
-        run=_own("gate", recipe, older, baseline.init),
+        run=own_step("gate", recipe, older, baseline.init),
         reads=(*_benches(recipe), *gains_of(recipe), *parities_of(recipe)),
         outside={} if older is None else {"baseline": older},
-        settings={**rules, "targets": [target.name for target in recipe.targets], "versions": _tool()},
+        settings={**rules, "targets": [target.name for target in recipe.targets], "versions": tool()},
         command=str(calls.gate(recipe, root, baseline)),
     )
 
@@ -340,9 +204,9 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
     return Stage(
         name="report",
         outputs=(*REPORTS, CARD, *(page_name(target) for target in recipe.targets[1:])),
-        run=_own("report", recipe, commands),
+        run=own_step("report", recipe, commands),
         reads=(RECIPE, MODELS["reduced"][0], SUMMARY, *_benches(recipe), *gains_of(recipe), *parities_of(recipe), GATE),
-        settings={"commands": commands, "versions": _tool()},
+        settings={"commands": commands, "versions": tool()},
         command=str(calls.only_beside("report", recipe, baseline, root)),
     )
 
@@ -352,7 +216,7 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
     return Stage(
         name="manifest",
         outputs=(MANIFEST, SUMS),
-        run=_own("manifest", before, command),
+        run=own_step("manifest", before, command),
         reads=tuple(name for stage in before for name in stage.outputs if not name.startswith(".")),
         settings={"versions": versions(), "commands": [command, *(stage.command for stage in before)]},
     )
@@ -370,7 +234,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         _parity_stage(recipe, root),
     ]
     for target in recipe.targets:
-        stages += _target_stages(recipe, target)
+        stages += target_stages(recipe, target)
     stages.append(_gate_stage(recipe, root, baseline))
     if recipe.package.name is not None:
         stages.append(_package_stage(recipe, root))

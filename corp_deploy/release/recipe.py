@@ -15,12 +15,12 @@ from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT8, QUANTISED, type_of_word
 from perf.gate.rule import Rule, rule_from_text
 
+from .recipe_export import ExportTable
 from .recipe_parity import ParityTable
 from .recipe_table import Table, refuse_ignored
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
-    ExportTable,
     GateTable,
     HeldOutTable,
     ModelTable,

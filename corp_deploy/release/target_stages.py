@@ -1,0 +1,94 @@
+"""The stages of one target: its engines, what proves them, and what times them. Imports no torch."""
+
+from collections.abc import Iterator
+
+from . import calls
+from .incremental import Stage
+from .names import (
+    MODELS,
+    SAMPLES,
+    SUBJECTS,
+    artefact_name,
+    bench_name,
+    gain_name,
+    graph_name,
+    outputs_name,
+    parity_name,
+    plan_name,
+    rival_name,
+)
+from .recipe import Recipe, Target
+from .stage_parts import command_step, heads_read, own_step, settings_of, tool
+from .targets import missing_to_build, missing_to_run
+
+
+def _engine_stage(recipe: Recipe, target: Target) -> Stage:
+    plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
+    rivals = () if target.rest is None else (rival_name(target),)
+    graphs = [f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS]
+    command = calls.only(f"engine.{target.name}", recipe)
+    return Stage(
+        name=f"engine.{target.name}",
+        outputs=(*plans, *rivals, *(f"{plan}.json" for plan in (*plans, *rivals))),
+        run=own_step("engine", target, command),
+        reads=(*graphs, *([] if target.rest is None else [f"reduced/{graph_name(target.rest)}"])),
+        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": tool()}
+        | ({"sparse": True} if target.sparse else {}),
+        missing=lambda: missing_to_build(target),
+        command=str(command),
+    )
+
+
+def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
+    name = f"parity.{target.name}"
+    return Stage(
+        name=name,
+        outputs=(parity_name(target), outputs_name(parity_name(target))),
+        run=own_step("target-parity", recipe, target),
+        reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads))),
+        outside=heads_read(recipe),
+        settings=settings_of("parity", recipe.parity, without=("head",)) | {"versions": tool()},
+        missing=lambda: missing_to_run(target),
+        command=str(calls.only(name, recipe)),
+    )
+
+
+def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
+    artefacts = tuple(artefact_name(target, subject) for subject in SUBJECTS)
+    records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
+    graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
+    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, SAMPLES)))
+    local = target.name == "onnxruntime-cpu"
+    if target.is_engine:
+        yield _engine_stage(recipe, target)
+    if not local:
+        yield _target_parity_stage(recipe, target, reads)
+    bench = calls.bench(recipe, target)
+    yield Stage(
+        name=f"bench.{target.name}",
+        outputs=(bench_name(recipe, target),),
+        run=command_step(bench),
+        reads=reads,
+        settings=settings_of("bench", recipe.bench)
+        | {"precision": target.precision, "versions": tool(*(("onnxruntime",) if local else ()))},
+        missing=lambda: missing_to_run(target),
+        command=str(bench),
+    )
+    if target.rest is not None:
+        yield _gain_stage(recipe, target)
+
+
+def _gain_stage(recipe: Recipe, target: Target) -> Stage:
+    """The quantised model against the precision that it rests on, which it has to beat."""
+    gain = calls.gain(recipe, target)
+    graphs = rival_name(target), artefact_name(target, "reduced")
+    records = tuple(f"{name}.json" for name in graphs) if target.is_engine else ()
+    return Stage(
+        name=f"gain.{target.name}",
+        outputs=(gain_name(target),),
+        run=command_step(gain),
+        reads=(*graphs, *records, SAMPLES),
+        settings=settings_of("bench", recipe.bench) | {"rest": target.rest, "versions": tool()},
+        missing=lambda: missing_to_run(target),
+        command=str(gain),
+    )
