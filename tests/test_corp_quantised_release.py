@@ -81,7 +81,8 @@ def with_gain(bench: Bench, times: float) -> Bench:
 
     def timed(block: Block) -> Block:
         factor = 1.0 if block.subject == bench.reference.name else 1.0 / times
-        return replace(block, compute_ms=tuple(2.0 * factor + 1e-3 * (at % 3) for at in range(len(block.compute_ms))))
+        times_ms = tuple(2.0 * factor + 1e-3 * (at % 3) for at in range(8))
+        return replace(block, compute_ms=times_ms, calls=8, lost_ms=None, dropped=None)
 
     rows = tuple(replace(row, blocks=tuple(map(timed, row.blocks))) for row in bench.rows)
     return replace(bench, rows=rows)
