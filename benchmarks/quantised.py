@@ -12,7 +12,7 @@ dense FP32 one. `--parts` makes some of them anew and leaves the others as they 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ WAYS = {
     "entropy": Quantisation(rest="fp32", scales="entropy"),
     "auto": Quantisation(rest="fp32"),
 }
-IMAGES = 64
+CROPS, IMAGES = 256, 48
 SM = "89"
 
 
@@ -89,7 +89,7 @@ def digits(work: Path) -> Iterator[Judged]:
 def dinov2(work: Path) -> Iterator[Judged]:
     """Real weights, dense and at .8 of the MACs by `best`."""
     subject = Subject(assembled(), work, held_out=IMAGES, threads=2)
-    calibration = Calibration(assembled(), work, crops=512)
+    calibration = Calibration(assembled(), work, crops=CROPS)
     moments, reduced = work / "dinov2.safetensors", work / "dinov2"
     if not (reduced / "config.json").is_file():
         given = ["--images", str(calibration.path), "--output", str(moments)]
@@ -101,7 +101,7 @@ def dinov2(work: Path) -> Iterator[Judged]:
         yield Judged(
             name=f"DINOv2-S, {name}",
             checkpoint=checkpoint,
-            fitting=np.ascontiguousarray(calibration.images.numpy()[:: 512 // IMAGES][:IMAGES]),
+            fitting=np.ascontiguousarray(calibration.images.numpy()[:: CROPS // IMAGES][:IMAGES]),
             held_out=subject.held_out.numpy(),
         )
 
@@ -214,20 +214,26 @@ def cpu() -> Iterator[dict[str, Any]]:
 @click.option("--parts", default=",".join(PARTS), show_default=True)
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), default=Path(".venv/real/quantised"))
 def main(output: Path, parts: str, work: Path) -> None:
-    """Measure and write the record, after every part."""
+    """Measure and write the record, after every row."""
     torch.set_num_threads(2)
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
-    for part in parts.split(","):
-        made = {
-            "quality": lambda: [row for each in (digits, dinov2) for subject in each(work) for row in quality(subject)],
-            "plans": lambda: list(plans()),
-            "cpu": lambda: list(cpu()),
-        }[part]()
-        record |= {part: made, f"{part}_made": {"cpu": cpu_name(), "load": os.getloadavg()[0], "versions": versions()}}
-        write_json(output, {"kind": "benchmarks/quantised", "version": 1, **record})
-        for row in made:
+
+    def add(part: str, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            record.setdefault(part, []).append(row)
             click.echo(json.dumps(row)[:300])
+            record[f"{part}_made"] = {"cpu": cpu_name(), "load": os.getloadavg()[0], "versions": versions()}
+            write_json(output, {**record, "kind": "benchmarks/quantised", "version": 1})
+
+    for part in parts.split(","):
+        record[part] = []
+        if part == "quality":
+            for subjects in (digits, dinov2):
+                for subject in subjects(work):
+                    add(part, quality(subject))
+        else:
+            add(part, {"plans": plans, "cpu": cpu}[part]())
 
 
 if __name__ == "__main__":
