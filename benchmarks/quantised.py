@@ -94,8 +94,8 @@ def dinov2(work: Path) -> Iterator[Judged]:
     if not (reduced / "config.json").is_file():
         given = ["--images", str(calibration.path), "--output", str(moments)]
         command(["calibrate", *subject.model_words, *given], 2)
-        given = ["--moments", str(moments), "--macs", "0.8", "--heads", "square", "--output", str(reduced)]
-        command(["reduce", *subject.model_words, *given], 2)
+        given = ["--moments", str(moments), "--images", str(calibration.path), "--macs", "0.8", "--heads", "square"]
+        command(["reduce", *subject.model_words, *given, "--output", str(reduced)], 2)
     dense = Checkpoint(model=subject.model, architecture=ARCHITECTURE, lineage={})
     for name, checkpoint in (("dense", dense), ("reduced", load_checkpoint(reduced))):
         yield Judged(

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
-from corp_deploy.release import own_steps, pipeline, steps
+from corp_deploy.release import own_steps, steps, target_stages
 from corp_deploy.release.incremental import StageDirs, locked
 from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.recipe import Recipe, Target
@@ -318,8 +318,10 @@ def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("missing_to_build", "missing_to_run"):
-        real: Callable[[Target], str | None] = getattr(pipeline, name)
-        monkeypatch.setattr(pipeline, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
+        real: Callable[[Target], str | None] = getattr(target_stages, name)
+        monkeypatch.setattr(
+            target_stages, name, lambda target, real=real: "no GPU" if target.is_engine else real(target)
+        )
 
 
 def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,8 +343,8 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
     assert "stage engine.tensorrt: no GPU" in alone.stderr
 
     with monkeypatch.context() as there:
-        there.setattr(pipeline, "missing_to_build", lambda target: None)
-        there.setattr(pipeline, "missing_to_run", lambda target: None)
+        there.setattr(target_stages, "missing_to_build", lambda target: None)
+        there.setattr(target_stages, "missing_to_run", lambda target: None)
         play_gpu(there)
         moved = shutil.move(home / "out", home / "elsewhere")
         for words in lines:

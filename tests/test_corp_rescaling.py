@@ -169,6 +169,6 @@ def test_the_command_rescales(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "every convolution rescaled" in " ".join(done.stdout.split())
     assert farthest(load_checkpoint(tmp_path / "reduced").model, own.model) < 1e-4
-    assert "--rescale, --polish and presets that merge channels" in " ".join(invoked().stderr.split())
+    assert "--closed-loop, --rescale, --polish, --sparse, heads that are merged" in " ".join(invoked().stderr.split())
     assert invoked(*seen, "--closed-loop").exit_code == 2
     assert invoked(*seen, "--closed-loop", "symmetric").exit_code == 0

@@ -353,7 +353,7 @@ def test_what_makes_no_sense_is_refused(home: Path, words: tuple[Any, ...], mess
 def test_it_needs_images(home: Path) -> None:
     words = ["reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "--sparse", "2:4"]
     result = invoked(*words, "-o", home / "none", code=2)
-    assert "--sparse and presets that merge channels" in " ".join(result.stderr.split())
+    assert "--polish, --sparse, heads that are merged" in " ".join(result.stderr.split())
 
 
 def test_recipes_ask_for_the_same() -> None:

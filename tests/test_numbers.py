@@ -22,8 +22,8 @@ from perf.gate.rule import rule_from_text
 NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Words)
 TEXTS = {
-    *("dense", "groups", "init_model", "keep_fp32", "merge_tokens", "model", "name", "only", "patterns", "reference"),
-    *("rules", "select", "server", "sm", "title", "within"),
+    *("dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model", "name", "names", "only"),
+    *("patterns", "reference", "sparse", "rules", "select", "server", "sm", "title", "within"),
 }
 NO_NUMBERS = (
     *("1_0", "٣", "１", "nan", "inf", "-inf", "1e400", "-0", "+1", "-1e-3", "9" * 400, "9" * 5000),
