@@ -5,7 +5,7 @@ range, nothing is balanced and nothing clipped. Sums and all between the layers 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,9 +64,3 @@ def _rounding(form: NumberFormat, end: float) -> Callable[[nn.Module, tuple[Any,
         return (torch.from_numpy(form.rounded(args[0].detach().numpy(), scale)), *args[1:])
 
     return enter
-
-
-def batches_run(batches: Iterable[tuple[Tensor, ...]]) -> Run:
-    """Runs a model on each of these batches."""
-    kept = list(batches)
-    return lambda model: [model(*batch) for batch in kept]
