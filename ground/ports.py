@@ -32,6 +32,15 @@ class OutputPort:
     role: Role
 
 
+# What names an output begins with that is there only to keep a builder from fusing across it: nobody asks for it.
+FUSION_BREAK = "fusion_break."
+
+
+def is_fusion_break(name: str) -> bool:
+    """Whether an output of this name is no answer of the model."""
+    return name.startswith(FUSION_BREAK)
+
+
 def image_port(shape: tuple[int, int, int]) -> Port:
     """Images as every vision model here takes them: channels, height, width."""
     return Port(name="images", shape=shape)

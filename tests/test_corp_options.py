@@ -318,7 +318,14 @@ EXPORT_ASKED: dict[str, dict[str, Any]] = {
     "fp8": {"precision": "fp8", "images": "images.npy"},
     "fp8-auto": {"precision": "fp8", "auto": True, "images": "images.npy"},
 }
-EXPORT_VALUES = {"keep_fp32": "blocks.0", "images": "images.npy", "samples": 3, "seed": 1, "dense": "dense"}
+EXPORT_VALUES = {
+    "keep_fp32": "blocks.0",
+    "images": "images.npy",
+    "samples": 3,
+    "seed": 1,
+    "dense": "dense",
+    "engine": "tensorrt",
+}
 
 
 @pytest.mark.usefixtures("unloaded")

@@ -276,6 +276,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "export.balance": (False, INT8),
     "export.keep_rest": (["blocks.0"], INT8),
     "export.range_samples": (7, INT8),
+    "export.break_fusion": (["blocks.0.attn"], {}),
     "parity.batches": ([2], {}),
     "parity.min_agreement": (0.5, {}),
     "parity.max_error": (0.8, {}),

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import timm
@@ -318,3 +319,21 @@ def test_a_missing_library_is_told_with_install_and_command(monkeypatch: pytest.
     text = str(missing.value)
     assert "pip install --upgrade tensorrt-rtx" in text
     assert "or run on a machine that has it: build m.onnx --backend tensorrt-rtx" in text
+
+
+def test_memory_is_told_without_a_gpu_profile_by_profile(graphs: Graphs) -> None:
+    """Weights in FP16 are two bytes each; a larger batch takes more, and a wider profile as much as its largest."""
+    path = graphs.path("tiny")
+    several = build(path, profiles=tuple(map(BatchProfile.from_text, ("1", "8", "64")))).record
+    assert several.memory.reason is None
+    assert several.memory.activations_bytes is not None
+    small, middle, large = several.memory.activations_bytes
+    assert small < middle < large
+    assert list(several.device_memory_bytes) == ["1:1:1", "8:8:8", "64:64:64"]
+    weights = sum(np.prod(tensor.dims) for tensor in onnx.load(path).graph.initializer if tensor.data_type == 10)
+    alone = build(path, profiles=(BatchProfile.from_text("8"),)).record
+    assert alone.memory.weights_bytes is not None
+    assert 2 * weights <= alone.memory.weights_bytes <= 2 * weights + 500_000
+    assert alone.memory.activations_bytes == (middle,)
+    static = build(graphs.path("tiny", "fp16", "", 4), profiles=()).record
+    assert list(static.device_memory_bytes) == ["4:4:4"]

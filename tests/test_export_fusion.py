@@ -77,7 +77,7 @@ def test_every_profile_has_to_be_fused() -> None:
 
 def audited(fused: list[str], sites: list[str]) -> AuditedEngine:
     fusion = Fusion(kernels=tuple(kernel(site) for site in fused), attention_sites=tuple(sites))
-    return AuditedEngine(fusion=fusion, plan_bytes=1, build_seconds=0.0)
+    return AuditedEngine(fusion=fusion, plan_bytes=1, build_seconds=0.0, memory_bytes={})
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ NAMES_11_4 = {
         *("get_timing_cache", "set_timing_cache", "create_timing_cache"),
     },
     "OnnxParser": {"parse_from_file"},
-    "ICudaEngine": {"create_engine_inspector"},
+    "ICudaEngine": {"create_engine_inspector", "get_device_memory_size_for_profile_v2"},
     "ITimingCache": {"serialize"},
 }
 
@@ -154,6 +154,9 @@ class Inspector:
 class CudaEngine:
     def __init__(self, text: str) -> None:
         self._text = text
+
+    def get_device_memory_size_for_profile_v2(self, index: int) -> int:
+        return 1000 * (index + 1)
 
     def create_engine_inspector(self) -> Inspector:
         return Inspector(self._text)
@@ -396,6 +399,31 @@ def test_the_builders_own_lines_on_sparse_kernels_are_recorded(
     (tmp_path / "sparse.plan.json").write_text(record.to_json())
     assert record_of_plan(tmp_path / "sparse.plan") == record
     assert any(shown in str(cell) for cell in engine_table(record).columns[1].cells)
+
+
+def test_memory_is_the_engines_own_by_profile_and_the_weights_as_the_builder_says(graph: Path) -> None:
+    two = (BatchProfile.from_text("1:8:64"), BatchProfile.from_text("2"))
+    record = build(graph, Tensorrt(says="Total Weights Memory: 4096 bytes"), profiles=two).record
+    assert record.memory.weights_bytes == 4096
+    assert record.memory.activations_bytes == (1000, 2000)
+    assert record.device_memory_bytes == {"1:8:64": 5096, "2:2:2": 6096}
+    silent = build(graph, Tensorrt()).record
+    assert silent.memory.reason == "the builder doesn't tell the weights' memory"
+    assert silent.device_memory_bytes == {}
+    assert "activations 0.0 MB up to batch 64" in str([*engine_table(silent).columns[1].cells])
+
+
+def test_a_record_from_before_memory_was_told_is_still_read(graph: Path, tmp_path: Path) -> None:
+    content = json.loads(build(graph, Tensorrt()).record.to_json())
+    del content["memory"], content["fusion_breaks"]
+    (tmp_path / "old.plan.json").write_text(json.dumps(content))
+    old = record_of_plan(tmp_path / "old.plan")
+    assert (old.memory.activations_bytes, old.device_memory_bytes) == (None, {})
+    assert "older than this figure" in str([*engine_table(old).columns[1].cells])
+    content["memory"] = {"weights_bytes": 1, "activations_bytes": [1, 2], "reason": None}
+    (tmp_path / "old.plan.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match="memory of 2 profiles, expected 1"):
+        record_of_plan(tmp_path / "old.plan")
 
 
 def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) -> None:

@@ -22,7 +22,19 @@ from perf.gate.rule import rule_from_text
 NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Words)
 TEXTS = {
-    *("dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model", "name", "names", "only"),
+    *(
+        "break_fusion",
+        "dense",
+        "groups",
+        "init_model",
+        "keep_fp32",
+        "keep_rest",
+        "merge_tokens",
+        "model",
+        "name",
+        "names",
+        "only",
+    ),
     *("patterns", "reference", "sparse", "rules", "select", "server", "sm", "title", "within"),
 }
 NO_NUMBERS = (

@@ -176,7 +176,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     memory: dict[int, Any] = {}
     engine = FakeEngine(memory)
     stream = SimpleNamespace(cuda_stream=77)
-    hold = lambda stream, feeds, shapes: HostStaging(memory, feeds, shapes)  # noqa: E731
+    hold = lambda stream, feeds, shapes, unread: HostStaging(memory, feeds, shapes)  # noqa: E731
     monkeypatch.setattr(engine_runner, "_tensorrt", lambda backend: fake_trt(engine, backend))
     monkeypatch.setattr(engine_runner, "require_cuda", lambda: None)
     monkeypatch.setattr(engine_runner, "open_stream", lambda: stream)

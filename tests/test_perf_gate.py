@@ -61,10 +61,24 @@ def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
 def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, reduced_bytes: int = 600) -> Bench:
     describe = {"backend": "onnxruntime", "precision": "fp32", "model": "m.onnx"}
     dense = SubjectRecord(
-        name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12
+        name="dense",
+        describe=describe,
+        macs=10,
+        size_bytes=1000,
+        sha256=dense_sha,
+        fused_attention=12,
+        plan_bytes=1000,
+        device_memory={"1:1:4": 3_000_000, "2:8:16": 9_000_000},
     )
     reduced = SubjectRecord(
-        name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8, sparse_layers=6
+        name="reduced",
+        describe=describe,
+        macs=5,
+        size_bytes=reduced_bytes,
+        fused_attention=8,
+        sparse_layers=6,
+        plan_bytes=1200,
+        device_memory={"1:1:4": 2_000_000, "2:8:16": 8_000_000},
     )
     return Bench(
         created="2026-01-01T00:00:00+00:00",
@@ -140,6 +154,17 @@ def one(text: str, now: Bench | None = None, baseline: Bench | None = None, pari
         ("macs > 5", "PASS"),
         ("fused_attention < dense", "FAIL"),
         ("fused_attention < 8", "PASS"),
+        ("device_memory@b8 > 9 MB", "PASS"),
+        ("device_memory@b8 > 7.5 MB", "FAIL"),
+        ("device_memory@b8 > 7.7 MiB", "PASS"),  # 7.7 * 2**20 are 8.07 million
+        ("device_memory@b8 > 7.6 MiB", "FAIL"),
+        ("device_memory@b4 > 3000000", "PASS"),
+        ("device_memory@b8 > dense", "PASS"),
+        ("device_memory@b8 > dense - 2 MB", "FAIL"),
+        ("device_memory@b4 > dense - 500 kB", "PASS"),
+        ("plan_bytes > dense", "FAIL"),
+        ("plan_bytes > dense + 200 B", "PASS"),
+        ("size_bytes > 0.5 kB", "FAIL"),
         ("sparse_layers < 6", "PASS"),
         ("sparse_layers < 12", "FAIL"),
         ("relative_error > 0.05", "PASS"),
@@ -440,3 +465,26 @@ def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
 def test_times_that_no_clock_gives_are_refused(ms: float) -> None:
     with pytest.raises(BadInput, match="a block needs calls and positive times"):
         Block(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(ms,))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("device_memory > 9 MB", "device_memory depends on the batch; write device_memory@b8"),
+        ("device_memory@half > 9", "write device_memory@b8"),
+        ("plan_bytes@b8 > 9", "drop @b8"),
+        ("p50@b8 > 9 MB", "MB goes with size_bytes, plan_bytes, device_memory, peak_memory_bytes, not with p50"),
+        ("plan_bytes > dense MB", "MB goes with a number of its own, such as dense + 20 MB"),
+        ("plan_bytes > dense * 2 MB", "MB goes with a number of its own"),
+        ("plan_bytes > 9 XB", "is no bound"),
+        ("device_memory@b99 > 1", "this record does not tell device_memory of reduced at batch 99"),
+    ],
+)
+def test_memory_is_asked_for_at_a_batch_and_in_bytes(text: str, reason: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(reason)):
+        one(text)
+
+
+def test_device_memory_is_of_profiles() -> None:
+    with pytest.raises(BadInput, match="device memory of 'all', expected profiles such as 1:8:64"):
+        SubjectRecord(name="a", describe={}, device_memory={"all": 1})

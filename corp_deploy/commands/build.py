@@ -1,7 +1,6 @@
 """corp-deploy build and corp-deploy audit."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,11 @@ from ground.precision import EVERY_WORD
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
-from .options import FILE, explicit_options, output_options, value_options
+from .options import FILE, command_line, explicit_options, output_options, value_options
 
 if TYPE_CHECKING:
     from export.engine.build import Engine
     from export.engine.options import BatchProfile, BuildOptions
-
-
-def _command_line() -> str:
-    """What was typed, with paths as given: it goes into the record and into the message for another machine."""
-    return " ".join(["corp-deploy", *sys.argv[1:]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +55,7 @@ class EngineChoice:
             workspace_bytes=None if self.workspace_mib is None else self.workspace_mib * 2**20,
             version_compatible=self.version_compatible,
             sparse=self.sparse,
-            command=_command_line(),
+            command=command_line(),
         )
 
     def build(self, graph: Path, done: Callable[[int], None]) -> "Engine":
@@ -70,7 +64,7 @@ class EngineChoice:
         from export.engine.ort_artifact import build_ort_artifact
 
         if self.backend == "onnxruntime":
-            return build_ort_artifact(graph, device=self.device, precision=self.precision, command=_command_line())
+            return build_ort_artifact(graph, device=self.device, precision=self.precision, command=command_line())
 
         def progress(phase: str, steps: int, _: int) -> None:
             if phase == "Building engine":
@@ -196,7 +190,7 @@ def audit(
     AUDIT.refuse([("", backend)], explicit_options())
     targets = sm if backend == "tensorrt-rtx" else ()
     with out.progress("auditing", None, unit="steps"):
-        audits = audit_fusion(dense, reduced, backend=backend, sms=targets, command=_command_line())
+        audits = audit_fusion(dense, reduced, backend=backend, sms=targets, command=command_line())
     text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
     if output is not None:
         write_text(output, text)

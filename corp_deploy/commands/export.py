@@ -14,10 +14,11 @@ from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, FloatType
 from .graph_choice import GraphChoice, graph_options
 from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
 from .model_choice import ModelChoice, model_options
-from .options import FILE, Words, explicit_options, output_options, value_options
+from .options import FILE, Words, command_line, explicit_options, output_options, value_options
 from .quantised_choice import QuantisedGraphs, YardstickChoice, quantised_options
 
 if TYPE_CHECKING:
+    from corp_deploy.proof.engine_search import Mended
     from corp_deploy.store.checkpoint import Checkpoint
     from corp_deploy.store.quantised_onnx import Quantisation
 
@@ -33,6 +34,7 @@ class PrecisionChoice:
     auto: bool
     inputs: InputChoice
     dense: Path | None
+    engine: str | None
 
     def __post_init__(self) -> None:
         if self.mixed and bool(self.keep_fp32) == self.auto:
@@ -59,20 +61,27 @@ class PrecisionChoice:
         """Those of the precisions whose ranges are taken of inputs."""
         return tuple(name for name in self.precisions if name in QUANTISED)
 
-    def kept(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> dict[str, tuple[str, ...]]:
-        """The sites that each mixed precision keeps in FP32."""
+    def found(self, checkpoint: "Checkpoint", graphs: "GraphChoice") -> "dict[str, Mended]":
+        """The sites that each mixed precision keeps in FP32, and where its engine's fusion is broken."""
+        from corp_deploy.families.family import output_ports
+        from corp_deploy.proof.engine_search import Mended, engine_answers
         from corp_deploy.proof.inputs import inputs_from_set
-        from corp_deploy.proof.mixed_precision import sites_to_keep
+        from corp_deploy.proof.mixed_precision import mended_mixed, sites_to_keep
         from corp_deploy.store.dense_model import model_of_directory
 
         if not self.auto or not self.mixed:
-            return dict.fromkeys(self.mixed, self.keep_fp32)
+            return {name: Mended(kept=self.keep_fp32) for name in self.mixed}
         feeds = inputs_from_set(self.inputs.open(checkpoint)).feeds
         yardstick = checkpoint if self.dense is None else model_of_directory(self.dense)
 
-        def found(held_in: FloatType) -> tuple[str, ...]:
-            opset, geometry = graphs.opset, graphs.heads
-            return sites_to_keep(checkpoint, yardstick, feeds, opset=opset, geometry=geometry, held_in=held_in).kept
+        opset, geometry = graphs.opset, graphs.heads
+
+        def found(held_in: FloatType) -> Mended:
+            asked: dict[str, Any] = {"opset": opset, "geometry": geometry, "held_in": held_in}
+            if self.engine is None:
+                return Mended(kept=sites_to_keep(checkpoint, yardstick, feeds, **asked).kept)
+            answers = engine_answers(self.engine, feeds, output_ports(checkpoint.model), command_line())
+            return mended_mixed(checkpoint, yardstick, feeds, answers, breaks=graphs.break_fusion, **asked)
 
         return {name: found(PRECISIONS[name].type) for name in self.mixed}
 
@@ -92,6 +101,7 @@ def _precision_choice(
     keep_fp32: tuple[str, ...],
     auto: bool,
     dense: str | None,
+    engine: str | None,
     **inputs: Any,
 ) -> PrecisionChoice:
     searching = (*MIXED, *QUANTISED) if auto else ()
@@ -102,6 +112,7 @@ def _precision_choice(
         auto=auto,
         inputs=input_choice(**inputs),
         dense=None if dense is None else Path(dense),
+        engine=engine,
     )
 
 
@@ -131,12 +142,17 @@ precision_options = value_options(
     click.option(
         "--dense", default=None, help="For --auto: the dense model's directory; its own error is the yardstick."
     ),
+    click.option(
+        "--engine",
+        type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+        default=None,
+        help="For --auto: judge engines, built and run here on a GPU, in place of the graphs; where a fused kernel is "
+        "wrong, fusion is broken before blocks are kept in more bits.",
+    ),
 )
 
 
-def _written(
-    checkpoint: "Checkpoint", name: str, path: Path, kept: tuple[str, ...], graphs: GraphChoice
-) -> dict[str, Any]:
+def _written(checkpoint: "Checkpoint", name: str, path: Path, found: "Mended", graphs: GraphChoice) -> dict[str, Any]:
     """Write one graph; what it is, for people and machines."""
     from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
     from ground.files import sha256_of_file
@@ -147,15 +163,26 @@ def _written(
         precision=name,
         opset=graphs.opset,
         batch=graphs.batch,
-        keep_fp32=kept,
+        keep_fp32=found.kept,
         geometry=graphs.heads,
+        breaks=(*graphs.break_fusion, *found.breaks),
     )
-    record = {"path": str(path), "precision": name, "opset": facts_of_onnx(path).opset}
+    facts = facts_of_onnx(path)
+    record = {"path": str(path), "precision": name, "opset": facts.opset}
+    record |= {"fusion_breaks": list(facts.fusion_breaks)} if facts.fusion_breaks else {}
     return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
 
+def _found_for(name: str, found: "Mapping[str, Mended]") -> "Mended":
+    """What was found for a precision, or for the mixed one in whose place it is written."""
+    from corp_deploy.proof.engine_search import Mended
+
+    own = [each for mixed, each in found.items() if mixed == name or (not each.kept and PRECISIONS[mixed].pure == name)]
+    return own[0] if own else Mended()
+
+
 def _yardstick(precision: PrecisionChoice) -> "YardstickChoice":
-    return YardstickChoice(searches=precision.auto, dense=precision.dense)
+    return YardstickChoice(searches=precision.auto, dense=precision.dense, engine=precision.engine)
 
 
 @click.command("export")
@@ -194,12 +221,13 @@ def export_command(
     if precision.quantised:
         quantised = QuantisedGraphs(checkpoint, precision.inputs, quantisation, graphs, _yardstick(precision))
     with out.progress("exporting", len(precision.precisions), unit="graphs") as done:
-        kept = precision.kept(checkpoint, graphs)
+        found = precision.found(checkpoint, graphs)
+        kept = {name: each.kept for name, each in found.items()}
         for name, path in precision.paths(output, kept).items():
             if quantised is not None and name in QUANTISED:
                 rows.append(quantised.written(name, path))
             else:
-                rows.append(_written(checkpoint, name, path, kept.get(name, ()), graphs))
+                rows.append(_written(checkpoint, name, path, _found_for(name, found), graphs))
             done(len(rows))
     if graphs.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")

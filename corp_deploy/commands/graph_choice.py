@@ -1,7 +1,7 @@
 """What shapes a graph beside its precision, as it is said on the command line."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,11 +23,19 @@ class GraphChoice:
     opset: int | None
     batch: int | None
     heads: "Geometry | None"
+    break_fusion: tuple[str, ...] = ()
+
+
+def _graph_choice(break_fusion: tuple[str, ...], **options: Any) -> GraphChoice:
+    sites = tuple(site.strip() for text in break_fusion for site in text.split(","))
+    if not all(sites):
+        raise click.UsageError("--break-fusion names modules, with commas, such as blocks.7.attn,blocks.8")
+    return GraphChoice(break_fusion=tuple(dict.fromkeys(sites)), **options)
 
 
 graph_options = value_options(
     "graphs",
-    GraphChoice,
+    _graph_choice,
     click.option(
         "--opset",
         type=Number(OPSET),
@@ -40,5 +48,13 @@ graph_options = value_options(
         type=click.Choice(["padded", "ragged"]),
         default=None,
         help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}",
+    ),
+    click.option(
+        "--break-fusion",
+        multiple=True,
+        metavar="SITE",
+        help="Keep builders from fusing across what a module gives (blocks.7, blocks.7.attn, blocks.*.mlp) or a node "
+        "(blocks.7.attn/Softmax, which ends fused attention): it becomes an output that nobody reads; with commas, or "
+        "repeat.",
     ),
 )

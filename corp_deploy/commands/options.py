@@ -1,5 +1,6 @@
 """What the options of all commands are made of: their types, the values that groups of them become, the output."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -118,6 +119,11 @@ def explicit_options() -> dict[str, Any]:
         and context.get_parameter_source(name) not in defaults
         and (value := context.params[name]) is not None
     }
+
+
+def command_line() -> str:
+    """What was typed, with paths as given: it goes into records and into messages for another machine."""
+    return " ".join(["corp-deploy", *sys.argv[1:]])
 
 
 @contextmanager

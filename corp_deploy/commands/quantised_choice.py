@@ -9,9 +9,10 @@ import click
 
 from .graph_choice import GraphChoice
 from .input_choice import InputChoice
-from .options import value_options
+from .options import command_line, value_options
 
 if TYPE_CHECKING:
+    from corp_deploy.proof.engine_search import Mended
     from corp_deploy.store.checkpoint import Checkpoint
     from corp_deploy.store.quantised_onnx import Quantisation
     from export.graph.quantiser import Quantiser
@@ -60,10 +61,13 @@ quantised_options = value_options(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YardstickChoice:
-    """Whether the most sensitive blocks are looked for, and whose error is the yardstick, by default its own."""
+    """Whether the most sensitive blocks are looked for, whose error is the yardstick, by default its own, and which
+    backend's engines are judged, by default none but the graphs.
+    """
 
     searches: bool
     dense: Path | None
+    engine: str | None = None
 
 
 class QuantisedGraphs:
@@ -99,24 +103,32 @@ class QuantisedGraphs:
         from corp_deploy.store.quantised_onnx import export_quantised
         from ground.files import sha256_of_file
 
-        left = self._left(precision)
-        chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *left))
-        export_quantised(self._made_of, path, precision=precision, chosen=chosen)
+        found = self._found(precision)
+        chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))
+        breaks = (*self._graphs.break_fusion, *found.breaks)
+        export_quantised(self._made_of, path, precision=precision, chosen=chosen, breaks=breaks)
         facts = facts_of_onnx(path)
         record = {"path": str(path), "precision": precision, "opset": facts.opset, "rest": facts.rest}
         record |= {"scales": facts.scales, "kept_rest": list(chosen.keep_rest)}
+        record |= {"fusion_breaks": list(facts.fusion_breaks)} if facts.fusion_breaks else {}
         return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
-    def _left(self, precision: str) -> tuple[str, ...]:
-        """The sites that are not quantised because they are too sensitive."""
-        from corp_deploy.proof.quantised_precision import bounds_of, sites_to_leave
+    def _found(self, precision: str) -> "Mended":
+        """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
+        from corp_deploy.families.family import output_ports
+        from corp_deploy.proof.engine_search import Mended, engine_answers
+        from corp_deploy.proof.quantised_precision import bounds_of, mended_quantised, sites_to_leave
         from corp_deploy.store.dense_model import model_of_directory
 
         if not self._yardstick.searches:
-            return ()
+            return Mended()
         dense = self._yardstick.dense
         own = self._checkpoint if dense is None else model_of_directory(dense)
         bounds = bounds_of(own, precision, self._feeds)
-        return sites_to_leave(
-            self._checkpoint, self._made_of, precision, self._chosen, self._feeds, bounds, batch=self._graphs.batch
-        ).sites
+        asked = (self._checkpoint, self._made_of, precision, self._chosen, self._feeds, bounds)
+        if self._yardstick.engine is None:
+            return Mended(kept=sites_to_leave(*asked, batch=self._graphs.batch).sites)
+        answers = engine_answers(
+            self._yardstick.engine, self._feeds, output_ports(self._checkpoint.model), command_line()
+        )
+        return mended_quantised(*asked, answers, breaks=self._graphs.break_fusion)

@@ -147,7 +147,7 @@ def _mixed_by_search(name: str) -> Way:
     return Way(
         words=f"precision {name} that finds its sites",
         ask=f"--precision {name} --auto --images P",
-        honours={"auto": ANY, "images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "dense": ANY},
+        honours=dict.fromkeys(("auto", "images", "text", "samples", "seed", "dense", "engine"), ANY),
     )
 
 
@@ -168,7 +168,7 @@ def _quantised(name: str, **more: Values) -> Way:
 # By precision; several may be at work at once.
 EXPORT = Axis(
     command="export",
-    picks=frozenset({"keep_fp32", "auto", "dense", *_DRAWN, *_OF_RANGES}),
+    picks=frozenset({"keep_fp32", "auto", "dense", "engine", *_DRAWN, *_OF_RANGES}),
     ways={
         **{
             name: Way(words=f"precision {name}", ask=f"--precision {name}", honours={})
@@ -178,7 +178,7 @@ EXPORT = Axis(
         **{name: _mixed(name) for name in MIXED},
         **{f"{name}-auto": _mixed_by_search(name) for name in MIXED},
         **{name: _quantised(name) for name in QUANTISED},
-        **{f"{name}-auto": _quantised(name, auto=ANY, dense=ANY) for name in QUANTISED},
+        **{f"{name}-auto": _quantised(name, auto=ANY, dense=ANY, engine=ANY) for name in QUANTISED},
     },
 )
 

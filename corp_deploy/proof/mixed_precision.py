@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -23,6 +24,7 @@ from perf.parity.parity import judge
 from perf.parity.tolerance import Tolerance
 
 from .candidates import Candidate, outputs_at
+from .engine_search import Answers, Mended, mended
 from .locate import dense_noise, worst_inputs
 
 BATCH = 16
@@ -110,6 +112,37 @@ def sites_to_keep(
         if left is not None:
             raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
     return Mixed(kept=kept, relative_error=errors[-1])
+
+
+def mended_mixed(
+    checkpoint: Checkpoint,
+    dense: Checkpoint,
+    feeds: Feeds,
+    answers: Answers,
+    *,
+    opset: int | None,
+    geometry: Geometry | None = None,
+    factor: float = 4.0,
+    held_in: FloatType = FLOAT16,
+    breaks: Sequence[str] = (),
+) -> Mended:
+    """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before FP32, beside those
+    that are there in any case.
+    """
+    mixed, ports = mixed_of(held_in), output_ports(checkpoint.model)
+
+    def write(path: Path, tried: Sequence[str], kept: Sequence[str]) -> None:
+        precision, every = mixed.name if kept else mixed.pure, (*breaks, *tried)
+        asked: dict[str, Any] = {"opset": opset, "geometry": geometry, "keep_fp32": kept, "breaks": every}
+        export_checkpoint(checkpoint, path, precision=precision, **asked)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        fp32 = Path(scratch) / "fp32.onnx"
+        export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
+        noise = _dense_errors(dense, held_in, Path(scratch), feeds, opset)
+        bounds = {port.name: tolerance.half(noise[port.name], held_in=held_in, factor=factor) for port in ports}
+        reference = _run(fp32, FLOAT32, feeds, ports)
+        return mended(write, answers, reference=reference, ports=ports, bounds=bounds, scratch=Path(scratch))
 
 
 def _dense_errors(

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import onnx
@@ -10,7 +11,7 @@ from torch import nn
 
 from corp_deploy.families.family import family_of, input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.quantised_onnx import Quantisation
+from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
 from export.graph.quantised import layers
 from export.graph.quantiser import Quantiser
 from export.graph.simulated import simulated
@@ -26,6 +27,7 @@ from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, outputs_at
+from .engine_search import Answers, Mended, mended
 
 BATCH = 16
 
@@ -82,6 +84,42 @@ def sites_to_leave(
             )
         kept = tuple(order[:count])
         return Kept(sites=kept, relative_error=_worst(trial.errors(kept)), sensitivities=tuple(ranked))
+
+
+def mended_quantised(
+    checkpoint: Checkpoint,
+    made_of: Quantiser,
+    precision: str,
+    chosen: Quantisation,
+    feeds: Feeds,
+    bounds: Mapping[str, Tolerance],
+    answers: Answers,
+    *,
+    breaks: Sequence[str] = (),
+) -> Mended:
+    """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before sites are left as
+    they are, beside those that are there in any case.
+    """
+    ports = output_ports(checkpoint.model)
+
+    def write(path: Path, tried: Sequence[str], left: Sequence[str]) -> None:
+        patterns = [each for site in left for each in (site, f"{site}.*")]
+        keeping = replace(chosen, keep_rest=(*chosen.keep_rest, *_fitting(made_of, patterns)))
+        export_quantised(made_of, path, precision=precision, chosen=keeping, breaks=(*breaks, *tried))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        single = Path(scratch) / "single.onnx"
+        onnx.save(made_of.single, str(single))
+        step = Candidate(label="fp32", name="fp32", form="graph", path=single, held_in=type_of_word("fp32"))
+        with step.opened(ports) as run:
+            reference = outputs_at(run, feeds, BATCH)
+        return mended(write, answers, reference=reference, ports=ports, bounds=bounds, scratch=Path(scratch))
+
+
+def _fitting(made_of: Quantiser, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The modules of quantised layers that these patterns mean: a site need not have any."""
+    modules = dict.fromkeys(layer.module for layer in layers(made_of.single))
+    return tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds, *, factor: float = 2.0) -> dict[str, Tolerance]:

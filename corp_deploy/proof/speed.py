@@ -119,6 +119,8 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         sha256=record.plan_sha256,
         fused_attention=record.fused_attention,
         sparse_layers=record.sparse_layers,
+        plan_bytes=record.plan_bytes,
+        device_memory=record.device_memory_bytes or None,
     )
     for value in record.inputs:
         if not all(isinstance(size, int) for size in value.shape[1:]):

@@ -15,6 +15,7 @@ class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     balance: recipe_values.Flag | None = None
     keep_rest: recipe_values.Texts = ()
     range_samples: recipe_values.Images | None = None
+    break_fusion: recipe_values.Texts = ()
 
     @property
     def quantised(self) -> tuple[str, ...]:

@@ -101,12 +101,13 @@ def write_graphs(dirs: StageDirs, run: Invocation) -> None:
         chosen = Quantisation(**run.some("rest", "scales", "balance"), keep_rest=tuple(run["keep_rest"]))
         feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds
         made_of = quantiser_of(checkpoint, feeds, chosen)
+    breaks = tuple(run.options.get("break_fusion", ()))
     for precision, path in paths.items():
         keep = run["keep_fp32"] if precision in MIXED else ()
         if precision in QUANTISED:
-            export_quantised(made_of, path, precision=precision, chosen=chosen)
+            export_quantised(made_of, path, precision=precision, chosen=chosen, breaks=breaks)
         else:
-            export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep)
+            export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep, breaks=breaks)
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:

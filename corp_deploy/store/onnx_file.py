@@ -14,6 +14,7 @@ from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.norm_types import NORMS
+from export.graph.fusion_breaks import NOTE, with_fusion_breaks
 from export.graph.ports import ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
@@ -69,8 +70,11 @@ def export_checkpoint(
     batch: int | None = None,
     keep_fp32: Sequence[str] = (),
     geometry: Geometry | None = None,
+    breaks: Sequence[str] = (),
 ) -> None:
-    """Write the model as one typed ONNX file. Raises export's BadInput when the graph will not do."""
+    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across. Raises export's
+    BadInput when the graph will not do.
+    """
     family = family_of(checkpoint.model)
     model = family.exportable(checkpoint.model, geometry=geometry)
     proto = onnx_from_model(
@@ -86,7 +90,7 @@ def export_checkpoint(
     )
     require_sparse_graph(proto, path)
     with replacing(path) as temporary:
-        save(proto, temporary)
+        save(with_fusion_breaks(proto, breaks), temporary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class GraphFacts:
     parameters: int | None
     rest: str | None = None
     scales: str | None = None
+    fusion_breaks: tuple[str, ...] = ()
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
@@ -128,6 +133,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         parameters=_integer(carried, "parameters", path),
         rest=carried.get("export.rest"),
         scales=carried.get("export.scales"),
+        fusion_breaks=tuple(carried.get(NOTE, "").split()),
     )
 
 

@@ -1,12 +1,13 @@
 """INT8 and FP8 graphs of our models, by what flows through them on inputs like those that they will meet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.norm_types import NORMS
+from export.graph.fusion_breaks import with_fusion_breaks
 from export.graph.observe import Feeds
 from export.graph.quantiser import Quantiser, ScaleChoice, quantiser
 from export.graph.to_onnx import save
@@ -62,9 +63,11 @@ def quantiser_of(
     )
 
 
-def export_quantised(made_of: Quantiser, path: Path, *, precision: str, chosen: Quantisation) -> None:
-    """Write one graph. Raises BadInput for patterns that fit no layer."""
+def export_quantised(
+    made_of: Quantiser, path: Path, *, precision: str, chosen: Quantisation, breaks: Sequence[str] = ()
+) -> None:
+    """Write one graph; `breaks` as for export_checkpoint. Raises BadInput for patterns that fit no layer."""
     proto = made_of.graph(precision, scales=chosen.scales, keep=chosen.keep_rest)
     require_sparse_graph(proto, path)
     with replacing(path) as temporary:
-        save(proto, temporary)
+        save(with_fusion_breaks(proto, breaks), temporary)

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from export.engine.audit import Audit, AuditedEngine
 from export.engine.record import EngineRecord
+from ground.ports import FUSION_BREAK
 from ground.precision import QUANTISED
 
 
@@ -22,12 +23,29 @@ def engine_table(record: EngineRecord) -> Table:
         "fused attention": f"{fused} of {len(record.attention_sites)}" if _may_attend(record) else "the graph has none",
         "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
     }
+    rows["device memory"] = _memory(record)
+    if record.fusion_breaks:
+        broken = ", ".join(port.name.removeprefix(FUSION_BREAK) for port in record.fusion_breaks)
+        rows["fusion breaks"] = f"{len(record.fusion_breaks)} ({broken})"
     share = record.options.get("sparse_share")
     if isinstance(share, float):
         rows["sparse"] = f"{share:.0%} of the matrices are 2:4, {_sparse_kernels(record)}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _memory(record: EngineRecord) -> str:
+    """Weights, and what activations take beside them by profile."""
+    memory = record.memory
+    if memory.weights_bytes is None and memory.activations_bytes is None:
+        return f"unknown ({memory.reason})"
+    weights = "weights unknown" if memory.weights_bytes is None else f"weights {memory.weights_bytes / 1e6:.1f} MB"
+    if memory.activations_bytes is None:
+        return f"{weights}, activations unknown ({memory.reason})"
+    pairs = zip(record.batches, memory.activations_bytes, strict=True)
+    peaks = ", ".join(f"{size / 1e6:.1f} MB up to batch {batch.largest}" for batch, size in pairs)
+    return f"{weights}, activations {peaks}"
 
 
 def _share_in_fewer_bits(record: EngineRecord) -> str:
@@ -52,7 +70,8 @@ def _may_attend(record: EngineRecord) -> bool:
 
 def audit_table(audits: Sequence[Audit]) -> Table:
     """Dense beside reduced, one row a target."""
-    table = Table("target", "fused, dense", "reduced", "kernels, dense", "reduced", "plan MB, dense", "reduced", "")
+    heads = ("fused, dense", "reduced", "kernels, dense", "reduced", "plan MB, dense", "reduced")
+    table = Table("target", *heads, "memory MB, dense", "reduced", "")
     for audit in audits:
         cells: list[str] = []
         for one, other in zip(_cells(audit.dense), _cells(audit.reduced), strict=True):
@@ -66,7 +85,9 @@ def lost_lines(audits: Sequence[Audit]) -> list[str]:
     return [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in audits if each.lost]
 
 
-def _cells(audited: AuditedEngine) -> tuple[str, str, str]:
+def _cells(audited: AuditedEngine) -> tuple[str, str, str, str]:
     fusion = audited.fusion
     fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}" if fusion.attention_sites else "-"
-    return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}"
+    peak = max(audited.memory_bytes.values(), default=None)
+    memory = "-" if peak is None else f"{peak / 1e6:.1f}"
+    return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}", memory

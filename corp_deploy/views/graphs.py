@@ -11,6 +11,9 @@ def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequenc
     lines = [
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
     ]
+    lines += [
+        f"{row['path']}: fusion broken at {', '.join(row['fusion_breaks'])}" for row in rows if row.get("fusion_breaks")
+    ]
     for name, sites in kept.items():
         of_several = f" in {name}" if len(kept) > 1 else ""
         if sites:

@@ -1,7 +1,7 @@
 """Whether a reduced graph keeps the fused attention of its dense one, block by block and target by target."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ _BATCH = BatchProfile(smallest=1, tuned=8, largest=64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedEngine:
-    """One engine of an audit: its kernels, and the plan's size in bytes and build time in seconds."""
+    """One engine of an audit: its kernels, the plan's size in bytes and build time in seconds, and the memory that it
+    takes on a device by profile, empty where nobody tells.
+    """
 
     fusion: Fusion
     plan_bytes: int
     build_seconds: float
+    memory_bytes: Mapping[str, int]
 
     def summary(self) -> dict[str, Any]:
         """What the JSON holds of it."""
@@ -41,6 +44,7 @@ class AuditedEngine:
             "kernel_types": self.fusion.kernel_types,
             "plan_bytes": self.plan_bytes,
             "build_seconds": self.build_seconds,
+            "device_memory_bytes": dict(self.memory_bytes),
         }
 
 
@@ -125,7 +129,11 @@ def _audited_engine(
     if engine.fusion is None:
         what = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"
         raise Missing(missing_message(choices.backend, what, choices.command))
+    record = engine.record
     audited = AuditedEngine(
-        fusion=engine.fusion, plan_bytes=engine.record.plan_bytes, build_seconds=engine.record.build_seconds
+        fusion=engine.fusion,
+        plan_bytes=record.plan_bytes,
+        build_seconds=record.build_seconds,
+        memory_bytes=record.device_memory_bytes,
     )
-    return audited, engine.record.library_version
+    return audited, record.library_version

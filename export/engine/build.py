@@ -4,12 +4,13 @@ Precision is in the graph's types: networks are strongly typed and no precision 
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnx import ModelProto
 
 from export.graph.check import require_onnx
+from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import element_types, sparse_matrices, weight_shares
 from ground.errors import BadInput
@@ -60,8 +61,10 @@ def build_engine(
     started = time.perf_counter()
     plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
     seconds = time.perf_counter() - started
-    fusion = fusion_of(session.kernels(plan), proto, len(profiles))
-    return Engine(plan=plan, fusion=fusion, record=_record(session, plan, profiles, fusion, seconds, sparse_share))
+    listed = session.inspected(plan, max(len(profiles), 1))
+    fusion = fusion_of(listed.kernels, proto, len(profiles))
+    record = _record(session, plan, profiles, fusion, seconds, sparse_share)
+    return Engine(plan=plan, fusion=fusion, record=replace(record, memory=listed.memory))
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
@@ -160,6 +163,7 @@ def _record(
         sparse_eligible=layers.eligible,
         sparse_layers=layers.picked,
         sparse_names=layers.names,
+        fusion_breaks=breaks_of_graph(session.proto),
     )
 
 

@@ -14,10 +14,12 @@ from ground.errors import BadInput
 from ground.ports import Role
 from ground.records import Natural, Positive, Sha256, Share, record_from_file
 
+from .memory import EngineMemory
 from .options import BatchProfile
 
 VERSION = 1
 KIND = "engine"
+UNRECORDED = "the record is older than this figure; build it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class EngineRecord:
     a kernel that touches several types counts with each. `kernels` and `kernel_kinds`
     count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
     `sparse_eligible` is how many layers the builder says it could run sparse, `sparse_layers` how many it does, by
-    `sparse_names` where it tells them.
+    `sparse_names` where it tells them. `fusion_breaks` are outputs that stand there only to be written: nobody reads
+    them.
     """
 
     backend: str
@@ -60,10 +63,29 @@ class EngineRecord:
     sparse_eligible: Natural | None = None
     sparse_layers: Natural | None = None
     sparse_names: tuple[str, ...] = ()
+    fusion_breaks: tuple[GraphPort, ...] = ()
+    memory: EngineMemory = field(default_factory=lambda: EngineMemory(reason=UNRECORDED))
 
     def __post_init__(self) -> None:
         for profile in self.profiles:
             BatchProfile.from_text(profile)
+        known = self.memory.activations_bytes
+        if known is not None and len(known) != len(self.batches):
+            raise BadInput(f"memory of {len(known)} profiles, expected {len(self.batches)}: {', '.join(self.profiles)}")
+
+    @property
+    def batches(self) -> tuple[BatchProfile, ...]:
+        """Its profiles; of a fixed batch that one alone."""
+        if self.profiles:
+            return tuple(map(BatchProfile.from_text, self.profiles))
+        fixed = self.inputs[0].shape[0]
+        size = fixed if isinstance(fixed, int) else 1
+        return (BatchProfile(smallest=size, tuned=size, largest=size),)
+
+    @property
+    def device_memory_bytes(self) -> dict[str, int]:
+        """Weights and activations together, by profile; empty where they are unknown."""
+        return self.memory.by_profile(self.batches)
 
     @property
     def fused_attention(self) -> int | None:

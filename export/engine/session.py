@@ -1,6 +1,7 @@
 """One build on opened bindings: parse, configure, build, and ask what kernels came out."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,12 +12,21 @@ from ground.files import regular, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message
+from .memory import EngineMemory, memory_from_log, memory_of_engine
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
 from .options import BatchProfile, BuildOptions
 
 _NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
 _NEEDS_GPU = "an NVIDIA GPU and its driver are needed"
 _INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected:
+    """What is known of a plan that was built."""
+
+    kernels: tuple[Kernel, ...]
+    memory: EngineMemory
 
 
 class Session:
@@ -48,17 +58,19 @@ class Session:
         self._save_timing_cache(config)
         return bytes(plan)
 
-    def kernels(self, plan: bytes) -> tuple[Kernel, ...]:
-        """From the builder's log for TensorRT-RTX, which needs no GPU; else from the engine's own inspector."""
+    def inspected(self, plan: bytes, profiles: int) -> Inspected:
+        """From the builder's log for TensorRT-RTX, which needs no GPU; else from the engine itself."""
+        said = memory_from_log(self.messages.text, profiles)
         if self.library.is_rtx:
-            return kernels_from_log(self.messages.text)
+            return Inspected(kernels=kernels_from_log(self.messages.text), memory=said)
         runtime = self.trt.Runtime(self.logger)
         runtime.engine_host_code_allowed = self.choices.version_compatible
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise Missing(self._refusal("built a plan that it can't load again", self.messages.errors))
         inspector = engine.create_engine_inspector()
-        return kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
+        kernels = kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
+        return Inspected(kernels=kernels, memory=memory_of_engine(engine, said, profiles))
 
     def _builder(self) -> Any:
         try:

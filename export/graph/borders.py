@@ -8,7 +8,7 @@ from onnx import ModelProto, ValueInfoProto
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port, Role
 
-from .ports import dtype_name, graph_inputs, noted_inputs, noted_outputs
+from .ports import dtype_name, graph_inputs, graph_outputs, noted_inputs, noted_outputs
 
 _RANKS: Mapping[Role, int | None] = {
     "logits": 2,
@@ -44,11 +44,11 @@ def border_reasons(
     except BadInput as error:
         yield str(error)
         return
-    values_in, values_out = graph_inputs(proto), list(proto.graph.output)
+    values_in, values_out = graph_inputs(proto), graph_outputs(proto)
     yield from _side_reasons("input", values_in, expected_inputs)
     yield from _side_reasons("output", values_out, expected_outputs)
     if (len(values_in), len(values_out)) == (len(expected_inputs), len(expected_outputs)):
-        yield from _batch_reasons([*values_in, *values_out])
+        yield from _batch_reasons([*values_in, *proto.graph.output])
 
 
 def _input_borders(ports: Sequence[Port] | None) -> list[Border]:

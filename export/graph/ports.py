@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from ground.ports import LOGITS, OutputPort, Port, Role, image_port
+from ground.ports import LOGITS, OutputPort, Port, Role, image_port, is_fusion_break
 from ground.records import Positive, record_from_text
 
 T = TypeVar("T")
@@ -33,9 +33,14 @@ def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
     return [value for value in proto.graph.input if value.name not in stored]
 
 
-def ports_of_graph(proto: ModelProto) -> tuple[tuple[GraphPort, ...], tuple[GraphPort, ...]]:
-    """The graph's inputs and outputs."""
-    return tuple(map(_graph_port, graph_inputs(proto))), tuple(map(_graph_port, proto.graph.output))
+def graph_outputs(proto: ModelProto, *, breaks: bool = False) -> list[ValueInfoProto]:
+    """Outputs that a caller asks for; or the fusion breaks beside them."""
+    return [value for value in proto.graph.output if is_fusion_break(value.name) == breaks]
+
+
+def ports_of_graph(proto: ModelProto, *, breaks: bool = False) -> tuple[tuple[GraphPort, ...], tuple[GraphPort, ...]]:
+    """The graph's inputs and outputs; with `breaks` its fusion breaks in place of its outputs."""
+    return tuple(map(_graph_port, graph_inputs(proto))), tuple(map(_graph_port, graph_outputs(proto, breaks=breaks)))
 
 
 def roles_of_graph(proto: ModelProto) -> dict[str, Role]:

@@ -77,10 +77,14 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
     fields["max_batch_size"] = variant.max_batch
     fields["input"] = [_tensor(tensor, batched) for tensor in variant.signature.inputs]
     label_file: dict[str, Plain] = {"label_filename": f"{version}/{LABELS_NAME}"} if labelled else {}
-    fields["output"] = [
+    outputs: list[Plain] = [
         _tensor(tensor, batched) | (label_file if tensor.role == "logits" else {})
         for tensor in variant.signature.outputs
     ]
+    if variant.backend == "tensorrt":
+        # The server loads no plan of which an output is not described; nobody asks for these, so none is sent.
+        outputs += [_tensor(tensor, batched) for tensor in variant.signature.fusion_breaks]
+    fields["output"] = outputs
     fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
     fields["version_policy"] = policy_fields(serving.policy, version)
     if batched:

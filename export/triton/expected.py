@@ -84,9 +84,16 @@ def expected_entry(variant: Variant, version: int, expected: Expected | None) ->
         "latencies": [_latency(row) for row in expected.latencies] if expected else None,
         "top1_agreement": _agreement(expected.top1_agreement) if expected else None,
         "outputs": {tensor.name: tensor.role for tensor in variant.signature.outputs},
+        **_breaks(variant),
         "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",
         "client": client_commands(variant, version, batches or (max(1, variant.max_batch),)),
     }
+
+
+def _breaks(variant: Variant) -> dict[str, Any]:
+    """Outputs of a plan that no client asks for; a request has to name the others, or it is sent these too."""
+    breaks = [tensor.name for tensor in variant.signature.fusion_breaks if variant.backend == "tensorrt"]
+    return {"fusion_breaks": breaks} if breaks else {}
 
 
 def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) -> list[str]:

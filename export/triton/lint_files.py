@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
@@ -71,7 +72,8 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
         fault = f"it was built for {record.backend}, which Triton does not load"
         yield finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
     yield from _capability(plan, record, config, path)
-    for complaint in against_artifact(config, signature, plan.name):
+    written = replace(signature, outputs=(*signature.outputs, *signature.fusion_breaks))
+    for complaint in against_artifact(config, written, plan.name):
         yield from_complaint(path, complaint)
     if release is not None:
         compatible = record.options.get("version_compatible") is True

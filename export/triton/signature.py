@@ -7,6 +7,7 @@ from pathlib import Path
 from export.engine.options import BatchProfile
 from export.engine.record import EngineRecord
 from export.graph.check import load_onnx
+from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import GraphPort, ports_of_graph, roles_of_graph
 from ground.errors import BadInput
 from ground.ports import LOGITS, Role
@@ -34,7 +35,7 @@ FLOATING = ("TYPE_FP32", "TYPE_FP16", "TYPE_FP64", "TYPE_BF16")
 class Tensor:
     """One input or output; `shape` holds the batch first, a symbolic size as its name.
 
-    `role` is what an output is for, None for an input.
+    `role` is what an output is for, None for an input and for a fusion break.
     """
 
     name: str
@@ -49,11 +50,15 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """`profiles` are the batch ranges of a plan, `opset` and `ir` the versions of a graph; 0 where there is none."""
+    """`profiles` are the batch ranges of a plan, `opset` and `ir` the versions of a graph; 0 where there is none.
+
+    `fusion_breaks` are outputs of a plan that nobody asks for.
+    """
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     profiles: tuple[BatchProfile, ...] = ()
+    fusion_breaks: tuple[Tensor, ...] = ()
     opset: int = 0
     ir: int = 0
 
@@ -90,6 +95,7 @@ def signature_from_onnx(path: Path) -> Signature:
     return Signature(
         inputs=tuple(_tensor(port, None, path) for port in inputs),
         outputs=_outputs(outputs, roles_of_graph(proto), path),
+        fusion_breaks=tuple(_tensor(port, None, path) for port in breaks_of_graph(proto)),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         ir=proto.ir_version,
     )
@@ -102,6 +108,7 @@ def signature_from_record(record: EngineRecord) -> Signature:
         inputs=tuple(_tensor(port, None, where) for port in record.inputs),
         outputs=_outputs(record.outputs, record.roles, where),
         profiles=tuple(map(BatchProfile.from_text, record.profiles)),
+        fusion_breaks=tuple(_tensor(port, None, where) for port in record.fusion_breaks),
     )
 
 

@@ -1,7 +1,7 @@
 """Measure a reference and a candidate over a sweep of batch sizes, in one process, side by side."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -35,6 +35,8 @@ class Subject:
     sha256: str | None = None
     fused_attention: int | None = None
     sparse_layers: int | None = None
+    plan_bytes: int | None = None
+    device_memory: Mapping[str, int] | None = None
 
     def described(self, describe: Flat) -> SubjectRecord:
         return SubjectRecord(
@@ -46,6 +48,8 @@ class Subject:
             sha256=self.sha256,
             fused_attention=self.fused_attention,
             sparse_layers=self.sparse_layers,
+            plan_bytes=self.plan_bytes,
+            device_memory=self.device_memory,
         )
 
 

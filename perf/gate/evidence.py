@@ -11,7 +11,7 @@ from perf.stats.quiet import samples
 from perf.stats.stats import Interval, needed_samples, percentile_interval
 from perf.stats.summary import Summary, SummaryRow, summarise
 
-from .rule import COUNTED, TIMED, Rule
+from .rule import COUNTED, PLACED, TIMED, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Evidence:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
         if rule.metric in TIMED:
             return _timed(self._bench(rule, where), rule, subject, where)
-        if rule.metric in COUNTED:
+        if rule.metric in (*COUNTED, *PLACED):
             return _counted(self._bench(rule, where), rule, subject, where)
         if subject is not None:
             raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
@@ -71,13 +71,16 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     subject = _subject(bench, rule, name, where)
     value = {
         "size_bytes": subject.size_bytes,
+        "plan_bytes": subject.plan_bytes,
+        "device_memory": None if rule.batch is None else subject.device_memory_at(rule.batch),
         "params": subject.params,
         "macs": subject.macs,
         "fused_attention": subject.fused_attention,
         "sparse_layers": subject.sparse_layers,
     }[rule.metric]
     if value is None:
-        raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}")
+        at = "" if rule.batch is None else f" at batch {rule.batch}"
+        raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}{at}")
     return Reading(interval=exact(value))
 
 
@@ -140,7 +143,7 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
     link = _link(parity.links, rule, where)
     measures = asdict(link.measures)
     if rule.metric not in measures:
-        known = ", ".join((*TIMED, *COUNTED, *sorted(measures)))
+        known = ", ".join((*TIMED, *PLACED, *COUNTED, *sorted(measures)))
         raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known}")
     value = measures[rule.metric]
     if value is None:

@@ -2,10 +2,12 @@
 
     rule    = [subject "."] ["end_to_end."] metric ["@" place] compare bound
     metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
-            | size_bytes | params | macs | fused_attention | sparse_layers
+            | device_memory (bytes: weights and activations)              of the profile of a batch: @b8
+            | size_bytes | plan_bytes | params | macs | fused_attention | sparse_layers
             | a measure of the parity record: relative_error, top1_agreement, ...         at a link: @half, or the whole
     compare = < <= > >=
-    bound   = number | name | name * number | name + number | name - number
+    bound   = size | name | name * number | name + size | name - size
+    size    = number, of a metric in bytes also with its unit: 200 MB, 1.5 GiB
     name    = "baseline" (the same figure in the older record) | a subject (the same figure of that subject)
 
 Without a subject the candidate is meant; `dense.p50@b1 > baseline * 1.03` asks about the dense model.
@@ -26,7 +28,11 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
 }
 TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes")
-COUNTED = ("size_bytes", "params", "macs", "fused_attention", "sparse_layers")
+COUNTED = ("size_bytes", "plan_bytes", "params", "macs", "fused_attention", "sparse_layers")
+# Exact figures that depend on the batch.
+PLACED = ("device_memory",)
+IN_BYTES = ("size_bytes", "plan_bytes", "device_memory", "peak_memory_bytes")
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BASELINE = "baseline"
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 LIMIT = Real(low=-1e18, high=1e18)
@@ -35,7 +41,8 @@ _RULE = re.compile(
     r"\s*(?P<compare><=|>=|<|>)(?P<bound>.+)$"
 )
 _BOUND = re.compile(
-    rf"^\s*(?:(?P<number>{_NUMBER})|(?P<name>[A-Za-z][\w-]*)\s*(?:(?P<sign>[-+*])\s*(?P<by>{_NUMBER}))?)\s*$"
+    rf"^\s*(?:(?P<number>{_NUMBER})|(?P<name>[A-Za-z][\w-]*)\s*(?:(?P<sign>[-+*])\s*(?P<by>{_NUMBER}))?)"
+    rf"\s*(?P<unit>{'|'.join(UNITS)})?\s*$"
 )
 
 
@@ -77,7 +84,7 @@ def rule_from_text(text: str) -> Rule:
     batch, link = _place(text, match["metric"], match["place"])
     if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
         raise BadInput(f"rule {shown(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
-    scale, offset = _bound(text, bound)
+    scale, offset = _bound(text, bound, _unit(text, match["metric"], bound))
     return Rule(
         text=text.strip(),
         subject=subject,
@@ -106,6 +113,10 @@ def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str |
         if place is None or not place.startswith("b"):
             raise BadInput(f"rule {shown(text)}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
         return int(_number(text, place[1:], BATCH)), None
+    if metric in PLACED:
+        if place is None or not place.startswith("b"):
+            raise BadInput(f"rule {shown(text)}: {metric} depends on the batch; write {metric}@b8 for batch 8")
+        return int(_number(text, place[1:], BATCH)), None
     if metric in COUNTED and place is not None:
         raise BadInput(f"rule {shown(text)}: {metric} is the same at every batch size and link; drop @{place}")
     return None, place
@@ -118,10 +129,22 @@ def _number(text: str, part: str, quantity: Quantity) -> float:
         raise BadInput(f"rule {shown(text)}: {error}") from None
 
 
-def _bound(text: str, match: re.Match[str]) -> tuple[float, float]:
+def _unit(text: str, metric: str, match: re.Match[str]) -> int:
+    """How many bytes a bound's unit is; 1 without one. Raises BadInput where none has a meaning."""
+    unit = match["unit"]
+    if unit is None:
+        return 1
+    if metric not in IN_BYTES:
+        raise BadInput(f"rule {shown(text)}: {unit} goes with {', '.join(IN_BYTES)}, not with {metric}")
+    if match["number"] is None and match["sign"] not in ("+", "-"):
+        raise BadInput(f"rule {shown(text)}: {unit} goes with a number of its own, such as dense + 20 {unit}")
+    return UNITS[unit]
+
+
+def _bound(text: str, match: re.Match[str], unit: int) -> tuple[float, float]:
     if match["number"] is not None:
-        return 0.0, _number(text, match["number"], LIMIT)
+        return 0.0, unit * _number(text, match["number"], LIMIT)
     by = 0.0 if match["by"] is None else _number(text, match["by"], LIMIT)
     if match["sign"] == "*":
         return by, 0.0
-    return 1.0, -by if match["sign"] == "-" else by
+    return 1.0, unit * (-by if match["sign"] == "-" else by)

@@ -7,7 +7,8 @@ file is one JSON object:
     environment  flat: system, machine, cpu, ..., gpu, driver (null where there is none); see perf.timing.environment
     settings     flat: the plan of the measurement; see perf.timing.laps.Plan
     subjects     two; the first is the reference. name, describe (flat: what the runner really ran on), macs,
-                 params, size_bytes, sha256, fused_attention, sparse_layers (null when unknown)
+                 params, size_bytes, sha256, fused_attention, sparse_layers, plan_bytes, device_memory (bytes by
+                 profile min:opt:max: weights and activations) (null when unknown or no engine)
     rows         one per batch size, in the order asked for; a row that failed stays
         batch, calls_per_block, settle_calls
         trials        by subject: status ok | oom | failed, message, warm_up_samples_ms, warm_up_flat,
@@ -23,6 +24,7 @@ file is one JSON object:
 Version history: 1 is the first.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,11 +32,13 @@ from typing import Literal
 
 from ground.errors import BadInput
 from ground.files import write_json
+from ground.quantity import shown
 from ground.records import record_from_file
 
 KIND, VERSION = "bench", 1
 MOST_MS = 1e12  # longer than anybody waits
 LEAST_MS = 1e-9  # a thousandth of a nanosecond: below it is no measurement, and rates overflow
+_PROFILE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}:[0-9]{1,9}")
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -125,6 +129,21 @@ class SubjectRecord:
     sha256: str | None = None
     fused_attention: int | None = None
     sparse_layers: int | None = None
+    plan_bytes: int | None = None
+    device_memory: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        strange = [key for key in self.device_memory or {} if not _PROFILE.fullmatch(key)]
+        if strange:
+            raise BadInput(f"{self.name}: device memory of {shown(strange[0])}, expected profiles such as 1:8:64")
+
+    def device_memory_at(self, batch: int) -> int | None:
+        """Of the first profile that takes the batch, as an engine runs in it."""
+        for profile, size in (self.device_memory or {}).items():
+            sizes = [int(part) for part in profile.split(":")]
+            if sizes[0] <= batch <= sizes[-1]:
+                return size
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,10 @@ class Staging:
     host_out: Mapping[str, Any]
 
     @classmethod
-    def hold(cls, stream: Any, feeds: Feeds, output_shapes: Mapping[str, Sequence[int]]) -> Self:
+    def hold(
+        cls, stream: Any, feeds: Feeds, output_shapes: Mapping[str, Sequence[int]], *, unread: Sequence[str] = ()
+    ) -> Self:
+        """`unread`: outputs that stay on the device."""
         import torch
 
         shapes = {name: tuple(shape) for name, shape in output_shapes.items()}
@@ -91,15 +94,17 @@ class Staging:
                 name: torch.empty(shape, dtype=torch.float32, device="cuda") for name, shape in shapes.items()
             }
         stream.synchronize()
-        host_out = {name: torch.empty(shape, dtype=torch.float32, pin_memory=True) for name, shape in shapes.items()}
+        read = {name: shape for name, shape in shapes.items() if name not in unread}
+        host_out = {name: torch.empty(shape, dtype=torch.float32, pin_memory=True) for name, shape in read.items()}
         return cls(stream=stream, host_in=host_in, device_in=device_in, device_out=device_out, host_out=host_out)
 
     def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> DeviceBound:
         """Time `launch`, which must enqueue the model on this stream, reading device_in and writing device_out."""
+        read = {name: self.device_out[name] for name in self.host_out}
         return DeviceBound(
             copy_in=self._on_stream(lambda: _copy(self.host_in, self.device_in)),
             launch=self._on_stream(launch),
-            copy_out=self._on_stream(lambda: _copy(self.device_out, self.host_out)),
+            copy_out=self._on_stream(lambda: _copy(read, self.host_out)),
             mark=self._mark,
             wait=self.stream.synchronize,
             flush=self._on_stream(_l2_flush()) if flush_l2 else None,

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, checked_feeds
 from ground.gpu import require_cuda
-from ground.ports import OutputPort, Port
+from ground.ports import OutputPort, Port, is_fusion_break
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -99,8 +99,9 @@ class EngineRunner:
         """A context of its own for this batch: contexts hold shapes and addresses."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path))
         context = self._session.context({name: array.shape for name, array in checked.items()})
-        shapes = {port.name: context.get_tensor_shape(port.name) for port in self.outputs}
-        staging = Staging.hold(self._stream, checked, shapes)
+        names = (*(port.name for port in self.outputs), *self._session.breaks)
+        shapes = {name: context.get_tensor_shape(name) for name in names}
+        staging = Staging.hold(self._stream, checked, shapes, unread=self._session.breaks)
         tensors = {**staging.device_in, **staging.device_out}
         self._session.address(context, {name: tensor.data_ptr() for name, tensor in tensors.items()})
         handle, path = self._stream.cuda_stream, self.path
@@ -114,7 +115,7 @@ class EngineRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSession:
-    """A deserialised engine, what it takes and what it gives."""
+    """A deserialised engine, what it takes and what it gives; `breaks` are outputs that it writes and nobody reads."""
 
     trt: Any
     path: Path
@@ -124,6 +125,7 @@ class EngineSession:
     outputs: tuple[OutputPort, ...]
     eager_kernels: bool
     log: list[str]
+    breaks: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, trt: Any, path: Path, *, eager_kernels: bool) -> Self:
@@ -143,16 +145,17 @@ class EngineSession:
                 f"(b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; "
                 f"{_last_error(log)}"
             )
-        inputs, outputs = _ports(trt, engine, path)
+        inputs, every = _ports(trt, engine, path)
         return cls(
             trt=trt,
             path=path,
             runtime=runtime,
             engine=engine,
             inputs=inputs,
-            outputs=outputs,
+            outputs=tuple(port for port in every if not is_fusion_break(port.name)),
             eager_kernels=eager_kernels,
             log=log,
+            breaks=tuple(port.name for port in every if is_fusion_break(port.name)),
         )
 
     def context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
-from ground.ports import OutputPort, Port, Role
+from ground.ports import OutputPort, Port, Role, is_fusion_break
 from ground.precision import BFLOAT16, BY_ONNX, FLOAT8, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
@@ -34,8 +34,8 @@ OUTPUTS_NOTE = "export.outputs"
 
 @dataclass(slots=True)
 class OnnxRunner:
-    """An ONNX model; its file tells its inputs and outputs. An output of which no note tells the role passes for logits
-    if it is [B, classes], else for a feature map.
+    """An ONNX model; its file tells its inputs and outputs, fusion breaks among them are not asked for. An output of
+    which no note tells the role passes for logits if it is [B, classes], else for a feature map.
 
     Args:
         path: the ONNX file; external data beside it.
@@ -116,7 +116,7 @@ class OnnxRunner:
             staging, launch = self._staged(checked)
             return staging.run(launch)
         try:
-            return self._named(self._session.run(None, dict(checked)))
+            return self._named(self._session.run(self._asked(), dict(checked)))
         except _ort_errors(_onnxruntime()) as error:
             if is_out_of_memory(error):
                 raise
@@ -131,7 +131,8 @@ class OnnxRunner:
         if self.provider != "cpu":
             return self._bind_cuda(checked)
         run = self._session.run
-        return HostBound(lambda: run(None, checked), outputs=self._named)
+        asked = self._asked()
+        return HostBound(lambda: run(asked, checked), outputs=self._named)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -150,6 +151,9 @@ class OnnxRunner:
     def _checked(self, feeds: Feeds) -> Feeds:
         """The feeds, if they have the types and the sizes that the graph fixes."""
         return checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
+
+    def _asked(self) -> list[str]:
+        return [port.name for port in self.outputs]
 
     def _named(self, arrays: Sequence[Any]) -> Outputs:
         return {
@@ -170,7 +174,7 @@ class OnnxRunner:
             roles = {port.name: port.role for port in msgspec.json.decode(note, type=list[OutputPort])}
         except msgspec.DecodeError as error:
             raise BadInput(f"{self.path}: its note {OUTPUTS_NOTE} can't be read ({error}); export it again") from error
-        nodes = self._session.get_outputs()
+        nodes = [node for node in self._session.get_outputs() if not is_fusion_break(node.name)]
         return tuple(OutputPort(name=node.name, role=roles.get(node.name, _role(node))) for node in nodes)
 
     def _providers(self) -> list[tuple[str, dict[str, str]]]:
@@ -209,7 +213,8 @@ class OnnxRunner:
         return staging, launch
 
     def _output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs()}
+        asked = self._asked()
+        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs() if node.name in asked}
         for name, shape in shapes.items():
             if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
                 raise BadInput(

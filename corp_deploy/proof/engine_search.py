@@ -1,0 +1,164 @@
+"""What lets an engine say what its graph says: fusion breaks first, and sites kept in more bits only where those fail.
+
+A graph that is right in itself can become an engine that is not, by a fused kernel that is wrong; only the engine shows
+it. A break costs a write of one tensor, float32 costs a block its fast kernels.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from export.engine.build import build_engine, write_engine
+from export.engine.options import BatchProfile, BuildOptions
+from export.engine.record import record_of_plan
+from export.graph.fusion_breaks import breakable, modules_of_graph
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, batch_size
+from ground.gpu import require_cuda
+from ground.ports import OutputPort
+from ground.precision import type_of_word
+from perf.parity.block_outputs import site_of
+from perf.parity.measures import Measures, measures
+from perf.parity.parity import judge
+from perf.parity.tolerance import Tolerance
+
+from .candidates import Candidate
+
+BATCH = 16
+Answers = Callable[[Path], Outputs]
+Write = Callable[[Path, Sequence[str], Sequence[str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mended:
+    """Where fusion is broken, which sites are kept in more bits, the engine's error then, and how many were built (0
+    where none was asked).
+    """
+
+    breaks: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    relative_error: float | None = None
+    engines: int = 0
+
+
+def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
+    """A set of these that passes, of which none can be left out; None where not even all of them pass.
+
+    Takes for granted that more pass where fewer do: the last site of the shortest passing row is needed, and so on with
+    those before it, each found by bisection.
+    """
+    if not passes(sites):
+        return None
+    needed: tuple[str, ...] = ()
+    left = list(sites)
+    while not passes(needed):
+        low, high = 1, len(left)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if passes((*left[:middle], *needed)) else (middle + 1, high)
+        needed, left = (left[low - 1], *needed), left[: low - 1]
+    return needed
+
+
+def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """What breaks are tried at, in the order of the graph: the softmax of every attention, where scores end and the
+    fused kernel with them, and what every part of a block gives.
+    """
+    parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
+    parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
+    nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
+    return breakable(proto, (*sorted(parts), *nodes))
+
+
+def mended(
+    write: Write,
+    answers: Answers,
+    *,
+    reference: Outputs,
+    ports: Sequence[OutputPort],
+    bounds: Mapping[str, Tolerance],
+    scratch: Path,
+) -> Mended:
+    """The fewest breaks that let the engine pass `bounds` (by output) against `reference`; where no break helps, the
+    fewest sites kept. `write` makes a graph (path, breaks, kept sites), `answers` what its engine says.
+
+    Raises BadInput where neither helps.
+    """
+    trial = _Trial(write, answers, reference, ports, bounds, scratch)
+    trial.passes((), ())
+    sites = offered(onnx.load(str(trial.graph)))
+    blocks = tuple(site for site in sites if "/" not in site)
+    breaks = fewest(sites, lambda some: trial.passes(some, ()))
+    kept: tuple[str, ...] | None = ()
+    if breaks is None:
+        breaks, kept = (), fewest(blocks, lambda some: trial.passes((), some))
+    if kept is None:
+        raise BadInput(
+            f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
+            f"{trial.error((), blocks):.2g}; export fp32, or build with another version"
+        )
+    return Mended(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.known))
+
+
+class _Trial:
+    """Engines of one model with other breaks and other sites kept, each built once."""
+
+    def __init__(
+        self,
+        write: Write,
+        answers: Answers,
+        reference: Outputs,
+        ports: Sequence[OutputPort],
+        bounds: Mapping[str, Tolerance],
+        scratch: Path,
+    ) -> None:
+        self._write, self._answers = write, answers
+        self._reference, self._ports, self._bounds = reference, ports, bounds
+        self.graph = scratch / "tried.onnx"
+        self.known: dict[tuple[frozenset[str], frozenset[str]], dict[str, Measures]] = {}
+
+    def errors(self, breaks: Sequence[str], kept: Sequence[str]) -> dict[str, Measures]:
+        key = frozenset(breaks), frozenset(kept)
+        if key not in self.known:
+            self._write(self.graph, breaks, kept)
+            given = self._answers(self.graph)
+            self.known[key] = {
+                port.name: measures(
+                    self._reference[port.name],
+                    given[port.name],
+                    role=port.role,
+                    margin_noise=self._bounds[port.name].margin_noise,
+                )
+                for port in self._ports
+            }
+        return self.known[key]
+
+    def error(self, breaks: Sequence[str], kept: Sequence[str]) -> float:
+        return max(each.relative_error for each in self.errors(breaks, kept).values())
+
+    def passes(self, breaks: Sequence[str], kept: Sequence[str]) -> bool:
+        errors = self.errors(breaks, kept)
+        return all(judge(errors[port.name], self._bounds[port.name])[0] == "PASS" for port in self._ports)
+
+
+def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:
+    """What engines say to these inputs, built by this backend on this machine. Raises Missing without a GPU."""
+    require_cuda()
+
+    def answers(graph: Path) -> Outputs:
+        batch = min(BATCH, batch_size(feeds))
+        profile = BatchProfile(smallest=batch, tuned=batch, largest=batch)
+        with tempfile.TemporaryDirectory() as scratch:
+            plan = Path(scratch) / "tried.plan"
+            write_engine(build_engine(graph, BuildOptions(backend=backend, profiles=(profile,), command=command)), plan)
+            held_in = type_of_word(record_of_plan(plan).precision)
+            step = Candidate(
+                label=backend, name=backend, form="engine", path=plan, held_in=held_in, backend=backend, batch=batch
+            )
+            with step.opened(ports) as run:
+                return run(feeds)
+
+    return answers

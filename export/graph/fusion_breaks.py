@@ -1,0 +1,130 @@
+"""Fusion breaks: values marked as outputs of a graph, so that a builder can't hide them inside one fused kernel.
+
+A break is an output beside those that the graph is for, named `fusion_break.` and what is broken, in float32. What runs
+or serves the graph knows it by that name (ground.ports) and drops it.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import onnx
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+
+from ground.errors import BadInput
+from ground.ports import FUSION_BREAK
+
+from .ports import GraphPort, graph_inputs, ports_of_graph
+
+NOTE = "export.fusion_breaks"
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto:
+    """A copy in which every value that a pattern names is an output too; the graph itself without any.
+
+    A pattern names modules, as `keep_fp32` does (`blocks.7.attn`, `blocks.*.mlp`): what leaves them last is marked; or,
+    with a slash, nodes (`blocks.7.attn/Softmax`). Raises BadInput for patterns that fit nothing, and for values that
+    have no batch in front or sizes that are free behind it.
+    """
+    if not patterns:
+        return proto
+    broken = onnx.shape_inference.infer_shapes(proto)
+    values = {value.name: value for value in broken.graph.value_info}
+    marked = _marked(broken, patterns)
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    for site, name in marked.items():
+        value = values.get(name)
+        reason = _unfit(copy, value)
+        if value is None or reason is not None:
+            raise BadInput(f"fusion break {site!r}: {reason}")
+        node = helper.make_node("Cast", [name], [FUSION_BREAK + site], name=FUSION_BREAK + site, to=TensorProto.FLOAT)
+        copy.graph.node.append(node)
+        output = copy.graph.output.add()
+        output.CopyFrom(value)
+        output.name = FUSION_BREAK + site
+        output.type.tensor_type.elem_type = TensorProto.FLOAT
+    copy.metadata_props.add(key=NOTE, value=" ".join(marked))
+    return copy
+
+
+def breakable(proto: ModelProto, sites: Sequence[str]) -> tuple[str, ...]:
+    """Those of these modules and nodes that can be broken, in the order of the graph."""
+    typed = onnx.shape_inference.infer_shapes(proto)
+    values = {value.name: value for value in typed.graph.value_info}
+    marked = _marked(typed, sites)
+    return tuple(site for site, name in marked.items() if _unfit(typed, values.get(name)) is None)
+
+
+def breaks_of_graph(proto: ModelProto) -> tuple[GraphPort, ...]:
+    """The outputs that are breaks."""
+    return ports_of_graph(proto, breaks=True)[1]
+
+
+def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:
+    """Every module that has nodes, and those around it, in the order of the graph."""
+    paths = dict.fromkeys(node.name.rpartition("/")[0] for node in proto.graph.node)
+    found: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")
+        found |= dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return tuple(name for name in found if name)
+
+
+def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
+    """What is broken -> the value that is marked, in the order of the graph."""
+    nodes = {node.name: node.output[0] for node in proto.graph.node if "/" in node.name}
+    modules = modules_of_graph(proto)
+    wanted: dict[str, str] = {}
+    for pattern in patterns:
+        names = [name for name in (nodes if "/" in pattern else modules) if fnmatchcase(name, pattern)]
+        fitting = {name: nodes[name] if "/" in pattern else _last_value(proto, name) for name in names}
+        ending = {value.name for value in proto.graph.output}
+        inside = {name: value for name, value in fitting.items() if value is not None and value not in ending}
+        if not inside:
+            why = f"what {names[0]} gives is an output already" if names else "fits no module and no node"
+            shown = ", ".join(_shown(modules))
+            raise BadInput(
+                f"fusion break {pattern!r}: {why}; name a module, such as {shown}, or a node, such as {_softmax(proto)}"
+            )
+        wanted |= inside
+    places = {name: place for place, node in enumerate(proto.graph.node) for name in node.output}
+    first = {value: site for site, value in reversed(wanted.items())}  # one value is marked once
+    return {site: value for value, site in sorted(first.items(), key=lambda each: places[each[0]])}
+
+
+def _last_value(proto: ModelProto, module: str) -> str | None:
+    """The last value that is read outside of a module, and that a builder could hide: a float."""
+    inside = [node for node in proto.graph.node if _within(node.name, module)]
+    names = {node.name for node in inside}
+    read = {name for node in proto.graph.node if node.name not in names for name in node.input}
+    read |= {value.name for value in proto.graph.output}
+    leaving = [name for node in inside for name in node.output if name in read]
+    return leaving[-1] if leaving else None
+
+
+def _within(node: str, module: str) -> bool:
+    path = node.rpartition("/")[0]
+    return path == module or path.startswith(f"{module}.")
+
+
+def _unfit(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
+    """Why a value can be no output."""
+    if value is None or value.type.tensor_type.elem_type not in _FLOATS:
+        return "what it gives is no float tensor of a known shape; break another one"
+    batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]
+    dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    fixed = dims and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
+    if fixed and dims[0] == (batch.dim_param or batch.dim_value):
+        return None
+    return f"it gives {dims}, expected a batch in front and fixed sizes behind it; break the block around it"
+
+
+def _shown(modules: Sequence[str]) -> list[str]:
+    """A few modules that one would break: those right below a number."""
+    below = [name for name in modules if len(name.split(".")) > 1 and name.split(".")[-2].isdigit()]
+    return (below or list(modules))[:4]
+
+
+def _softmax(proto: ModelProto) -> str:
+    return next((str(node.name) for node in proto.graph.node if node.op_type == "Softmax"), "norm/Add")

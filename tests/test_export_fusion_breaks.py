@@ -1,0 +1,244 @@
+"""Fusion breaks: what is marked, who drops it, what a real builder makes of it, and how few of them a search needs."""
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from corp_deploy.cli import main
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.proof.engine_search import Mended, fewest, offered
+from corp_deploy.proof.mixed_precision import mended_mixed
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
+from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from export.engine.record import EngineRecord
+from export.graph.check import check_onnx
+from export.graph.fusion_breaks import breakable, breaks_of_graph, with_fusion_breaks
+from export.graph.ports import ports_of_graph
+from export.graph.to_onnx import onnx_from_model
+from export.triton.config import Serving, Variant, config_text
+from export.triton.signature import signature_from_onnx
+from ground.errors import BadInput
+from ground.feeds import Outputs
+from ground.ports import FUSION_BREAK, LOGITS, image_port
+from perf.runners.onnx import OnnxRunner
+from tests.export_vit import Vit
+
+RTX = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+ARCHITECTURE = Architecture(
+    name="vit_tiny_patch16_224",
+    kwargs={"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5},
+)
+IMAGES = np.random.default_rng(0).standard_normal((6, 3, 32, 32)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def graph() -> onnx.ModelProto:
+    return onnx_from_model(Vit(depth=2), [image_port((3, 32, 32))], [LOGITS], precision="fp16", metadata={})
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    torch.manual_seed(0)
+    return Checkpoint(model=dense_from_architecture(ARCHITECTURE).eval(), architecture=ARCHITECTURE, lineage={})
+
+
+def module_output(model: nn.Module, name: str, images: np.ndarray) -> np.ndarray:
+    """What a module gives, by a hook."""
+    got: list[torch.Tensor] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda _, __, output: got.append(output))
+    with torch.no_grad():
+        model(torch.from_numpy(images))
+    handle.remove()
+    return got[0].numpy()
+
+
+@pytest.mark.parametrize("site", ["blocks.0", "blocks.1", "blocks.0.attn", "blocks.1.mlp", "blocks.0.mlp.fc1", "norm"])
+def test_a_break_is_what_the_module_gives(checkpoint: Checkpoint, tmp_path: Path, site: str) -> None:
+    export_checkpoint(checkpoint, tmp_path / "g.onnx", precision="fp32", breaks=[site])
+    session = onnxruntime.InferenceSession(str(tmp_path / "g.onnx"), providers=["CPUExecutionProvider"])
+    (given,) = session.run([FUSION_BREAK + site], {"images": IMAGES})
+    np.testing.assert_allclose(given, module_output(checkpoint.model, site, IMAGES), atol=1e-4)
+    assert facts_of_onnx(tmp_path / "g.onnx").fusion_breaks == (site,)
+
+
+def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, tmp_path: Path) -> None:
+    broken = with_fusion_breaks(graph, ["blocks.*.attn", "blocks.1.attn/Softmax"])
+    assert check_onnx(broken) == []
+    assert [port.name for port in ports_of_graph(broken)[1]] == ["logits"]
+    names = [port.name.removeprefix(FUSION_BREAK) for port in breaks_of_graph(broken)]
+    assert names == ["blocks.0.attn", "blocks.1.attn/Softmax", "blocks.1.attn"]
+    assert with_fusion_breaks(graph, []) is graph
+    assert len(graph.graph.output) == 1
+    for name, proto in (("plain", graph), ("broken", broken)):
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    answers = {}
+    for name in ("plain", "broken"):
+        with OnnxRunner(tmp_path / f"{name}.onnx") as runner:
+            assert [port.name for port in runner.outputs] == ["logits"]
+            answers[name] = runner({"images": IMAGES})
+            laps = runner.bind({"images": IMAGES}).laps(2, itertools.count().__next__)
+            assert laps.calls == 2
+    assert list(answers["broken"]) == ["logits"]
+    np.testing.assert_array_equal(answers["plain"]["logits"], answers["broken"]["logits"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("blocks.7", r"'blocks.7': fits no module and no node; name a module, such as blocks.0"),
+        ("head", r"'head': what head gives is an output already"),
+        ("blocks.0.attn/Nothing", "fits no module and no node"),
+        ("blocks.0.attn/MatMul_9", r"or a node, such as blocks.0.attn/Softmax"),
+    ],
+)
+def test_what_is_no_break_is_refused(graph: onnx.ModelProto, pattern: str, reason: str) -> None:
+    if pattern == "head":
+        with pytest.raises(BadInput, match=reason):
+            with_fusion_breaks(
+                onnx_from_model(Vit(), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={}), [pattern]
+            )
+        return
+    with pytest.raises(BadInput, match=reason):
+        with_fusion_breaks(graph, [pattern])
+
+
+def test_a_server_is_told_of_them_for_plans_alone(graph: onnx.ModelProto, tmp_path: Path) -> None:
+    onnx.save(with_fusion_breaks(graph, ["blocks.0.attn"]), tmp_path / "g.onnx")
+    signature = signature_from_onnx(tmp_path / "g.onnx")
+    texts = {
+        backend: config_text(
+            Variant(name="m", backend=backend, kind="KIND_GPU", signature=signature, max_batch=8, cc_filenames={}),
+            Serving(),
+            1,
+            labelled=False,
+        )
+        for backend in ("tensorrt", "onnxruntime")
+    }
+    assert FUSION_BREAK + "blocks.0.attn" in texts["tensorrt"]
+    assert FUSION_BREAK not in texts["onnxruntime"]
+
+
+def record_of(graph: onnx.ModelProto, path: Path, target: str) -> EngineRecord:
+    onnx.save(graph, path)
+    profiles = (BatchProfile(smallest=1, tuned=8, largest=64),)
+    return build_engine(path, BuildOptions(backend="tensorrt-rtx", sms=(target,), profiles=profiles)).record
+
+
+@RTX
+@pytest.mark.parametrize("target", ["86", "89"])
+def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Path, target: str) -> None:
+    plain = record_of(graph, tmp_path / "plain.onnx", target)
+    inside = record_of(with_fusion_breaks(graph, ["blocks.0.attn/Softmax"]), tmp_path / "inside.onnx", target)
+    behind = record_of(with_fusion_breaks(graph, ["blocks.0.attn"]), tmp_path / "behind.onnx", target)
+    assert plain.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert inside.fused_attention_sites == ("blocks.1.attn",)
+    assert behind.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert plain.kernels is not None
+    assert inside.kernels is not None
+    assert behind.kernels is not None
+    assert plain.kernels < behind.kernels < inside.kernels
+    assert [port.name for port in inside.outputs] == ["logits"]
+    assert [port.name for port in inside.fusion_breaks] == [FUSION_BREAK + "blocks.0.attn/Softmax"]
+    assert inside.memory.activations_bytes is not None
+    assert plain.memory.activations_bytes is not None
+    assert inside.memory.activations_bytes[0] > plain.memory.activations_bytes[0]
+
+
+def test_the_fewest_are_found_whatever_is_needed() -> None:
+    sites = [f"s{index}" for index in range(7)]
+    for needed in itertools.chain.from_iterable(itertools.combinations(sites, count) for count in range(4)):
+        tried: list[int] = []
+
+        def passes(some: Sequence[str], needed: tuple[str, ...] = needed, tried: list[int] = tried) -> bool:
+            tried.append(len(some))
+            return set(needed) <= set(some)
+
+        assert fewest(sites, passes) == needed
+        assert len(tried) <= 2 + len(needed) * 4
+    assert fewest(sites, lambda some: False) is None
+
+
+class WrongKernels:
+    """Stands for engines whose fused kernels at `wrong` give noise: a break there, or float32, mends each; where
+    `beyond` breaks, nothing but float32 does.
+    """
+
+    def __init__(self, wrong: tuple[str, ...], beyond: tuple[str, ...] = ()) -> None:
+        self.wrong, self.beyond, self.built = wrong, beyond, 0
+
+    def __call__(self, path: Path) -> Outputs:
+        self.built += 1
+        proto = onnx.load(str(path))
+        notes = {entry.key: entry.value.split() for entry in proto.metadata_props}
+        kept, broken = notes.get("export.keep_fp32", []), notes.get("export.fusion_breaks", [])
+        spoilt = [site for site in self.wrong if site not in broken and site.partition("/")[0] not in kept]
+        spoilt += [site for site in self.beyond if site not in kept]
+        with OnnxRunner(path) as runner:
+            logits = runner({"images": IMAGES})["logits"]
+        noise = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
+        return {"logits": logits + noise * len(spoilt)}
+
+
+@pytest.mark.parametrize(
+    ("engines", "breaks", "kept"),
+    [
+        (WrongKernels(()), (), ()),
+        (WrongKernels(("blocks.1.attn/Softmax",)), ("blocks.1.attn/Softmax",), ()),
+        (WrongKernels(("blocks.0.mlp", "blocks.1.attn")), ("blocks.0.mlp", "blocks.1.attn"), ()),
+        (WrongKernels((), beyond=("blocks.1.mlp",)), (), ("blocks.1.mlp",)),
+    ],
+)
+def test_breaks_come_before_fp32(
+    checkpoint: Checkpoint, engines: WrongKernels, breaks: tuple[str, ...], kept: tuple[str, ...]
+) -> None:
+    found = mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, engines, opset=None)
+    assert (found.breaks, found.kept) == (breaks, kept)
+    assert found.engines == engines.built
+    assert isinstance(found, Mended)
+
+
+def test_an_engine_that_nothing_mends_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(BadInput, match="no set of fusion breaks, and no set of blocks in more bits, mends this engine"):
+        mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, WrongKernels((), beyond=("patch_embed",)), opset=None)
+
+
+def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) -> None:
+    sites = offered(graph)
+    assert sites.index("blocks.0.attn/Softmax") < sites.index("blocks.0.attn") < sites.index("blocks.0.mlp")
+    assert sites.index("blocks.0.mlp") < sites.index("blocks.1.attn/Softmax")
+    assert breakable(graph, ["blocks.0.attn"]) == ("blocks.0.attn",)
+
+
+def test_by_command(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save(checkpoint, tmp_path / "m")
+    words = ["export", "--model", str(tmp_path / "m"), "-o", str(tmp_path / "g.onnx"), "--precision", "fp32,fp16"]
+    result = CliRunner().invoke(main, [*words, "--break-fusion", "blocks.0.attn, blocks.1", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["written"]
+    assert [row["fusion_breaks"] for row in rows] == [["blocks.0.attn", "blocks.1"]] * 2
+    for bad, reason in (
+        (["--break-fusion", "blocks.9"], "fits no module and no node"),
+        (["--break-fusion", ","], "--break-fusion names modules, with commas"),
+        (
+            ["--engine", "tensorrt"],
+            "--engine tensorrt is not honoured by precision fp32; it is honoured by precision mixed that finds",
+        ),
+    ):
+        refused = CliRunner().invoke(main, [*words, *bad])
+        assert refused.exit_code == 2, refused.output
+        assert reason in " ".join(refused.output.split())
