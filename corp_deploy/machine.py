@@ -35,11 +35,13 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "onnxruntime-gpu": "1.27",
         "nvidia-ml-py": "12.535",
         "tokenizers": "0.20",
+        "openvino": "2025.0",
+        "polygraphy": "0.49",
         "tensorrt": "11.0",
         "tensorrt-rtx": "1.2",
     }
 )
-_UNNAMED = ("click", "jinja2", "markupsafe", "msgspec", "nvidia-ml-py", "rich", "tokenizers", "tomli-w")
+_UNNAMED = ("click", "jinja2", "markupsafe", "msgspec", "nvidia-ml-py", "polygraphy", "rich", "tokenizers", "tomli-w")
 PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
 _REQUIRED = (
     "torch",
@@ -174,6 +176,7 @@ def findings() -> list[Capability]:
         *map(_package, _REQUIRED),
         *_runtimes(),
         _providers(),
+        _package("openvino", disables="bench, verify and release targets in OpenVINO", extra="openvino"),
         _package("tensorrt", disables="engines for data-centre GPUs", extra="gpu"),
         _package("tensorrt-rtx", disables="engines for RTX GPUs, and the fusion audit without a GPU", extra="rtx"),
         _gpu(),

@@ -40,7 +40,7 @@ from tests import tiny
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
-    "backend": ("onnxruntime", "torch"),
+    "backend": ("onnxruntime", "openvino", "torch"),
     "device": ("cpu", "cuda"),
     "provider": ("cpu", "cuda", "tensorrt"),
     "dtype": ("fp32", "fp16", "bf16"),
@@ -98,6 +98,7 @@ ASKED: dict[str, tuple[str, dict[str, str]]] = {
     "onnxruntime-cpu": ("dense.onnx", {}),
     "onnxruntime-cuda": ("dense.onnx", {"provider": "cuda"}),
     "onnxruntime-tensorrt": ("dense.onnx", {"provider": "tensorrt"}),
+    "openvino": ("dense.onnx", {"backend": "openvino"}),
     "tensorrt": ("tensorrt.plan", {}),
     "tensorrt-rtx": ("tensorrt-rtx.plan", {}),
 }
@@ -133,7 +134,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         subjects[0].open()
         raise Missing(REACHED)
 
-    for name in ("ModuleRunner", "OnnxRunner", "EngineRunner"):
+    for name in ("ModuleRunner", "OnnxRunner", "OpenVinoRunner", "EngineRunner"):
         stand_in(name)
     monkeypatch.setattr(side_by_side, "bench", measured)
     monkeypatch.setattr(side_by_side, "first_uuid", lambda: None)
@@ -153,15 +154,19 @@ def test_bench_hands_an_option_on_or_refuses_it(
         # `--provider cuda` on a graph, `--device cuda` on a module: that is how the other way is asked for.
         others = [other for other, (path, words) in ASKED.items() if path == name and words == asked | {option: value}]
         if not others:
-            refused(result, BENCH, option, value)
+            by_provider = value == "openvino" and "provider" in asked  # which OpenVINO would ignore
+            refused(result, BENCH, *(("provider", asked["provider"]) if by_provider else (option, value)))
             return
         way = others[0]
     assert result.exit_code == 4, result.output
     assert REACHED in result.stderr
     family = way.partition("-")[0]
-    assert seen.runner == {"torch": "ModuleRunner", "onnxruntime": "OnnxRunner"}.get(family, "EngineRunner")
+    runners = {"torch": "ModuleRunner", "onnxruntime": "OnnxRunner", "openvino": "OpenVinoRunner"}
+    assert seen.runner == runners.get(family, "EngineRunner")
     if option == "dtype":
-        assert seen.told["precision"] == value
+        assert seen.told["arithmetic" if family == "openvino" else "precision"] == value
+    elif option == "mode" and family == "openvino":
+        assert value == "eager"
     elif option == "mode":
         assert seen.told["mode"] == value if family == "torch" else seen.told["cuda_graph"] == (value == "cuda_graph")
     elif option not in SETTLED or (family == "torch" and option == "device"):
@@ -481,4 +486,4 @@ def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
 def test_help_tells_who_honours_an_option() -> None:
     said = " ".join(run("bench", "--help").stdout.split())
     assert BENCH.help("dtype") in said
-    assert "For torch on the CPU, torch on a GPU." in said
+    assert "For torch on the CPU, torch on a GPU, OpenVINO on the CPU." in said

@@ -91,6 +91,12 @@ def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
         ),
         ("[targets.tensorrt-rtx]\nsparse = true", "TensorRT-RTX builds the same plan with and without it"),
         ("[targets.tensorrt]\nsms = ['86']", "use the backend tensorrt-rtx"),
+        ("[targets.openvino]\nsms = ['86']", "batch and sms shape engines"),
+        ("[targets.openvino]\nprecision = 'bf16'", "but export.precisions has ['fp32', 'fp16']"),
+        (
+            "[targets.openvino]\nprecision = 'int8'\n[export]\nprecisions = ['fp32', 'int8']\nrest = 'fp32'",
+            "OpenVINO computes a whole graph in one precision here, got 'int8'",
+        ),
         ("[targets.tensorrt-rtx]\nsms = ['13']", "'13' is no target of TensorRT-RTX"),
         ("[targets.tensorrt]\nbatch = '1:4:8'", "targets.tensorrt.batch is 1:4:8, but bench.batches asks for 32"),
         ("[targets.tensorrt]\nbatch = 'many'", "'many' is not MIN:OPT:MAX"),

@@ -31,10 +31,10 @@ run_options = value_options(
     _run_options,
     click.option(
         "--backend",
-        type=click.Choice(["onnxruntime", "torch"]),
+        type=click.Choice(["onnxruntime", "openvino", "torch"]),
         default="onnxruntime",
         show_default=True,
-        help="What runs them; a model directory is exported to FP32 first for onnxruntime.",
+        help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino.",
     ),
     click.option(
         "--device",
@@ -63,7 +63,8 @@ run_options = value_options(
         type=click.Choice(["fp32", "fp16", "bf16"]),
         default="fp32",
         show_default=True,
-        help=f"What weights are cast to; graphs and engines have theirs. {BENCH.help('dtype')}",
+        help="What torch casts weights to and what OpenVINO computes in, whatever the file holds; other graphs and "
+        f"engines have theirs. {BENCH.help('dtype')}",
     ),
     click.option("--streams", type=Number(STREAMS), default=1, show_default=True, help="Above 1: throughput only."),
     click.option(

@@ -18,7 +18,7 @@ from .numbers import Number
 from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
 
 if TYPE_CHECKING:
-    from corp_deploy.proof.candidates import Candidate
+    from corp_deploy.proof.candidates import Candidate, Runtime
     from corp_deploy.proof.heads import HeadRequest
     from corp_deploy.proof.inputs import ProofInputs
     from corp_deploy.proof.link_rules import ParityLimits
@@ -166,6 +166,14 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 @click.option(
     "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
 )
+@click.option(
+    "--runtime",
+    "runtimes",
+    multiple=True,
+    type=click.Choice(["openvino", "openvino-fp16", "openvino-bf16"]),
+    help="Judge every graph in this runtime too, a link of its own behind ONNX Runtime's: as the graph is typed, or "
+    "computed in FP16 or BF16; repeat.",
+)
 @head_options
 @limit_options
 @output_options
@@ -177,6 +185,7 @@ def verify(
     inputs: ProofInputChoice,
     output: Path,
     batch: tuple[int, ...],
+    runtimes: "tuple[Runtime, ...]",
     heads: "HeadRequest",
     limits: "ParityLimits",
     out: Output,
@@ -193,7 +202,7 @@ def verify(
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
     from calib.store import load as load_moments
-    from corp_deploy.proof.candidates import candidate_from_path
+    from corp_deploy.proof.candidates import candidate_from_path, with_runtimes
     from corp_deploy.proof.chain import prove
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.views.parity import located_lines, parity_table
@@ -201,7 +210,7 @@ def verify(
     if output.suffix == ".npz":
         raise click.BadParameter(f"{output}: the per-image figures go there; expected .json", param_hint="--output")
     dense = model.load(out)
-    steps = [candidate_from_path(path) for path in candidates]
+    steps = with_runtimes([candidate_from_path(path) for path in candidates], runtimes)
     if "batch" in explicit_options():
         _refuse_other_batches(steps, batch)
     with out.progress("verifying", len(steps), unit="links") as done:

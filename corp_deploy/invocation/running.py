@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from perf.runners.module import Mode, Precision
     from perf.runners.onnx import Provider
 
-Backend = Literal["onnxruntime", "torch"]
+Backend = Literal["onnxruntime", "openvino", "torch"]
 Device = Literal["cpu", "cuda"]
 
 
@@ -18,7 +18,8 @@ Device = Literal["cpu", "cuda"]
 class RunOptions:
     """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
 
-    `backend` is for model directories: torch, or onnxruntime (the default) after an export to FP32. See BENCH.
+    `backend` is for model directories: torch, or onnxruntime (the default) or openvino after an export to FP32, which
+    is for graphs, too. See BENCH.
     """
 
     backend: Backend | None = None

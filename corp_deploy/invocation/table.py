@@ -35,6 +35,20 @@ def _onnxruntime(provider: str) -> Way:
     )
 
 
+OPENVINO = Way(
+    words="OpenVINO on the CPU",
+    ask=f"{GRAPH}, --backend openvino",
+    honours={
+        "backend": ("openvino",),
+        "device": ("cpu",),
+        "dtype": ANY,
+        "mode": ("eager",),
+        "threads": ANY,
+        "streams": ANY,
+    },
+    instead={"device": "OpenVINO is run on the CPU here"},
+)
+
 # By what runs the two models; `picks`: a model directory beside an engine needs its backend named.
 BENCH = Axis(
     command="bench",
@@ -67,6 +81,7 @@ BENCH = Axis(
         "onnxruntime-cpu": _onnxruntime("cpu"),
         "onnxruntime-cuda": _onnxruntime("cuda"),
         "onnxruntime-tensorrt": _onnxruntime("tensorrt"),
+        "openvino": OPENVINO,
         "tensorrt": Way(
             words="TensorRT", ask="a .plan of build --backend tensorrt", honours=ENGINE, instead={"dtype": OF_ENGINES}
         ),

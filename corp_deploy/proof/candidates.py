@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,15 +18,18 @@ from export.engine.record import record_of_plan
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
 from ground.ports import OutputPort
-from ground.precision import FLOAT32, INT8, QUANTISED, FloatType, type_of_word
+from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_named, type_of_word
 from perf.parity.rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
+from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
 Form = Literal["torch", "graph", "engine"]
+Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
+ARITHMETIC: dict[Runtime, Arithmetic | None] = {"openvino": None, "openvino-fp16": "fp16", "openvino-bf16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class Candidate:
     batch if it has one.
 
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
-    of all else, where it tells.
+    of all else, where it tells. `runtime`: what runs a graph where that is not ONNX Runtime.
     """
 
     label: str
@@ -48,6 +51,7 @@ class Candidate:
     checkpoint: Checkpoint | None = None
     shown: Path | None = None
     rest: str | None = None
+    runtime: Runtime | None = None
 
     @property
     def rounds(self) -> bool:
@@ -63,7 +67,7 @@ class Candidate:
     def emulated(self) -> bool:
         """Whether its types are only rounded to, in a graph that computes in float32."""
         computed = self.held_in is INT8 and self.rest == FP32
-        return self.rounds and self.form == "graph" and not computed
+        return self.rounds and self.form == "graph" and not computed and self.runtime is None
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
@@ -87,13 +91,15 @@ class Candidate:
 
             yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)
 
-    def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | EngineRunner:
+    def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner:
         if self.form == "torch":
             assert self.checkpoint is not None, self.label
             model = self.checkpoint.model
             return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
         if self.form == "engine":
             return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
+        if self.runtime is not None:
+            return OpenVinoRunner(self.path, arithmetic=ARITHMETIC[self.runtime])
         if not self.emulated:
             return OnnxRunner(self.path)
         # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 and FP8 not at all; this
@@ -142,6 +148,37 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         held_in=type_of_word(record.precision),
         backend=record.backend,
     )
+
+
+def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
+    """A graph as OpenVINO runs it, beside ONNX Runtime: as it is typed, or computed in fewer bits."""
+    arithmetic = ARITHMETIC[runtime]
+    lower = graph.held_in is FLOAT32 or (arithmetic == "bf16" and graph.held_in is FLOAT16)
+    name = runtime if arithmetic is not None else "openvino"
+    stem = graph.label.replace(" ONNX ", " OpenVINO ")
+    return replace(
+        graph,
+        label=stem if arithmetic is None else f"{stem} in {arithmetic}",
+        name=graph.name.replace("-onnx-", f"-{name}-"),
+        held_in=precision_named(arithmetic).type if lower and arithmetic else graph.held_in,
+        runtime=runtime,
+    )
+
+
+def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) -> list[Candidate]:
+    """Every graph followed by itself in these runtimes. Raises BadInput where there is no graph, Missing where a
+    runtime is not installed.
+    """
+    if runtimes and not any(each.form == "graph" for each in candidates):
+        raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
+    if runtimes:
+        require_openvino()
+    chain: list[Candidate] = []
+    for each in candidates:
+        chain.append(each)
+        if each.form == "graph":
+            chain += [in_runtime(each, runtime) for runtime in dict.fromkeys(runtimes)]
+    return chain
 
 
 def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:

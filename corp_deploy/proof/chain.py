@@ -197,12 +197,12 @@ def _walk(
         previous = None if single is None else single.candidate
         step = _step(candidate, before, proof_inputs, batches, rules, heads)
         findings += step.findings
-        if candidate.held_in is FLOAT16:
+        if candidate.held_in is FLOAT16 and candidate.runtime is None:
             findings += _headroom(previous, candidate, proof_inputs.feeds)
         blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
         if candidate.checkpoint is not None:
             merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves, heads=heads)
-        single = single if candidate.rounds else step
+        single = single if candidate.rounds or candidate.runtime is not None else step
         steps.append(step)
         if done is not None:
             done(len(steps))

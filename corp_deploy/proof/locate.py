@@ -85,8 +85,8 @@ def located(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> FaultLocation | None:
     """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
-    if failing.form != "graph" or before is None:
-        return None
+    if failing.form != "graph" or failing.runtime is not None or before is None:
+        return None  # blocks are compared in ONNX Runtime
     try:
         if failing.rounds and before.form == "graph":
             held_in = failing.held_in

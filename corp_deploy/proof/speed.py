@@ -25,6 +25,8 @@ from perf.runners.cuda import first_uuid
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
+from perf.runners.openvino import OpenVinoRunner
+from perf.runners.protocol import Runner
 from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
@@ -72,7 +74,21 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
         if min(port.shape, default=1) < 0:
             sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
             raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
-    open_graph = partial(
+    subject = Subject(
+        name=name,
+        open=_graph_runner(path, running),
+        macs=facts.macs,
+        params=facts.parameters,
+        size_bytes=path.stat().st_size,
+        sha256=sha256_of_file(path),
+    )
+    return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch)
+
+
+def _graph_runner(path: Path, running: RunOptions) -> Callable[[], Runner]:
+    if running.backend == "openvino":
+        return partial(OpenVinoRunner, path, arithmetic=running.dtype, threads=running.threads)
+    return partial(
         OnnxRunner,
         path,
         provider=running.provider or "cpu",
@@ -80,15 +96,6 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
         cuda_graph=running.cuda_graph,
         flush_l2=bool(running.flush_l2),
     )
-    subject = Subject(
-        name=name,
-        open=open_graph,
-        macs=facts.macs,
-        params=facts.parameters,
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of_file(path),
-    )
-    return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch)
 
 
 def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
@@ -143,15 +150,17 @@ def way_to_run(path: Path, running: RunOptions) -> str:
             raise BadInput(f"{path}: built for {backend}, which runs .onnx files; name the graph so")
         return backend
     if path.suffix == ".onnx" and path.is_file():
-        return f"onnxruntime-{running.provider or 'cpu'}"
+        return _runtime_of_graphs(running)
     if not path.is_dir():
         raise BadInput(
             f"{path}: expected an .onnx file, a .plan, a directory written by corp-deploy or a snapshot of one of "
             "timm's repositories"
         )
-    return (
-        f"torch-{running.device or 'cpu'}" if running.backend == "torch" else f"onnxruntime-{running.provider or 'cpu'}"
-    )
+    return f"torch-{running.device or 'cpu'}" if running.backend == "torch" else _runtime_of_graphs(running)
+
+
+def _runtime_of_graphs(running: RunOptions) -> str:
+    return "openvino" if running.backend == "openvino" else f"onnxruntime-{running.provider or 'cpu'}"
 
 
 def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:

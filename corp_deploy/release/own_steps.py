@@ -14,7 +14,7 @@ import numpy as np
 
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
-from corp_deploy.proof.candidates import Candidate, candidate_from_path
+from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, in_runtime
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
 from corp_deploy.proof.heads import HeadRequest
@@ -134,6 +134,9 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
         write_engine(build_engine(dirs.root / subject / graph_name(precision), options), path)
 
 
+IN_OPENVINO: dict[str, Runtime] = {"fp32": "openvino", "fp16": "openvino-fp16", "bf16": "openvino-bf16"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaCandidate(Candidate):
     """A graph that ONNX Runtime runs on the GPU."""
@@ -150,6 +153,9 @@ def _candidate(target: Target, root: Path) -> Candidate:
     name = artefact_name(target, "reduced")
     if target.is_engine:
         return candidate_from_path(name, below=root)
+    if target.name == "openvino":
+        graph = candidate_from_path(name, below=root)
+        return replace(in_runtime(graph, IN_OPENVINO[target.precision]), name=target.name)
     return CudaCandidate(
         label=f"{target.name} {target.precision}",
         name=target.name,

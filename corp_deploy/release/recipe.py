@@ -12,7 +12,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
-from ground.precision import BFLOAT16, FLOAT8, QUANTISED, type_of_word
+from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_of_word
 from perf.gate.rule import Rule, rule_from_text
 
 from .recipe_export import ExportTable
@@ -31,8 +31,9 @@ from .recipe_tables import (
     TargetTable,
 )
 
-TargetName = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
+TargetName = Literal["onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx"]
 ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
+ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ def _rules(where: str, texts: tuple[str, ...], batches: tuple[int, ...]) -> tupl
 def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...]) -> Target:
     where, precisions = f"targets.{name}", export.precisions
     fp16 = "fp16" if "fp16" in precisions else precisions[-1]
-    precision = table.precision or (precisions[0] if name == "onnxruntime-cpu" else fp16)
+    precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
     if precision not in precisions:
         raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
     held_in = type_of_word(precision)
@@ -168,6 +169,11 @@ def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: 
         raise BadInput(
             f"{where}: ONNX Runtime's CPU kernels have no arithmetic in {held_in.name}, got precision {precision!r}; "
             "name another of export.precisions, such as fp32"
+        )
+    if name == "openvino" and (precision in MIXED or precision in QUANTISED):
+        raise BadInput(
+            f"{where}: OpenVINO computes a whole graph in one precision here, got {precision!r}; name fp32, fp16 or "
+            "bf16 of export.precisions"
         )
     rules = _rules(f"{where}.fail_if", table.fail_if, batches)
     if any(rule.wants_baseline for rule in rules):
@@ -186,7 +192,7 @@ def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: 
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:
-    """The batch sizes that a target's engine takes; of ONNX Runtime, which takes any, those that are measured."""
+    """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
     if name not in ENGINES and (table.batch or table.sms or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     try:

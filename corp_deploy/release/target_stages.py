@@ -21,6 +21,9 @@ from .recipe import Recipe, Target
 from .stage_parts import command_step, heads_read, own_step, settings_of, tool
 from .targets import missing_to_build, missing_to_run
 
+# What times a target on the CPU; a GPU's machine has versions of its own.
+TIMED_BY = {"onnxruntime-cpu": ("onnxruntime",), "openvino": ("openvino",)}
+
 
 def _engine_stage(recipe: Recipe, target: Target) -> Stage:
     plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
@@ -70,7 +73,7 @@ def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
         run=command_step(bench),
         reads=reads,
         settings=settings_of("bench", recipe.bench)
-        | {"precision": target.precision, "versions": tool(*(("onnxruntime",) if local else ()))},
+        | {"precision": target.precision, "versions": tool(*TIMED_BY.get(target.name, ()))},
         missing=lambda: missing_to_run(target),
         command=str(bench),
     )

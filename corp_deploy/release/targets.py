@@ -8,6 +8,7 @@ from ground.gpu import missing_gpu
 
 from .recipe import Target
 
+OPENVINO = "pip install 'corp-deploy[openvino]'"
 LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
@@ -25,6 +26,8 @@ def missing_to_run(target: Target) -> str | None:
     """Why this machine can't run the target."""
     if target.is_engine:
         return _missing_library(target) or missing_gpu()
+    if target.name == "openvino":
+        return None if importlib.util.find_spec("openvino") else f"openvino is not installed here; {OPENVINO}"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed here; pip install 'corp-deploy[cpu]'"
     if target.name == "onnxruntime-cpu":
@@ -42,5 +45,6 @@ def run_options(target: Target, threads: int | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "onnxruntime-cpu": {"provider": "cpu", "threads": threads},
         "onnxruntime-cuda": {"provider": "cuda", "threads": threads},
+        "openvino": {"backend": "openvino", "dtype": target.precision, "threads": threads},
     }.get(target.name, {"mode": "cuda_graph", "threads": threads})
     return BENCH.honoured(target.name, {name: value for name, value in options.items() if value is not None})

@@ -7,17 +7,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
-from ground.ports import OutputPort, Port, Role, is_fusion_break
+from ground.ports import OutputPort, Port, is_fusion_break
 from ground.precision import BFLOAT16, BY_ONNX, FLOAT8, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
+from .graph_borders import OUTPUTS_NOTE, role_of_rank, roles_of_note
 from .memory import DeviceMemory, Gauge, resident_gauge
 from .protocol import HostBound
 
@@ -28,8 +28,6 @@ PROVIDERS: dict[Provider, str] = {
     "tensorrt": "TensorrtExecutionProvider",
 }
 DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
-# The note in which a graph says what its outputs are for: a list of objects with name and role.
-OUTPUTS_NOTE = "export.outputs"
 
 
 @dataclass(slots=True)
@@ -169,13 +167,12 @@ class OnnxRunner:
         return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=DTYPES[node.type]) for node in nodes)
 
     def _output_ports(self) -> tuple[OutputPort, ...]:
-        note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
-        try:
-            roles = {port.name: port.role for port in msgspec.json.decode(note, type=list[OutputPort])}
-        except msgspec.DecodeError as error:
-            raise BadInput(f"{self.path}: its note {OUTPUTS_NOTE} can't be read ({error}); export it again") from error
-        nodes = [node for node in self._session.get_outputs() if not is_fusion_break(node.name)]
-        return tuple(OutputPort(name=node.name, role=roles.get(node.name, _role(node))) for node in nodes)
+        roles = roles_of_note(self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]"), self.path)
+        return tuple(
+            OutputPort(name=node.name, role=roles.get(node.name, role_of_rank(len(node.shape))))
+            for node in self._session.get_outputs()
+            if not is_fusion_break(node.name)
+        )
 
     def _providers(self) -> list[tuple[str, dict[str, str]]]:
         if self.provider == "cpu":
@@ -226,11 +223,6 @@ class OnnxRunner:
 
 def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else -1 for size in shape)
-
-
-def _role(node: Any) -> Role:
-    """Of an output that the graph says nothing of."""
-    return "logits" if len(node.shape) == 2 else "feature map"
 
 
 def require_provider(available: list[str], provider: Provider) -> None:

@@ -1,0 +1,86 @@
+"""What an ONNX file says of its inputs and outputs, read without any runtime."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ground.errors import BadInput
+from ground.ports import OutputPort, Port, Role, is_fusion_break
+
+# The note in which a graph says what its outputs are for: a list of objects with name and role.
+OUTPUTS_NOTE = "export.outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBorders:
+    """Its inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that it fixes."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[OutputPort, ...]
+    batch: int | None
+
+
+def borders_of_onnx(path: Path) -> GraphBorders:
+    """Raises BadInput for what is no graph, and for inputs of types that nothing here feeds."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not path.is_file():
+        raise BadInput(f"{path}: no such ONNX file")
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except DecodeError:
+        raise BadInput(f"{path}: it is no ONNX graph, or a damaged one; export it again") from None
+    held = {tensor.name for tensor in proto.graph.initializer}
+    values = [value for value in proto.graph.input if value.name not in held]
+    note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
+    roles = roles_of_note(note, path)
+    sizes = [_sizes(value) for value in values]
+    return GraphBorders(
+        inputs=_input_ports(path, values, sizes),
+        outputs=tuple(
+            OutputPort(name=value.name, role=roles.get(value.name, role_of_rank(len(_sizes(value)))))
+            for value in proto.graph.output
+            if not is_fusion_break(value.name)
+        ),
+        batch=min((shape[0] for shape in sizes if shape[0] >= 0), default=None),
+    )
+
+
+def roles_of_note(note: str, path: Path) -> dict[str, Role]:
+    """By output; raises BadInput for a note that can't be read."""
+    try:
+        return {port.name: port.role for port in msgspec.json.decode(note, type=list[OutputPort])}
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{path}: its note {OUTPUTS_NOTE} can't be read ({error}); export it again") from error
+
+
+def role_of_rank(rank: int) -> Role:
+    """Of an output that the graph says nothing of."""
+    return "logits" if rank == 2 else "feature map"
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """With the batch in front; -1 where a size is open."""
+    dims = value.type.tensor_type.shape.dim
+    return tuple(dim.dim_value if dim.WhichOneof("value") == "dim_value" else -1 for dim in dims)
+
+
+def _input_ports(path: Path, values: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> tuple[Port, ...]:
+    import onnx
+
+    proto = onnx.TensorProto
+    known = {proto.FLOAT: "float32", proto.INT64: "int64", proto.INT32: "int32", proto.BOOL: "bool"}
+    types = [value.type.tensor_type.elem_type for value in values]
+    if not values or not all(each in known for each in types) or not all(sizes):
+        pairs = zip(values, types, sizes, strict=True)
+        got = ", ".join(f"{value.name}: {proto.DataType.Name(each)} {list(shape)}" for value, each, shape in pairs)
+        expected = f"expected inputs with a batch in front, of {', '.join(known.values())}"
+        raise BadInput(f"{path}: {expected}; found {got or 'none'}")
+    return tuple(
+        Port(name=value.name, shape=shape[1:], dtype=known[each])
+        for value, each, shape in zip(values, types, sizes, strict=True)
+    )

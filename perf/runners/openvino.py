@@ -1,0 +1,229 @@
+"""Runs an ONNX file in OpenVINO on the CPU, computed in the precision that was asked for.
+
+OpenVINO's own choice follows the CPU and not the file: where there is BF16 it computes an FP32 graph in BF16. So the
+precision is always said. What is recorded are the types of the products as the compiled model has them: it answers f32
+to whoever asks for its hint while it computes the layers of a BF16 graph in BF16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.feeds import Feeds, Outputs, checked_feeds
+from ground.ports import OutputPort, Port
+from perf.record.runs import Flat
+from perf.timing.laps import Bound
+
+from .graph_borders import GraphBorders, borders_of_onnx
+from .memory import Gauge, resident_gauge
+from .onnx import onnx_precision
+from .protocol import HostBound
+
+Arithmetic = Literal["fp32", "fp16", "bf16"]
+HINTS: dict[Arithmetic, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+WORDS = {**{name: word for word, name in HINTS.items()}, "i8": "int8", "u8": "int8"}
+# Layers of the compiled model that are products of matrices, by their first letters.
+PRODUCTS = ("Convolution", "Deconvolution", "FullyConnected", "Gemm", "LLMMLP", "MatMul", "QKVProj", "ScaledDot")
+REMEDY = "pip install 'corp-deploy[openvino]'"
+
+
+@dataclass(slots=True)
+class OpenVinoRunner:
+    """An ONNX model; its file tells its inputs and outputs as for OnnxRunner.
+
+    Args:
+        path: the ONNX file; external data beside it.
+        arithmetic: what it is computed in, whatever its weights are held in; a CPU without it raises Missing. None: as
+            the file is typed, FP16 in float32.
+        threads: threads inside an operator; None leaves OpenVINO's choice (all cores). More than there are cores raises
+            Missing.
+    """
+
+    path: Path
+    arithmetic: Arithmetic | None = None
+    threads: int | None = None
+    _borders: GraphBorders | None = field(default=None, init=False, repr=False)
+    _compiled: Any = field(default=None, init=False, repr=False)
+    _describe: Flat = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"threads: at least 1, got {self.threads}")
+
+    def __enter__(self) -> Self:
+        openvino = require_openvino()
+        self._borders = borders_of_onnx(self.path)
+        core = openvino.Core()
+        self._compiled = self._refused(lambda: core.compile_model(str(self.path), "CPU", self._settings()), "load it")
+        told, precision = Told.by(self._compiled), onnx_precision(self.path)
+        told.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
+        self._describe = {
+            "backend": "openvino",
+            "version": openvino.__version__,
+            "device": "cpu",
+            "precision": precision,
+            "computed_in": "+".join(told.products),
+            "inference_precision": told.hint,
+            "execution_mode": told.execution_mode,
+            "mode": "session",
+            "cuda_graph": False,
+            "flush_l2": False,
+            "threads": told.threads,
+            "openvino_streams": told.streams,
+            "pinning": told.pinning,
+            "clock": "host",
+            "model": self.path.name,
+        }
+        return self
+
+    def _settings(self) -> dict[str, Any]:
+        """One stream, as the caller has streams of its own; threads that are not tied to cores, which the other one of
+        a comparison has as well.
+        """
+        threads = {} if self.threads is None else {"INFERENCE_NUM_THREADS": self.threads}
+        return {
+            "INFERENCE_PRECISION_HINT": HINTS[self.arithmetic or "fp32"],
+            "EXECUTION_MODE_HINT": "ACCURACY",
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": 1,
+            "ENABLE_CPU_PINNING": False,
+            **threads,
+        }
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self._compiled = None
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        return self._entered.inputs
+
+    @property
+    def outputs(self) -> tuple[OutputPort, ...]:
+        return self._entered.outputs
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch size that the graph fixes, None where it leaves it free."""
+        return self._entered.batch
+
+    @property
+    def _entered(self) -> GraphBorders:
+        assert self._borders is not None, "asked before the runner was entered"
+        return self._borders
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        request, _ = self._request(feeds)
+        self._refused(request.infer, "run it")
+        return self._answers(request)
+
+    def bind(self, feeds: Feeds) -> Bound:
+        request, held = self._request(feeds)
+
+        def answers(_: object) -> Outputs:
+            assert held  # what the request reads has to outlive it
+            return self._answers(request)
+
+        return HostBound(request.infer, outputs=answers)
+
+    def gauge(self) -> Gauge | None:
+        return resident_gauge()
+
+    def describe(self) -> Flat:
+        return dict(self._describe)
+
+    def _request(self, feeds: Feeds) -> tuple[Any, list[Any]]:
+        """One of its own, which reads the feeds where they are; an input that no output depends on is not fed."""
+        checked = checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
+        read = {name for port in self._compiled.inputs for name in port.names}
+        openvino, request = require_openvino(), self._compiled.create_infer_request()
+        held = []
+        for name, array in checked.items():
+            if name in read:
+                held.append(openvino.Tensor(np.ascontiguousarray(array), shared_memory=True))
+                request.set_tensor(name, held[-1])
+        return request, held
+
+    def _answers(self, request: Any) -> Outputs:
+        return {port.name: np.array(request.get_tensor(port.name).data, dtype=np.float32) for port in self.outputs}
+
+    def _refused(self, work: Callable[[], Any], what: str) -> Any:
+        try:
+            return work()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())[-300:]
+            raise BadInput(f"{self.path}: OpenVINO cannot {what}: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a compiled model says of how it runs; `products`: the types of its products of matrices."""
+
+    products: tuple[str, ...]
+    hint: str
+    execution_mode: str
+    threads: int
+    streams: int
+    pinning: bool
+
+    @classmethod
+    def by(cls, compiled: Any) -> Self:
+        hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        layers = [layer.get_rt_info() for layer in compiled.get_runtime_model().get_ordered_ops()]
+        types = {
+            layer["runtimePrecision"].astype(str)
+            for layer in layers
+            if layer["layerType"].astype(str).startswith(PRODUCTS)
+        }
+        return cls(
+            products=tuple(sorted({WORDS.get(each, each) for each in types})),
+            hint=WORDS.get(hint, hint),
+            execution_mode=str(compiled.get_property("EXECUTION_MODE_HINT")).rpartition(".")[2],
+            threads=int(compiled.get_property("INFERENCE_NUM_THREADS")),
+            streams=int(compiled.get_property("NUM_STREAMS")),
+            pinning=bool(compiled.get_property("ENABLE_CPU_PINNING")),
+        )
+
+    def require(self, arithmetic: Arithmetic | None, threads: int | None) -> None:
+        """Raise Missing where it would be run otherwise than asked: OpenVINO takes the nearest that the CPU has."""
+        if arithmetic is not None and not self._computes(arithmetic):
+            if self.hint != arithmetic:
+                raise Missing(
+                    f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that "
+                    f"or for fp32, or run it on a CPU with instructions for {arithmetic}"
+                )
+            raise Missing(
+                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as the "
+                f"graph is typed: export the graph in fp32, or leave {arithmetic} away to run it as it is typed"
+            )
+        if threads is not None and self.threads != threads:
+            raise Missing(
+                f"asked OpenVINO for {threads} threads and got {self.threads}: it takes no more than the cores that "
+                f"this process may use; ask for {self.threads} or fewer"
+            )
+        if self.execution_mode != "ACCURACY":
+            raise Missing(f"asked OpenVINO for execution mode ACCURACY and got {self.execution_mode}")
+
+    def _computes(self, arithmetic: Arithmetic) -> bool:
+        """Products of fewer bits than asked for are none; in a lower type some may stay as they were."""
+        halves = {"fp16", "bf16"} & set(self.products)
+        if arithmetic == "fp32":
+            return self.hint == "fp32" and not halves
+        return self.hint == arithmetic and halves == {arithmetic}
+
+
+def require_openvino() -> Any:
+    """The package; raises Missing where it is not installed."""
+    try:
+        import openvino
+    except ImportError as error:
+        raise Missing(f"openvino is not installed; {REMEDY}") from error
+    return openvino

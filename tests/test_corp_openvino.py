@@ -1,0 +1,189 @@
+"""OpenVINO in the commands: bench, verify and a recipe's target, on a tiny model."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy.cli import main
+from corp_deploy.proof.candidates import candidate_from_path, in_runtime
+from corp_deploy.release import calls
+from corp_deploy.release.recipe import Recipe, Target
+from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.targets import missing_to_run
+from corp_deploy.store.checkpoint import save
+from ground.precision import BFLOAT16, FLOAT16, FLOAT32
+from perf.runners.openvino import OpenVinoRunner
+from tests import tiny
+
+needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+QUICK = ("--batch", "2", "--time-limit", "0.2", "--min-rounds", "6", "--block-ms", "2", "--threads", "1")
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), root / "dense")
+    np.save(root / "images.npy", tiny.images(8))
+    for precision in ("fp32", "fp16"):
+        words = ["export", "--model", root / "dense", "--precision", precision, "-o", root / f"{precision}.onnx"]
+        assert run(*words).exit_code == 0
+    return root
+
+
+@needs_openvino
+@pytest.mark.parametrize("dense", ["fp32.onnx", "dense"])
+def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_path: Path, dense: str) -> None:
+    done = run("bench", home / dense, home / "fp16.onnx", "--backend", "openvino", *QUICK, "-o", tmp_path / "b.json")
+    assert done.exit_code == 0, done.output
+    subjects = json.loads((tmp_path / "b.json").read_text())["subjects"]
+    assert [each["describe"]["backend"] for each in subjects] == ["openvino"] * 2
+    assert [each["describe"]["precision"] for each in subjects] == ["fp32", "mixed"]
+    assert [each["describe"]["computed_in"] for each in subjects] == ["fp32", "fp32"]
+    assert all(each["macs"] for each in subjects)
+
+
+@needs_openvino
+def test_records_of_two_runtimes_are_not_comparable(home: Path, tmp_path: Path) -> None:
+    for backend in ("openvino", "onnxruntime"):
+        words = ["bench", home / "fp32.onnx", home / "fp16.onnx", "--backend", backend, *QUICK]
+        assert run(*words, "-o", tmp_path / f"{backend}.json").exit_code == 0
+    rule = ["--baseline", tmp_path / "onnxruntime.json", "--fail-if", "p50@b2 > baseline * 1.03"]
+    judged = run("gate", tmp_path / "openvino.json", *rule)
+    assert judged.exit_code == 5, judged.output
+    assert "backend" in judged.output
+
+
+@needs_openvino
+def test_verify_judges_every_graph_in_openvino_beside_onnx_runtime(home: Path, tmp_path: Path) -> None:
+    words = ["verify", home / "dense", home / "fp32.onnx", home / "fp16.onnx", "--images", home / "images.npy"]
+    done = run(*words, "--runtime", "openvino", "--batch", "1,4", "-o", tmp_path / "p.json")
+    assert done.exit_code == 0, done.output
+    links = json.loads((tmp_path / "p.json").read_text())["links"]
+    kinds = [(link["candidate"].split("/")[-1], link["kind"], link["status"]) for link in links[:4]]
+    assert kinds == [
+        ("fp32.onnx ONNX fp32", "exact", "PASS"),
+        ("fp32.onnx OpenVINO fp32", "exact", "PASS"),
+        ("fp16.onnx ONNX fp16", "half", "PASS"),
+        ("fp16.onnx OpenVINO fp16", "half", "PASS"),
+    ]
+    assert [link["reference"].split("/")[-1] for link in links[1:4]] == ["fp32.onnx ONNX fp32"] * 3
+    assert links[1]["measures"]["relative_error"] < 1e-5
+
+
+class Wrong(OpenVinoRunner):
+    """An OpenVINO with a wrong kernel."""
+
+    def __call__(self, feeds: Any) -> Any:
+        return {name: 1.01 * rows for name, rows in OpenVinoRunner.__call__(self, feeds).items()}
+
+
+@needs_openvino
+def test_a_wrong_kernel_fails_the_link_of_its_own_runtime(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corp_deploy.proof.candidates.OpenVinoRunner", Wrong)
+    words = ["verify", home / "dense", home / "fp32.onnx", "--images", home / "images.npy", "--batch", "2"]
+    done = run(*words, "--runtime", "openvino", "-o", tmp_path / "p.json")
+    assert done.exit_code == 1, done.output
+    record = json.loads((tmp_path / "p.json").read_text())
+    assert [link["status"] for link in record["links"][:2]] == ["PASS", "FAIL"]
+    assert not record["located"], "blocks are compared in ONNX Runtime, which is right"
+
+
+def test_a_runtime_without_graphs_is_refused(home: Path, tmp_path: Path) -> None:
+    done = run("verify", home / "dense", home / "dense", "--random", 2, "--runtime", "openvino", "-o", tmp_path / "p")
+    assert done.exit_code == 2
+    assert "there is none among the candidates" in " ".join(done.stderr.split())
+
+
+def test_without_openvino_the_commands_say_what_to_install(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    graphs = [home / "fp32.onnx", home / "fp32.onnx"]
+    benched = run("bench", *graphs, "--backend", "openvino", "--batch", 1, "-o", tmp_path / "b.json")
+    words = ["verify", home / "dense", home / "fp32.onnx", "--random", 2, "--runtime", "openvino"]
+    verified = run(*words, "-o", tmp_path / "p.json")
+    for done in (benched, verified):
+        assert done.exit_code == 4, done.output
+        assert "pip install 'corp-deploy[openvino]'" in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "runtime", "label", "held_in"),
+    [
+        ("fp32", "openvino", "OpenVINO fp32", FLOAT32),
+        ("fp32", "openvino-bf16", "OpenVINO fp32 in bf16", BFLOAT16),
+        ("fp16", "openvino", "OpenVINO fp16", FLOAT16),
+        ("fp16", "openvino-fp16", "OpenVINO fp16 in fp16", FLOAT16),
+        ("fp16", "openvino-bf16", "OpenVINO fp16 in bf16", BFLOAT16),
+    ],
+)
+def test_a_graph_is_judged_by_the_coarser_of_its_types_and_its_arithmetic(
+    home: Path, file: str, runtime: Any, label: str, held_in: Any
+) -> None:
+    step = in_runtime(candidate_from_path(home / f"{file}.onnx"), runtime)
+    assert step.label.endswith(f"{file}.onnx {label}")
+    assert step.held_in is held_in
+    assert not step.emulated
+    assert runtime in step.name
+
+
+def recipe(tmp_path: Path, targets: str) -> Recipe:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+[model]
+model = "deit_small_patch16_224"
+weights = "weights.safetensors"
+[calibration]
+images = "train"
+[held_out]
+images = "held-out"
+[export]
+precisions = ["fp32", "bf16"]
+[bench]
+threads = 2
+{targets}
+[reduce]
+mlp = 0.5
+"""
+    )
+    for name in ("train", "held-out"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "weights.safetensors").touch()
+    return load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("[targets.openvino]", "bench dense/model.onnx reduced/model.onnx --backend openvino --dtype fp32 --threads 2"),
+        (
+            '[targets.openvino]\nprecision = "bf16"',
+            "bench dense/model.bf16.onnx reduced/model.bf16.onnx --backend openvino --dtype bf16 --threads 2",
+        ),
+    ],
+)
+def test_a_recipe_benches_the_target_in_its_own_precision(tmp_path: Path, target: str, said: str) -> None:
+    made = recipe(tmp_path, target)
+    assert said in str(calls.bench(made, made.targets[0]))
+
+
+def test_a_target_in_openvino_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Target = recipe(tmp_path, "[targets.openvino]").targets[0]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert missing_to_run(target) == "openvino is not installed here; pip install 'corp-deploy[openvino]'"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    assert missing_to_run(target) is None

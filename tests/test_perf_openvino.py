@@ -1,0 +1,210 @@
+"""Graphs in OpenVINO: the numbers of the graph, in the precision that was asked for and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ground.errors import BadInput, Missing
+from perf.runners import openvino as openvino_runner
+from perf.runners.graph_borders import borders_of_onnx
+from perf.runners.onnx import OnnxRunner
+from perf.runners.openvino import OpenVinoRunner, Told
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
+FEEDS = {"images": IMAGES}
+WEIGHT = RNG.standard_normal((48, 64)).astype(np.float32)
+LAST = RNG.standard_normal((64, 5)).astype(np.float32)
+
+
+@pytest.fixture
+def openvino() -> Any:
+    return pytest.importorskip("openvino", reason="openvino is not installed")
+
+
+def graph(path: Path, *, held: int = TensorProto.FLOAT, batch: str | int = "batch") -> Path:
+    """logits = max(images.reshape(B, 48) @ WEIGHT, 0) @ LAST, its matrices held in a type, and an input not read."""
+
+    def typed(name: str, array: np.ndarray[Any, Any]) -> onnx.TensorProto:
+        exact = onnx.helper.make_tensor(name, TensorProto.FLOAT, array.shape, array.ravel())
+        if held == TensorProto.FLOAT:
+            return exact
+        if held == TensorProto.FLOAT16:
+            return numpy_helper.from_array(array.astype(np.float16), name)
+        bits = (array.view(np.uint32) >> 16).astype(np.uint16)
+        return helper.make_tensor(name, TensorProto.BFLOAT16, array.shape, bits.tobytes(), raw=True)
+
+    nodes = [
+        helper.make_node("Flatten", ["images"], ["flat"], axis=1),
+        helper.make_node("Cast", ["flat"], ["typed"], to=held),
+        helper.make_node("MatMul", ["typed", "first"], ["hidden"]),
+        helper.make_node("Relu", ["hidden"], ["active"]),
+        helper.make_node("MatMul", ["active", "last"], ["product"]),
+        helper.make_node("Cast", ["product"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, 4, 4])]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 5])]
+    held_in = [typed("first", WEIGHT), typed("last", LAST)]
+    proto = helper.make_graph(nodes, "tiny", inputs, outputs, held_in)
+    onnx.save(helper.make_model(proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
+    return path
+
+
+def expected() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    hidden = np.maximum(IMAGES.reshape(3, 48).astype(np.float64) @ WEIGHT, 0.0)
+    exact: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = hidden @ LAST
+    return exact
+
+
+def away(got: np.ndarray[Any, Any]) -> float:
+    return float(np.linalg.norm(got - expected()) / np.linalg.norm(expected()))
+
+
+def computes_halves(openvino: Any) -> bool:
+    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+@pytest.mark.usefixtures("openvino")
+def test_a_graph_is_computed_in_fp32_whatever_the_cpu_likes(tmp_path: Path) -> None:
+    with OpenVinoRunner(graph(tmp_path / "m.onnx"), threads=1) as runner:
+        assert away(runner(FEEDS)["logits"]) < 1e-6
+        told = runner.describe()
+        ticks = count(0, 1_000_000)
+        bound = runner.bind(FEEDS)
+        assert bound.laps(3, lambda: next(ticks)).compute_ms == (1.0, 1.0, 1.0)
+    assert (told["backend"], told["precision"], told["computed_in"]) == ("openvino", "fp32", "fp32")
+    assert (told["threads"], told["openvino_streams"], told["execution_mode"]) == (1, 1, "ACCURACY")
+    assert (told["pinning"], told["device"], told["clock"]) == (False, "cpu", "host")
+
+
+@pytest.mark.usefixtures("openvino")
+def test_half_weights_are_computed_in_fp32_and_told_so(tmp_path: Path) -> None:
+    with OpenVinoRunner(graph(tmp_path / "m.onnx", held=TensorProto.FLOAT16), arithmetic="fp32") as runner:
+        told = runner.describe()
+        assert (told["precision"], told["computed_in"]) == ("fp16", "fp32")
+        assert 1e-6 < away(runner(FEEDS)["logits"]) < 2e-3
+
+
+def test_bf16_is_computed_in_bf16_where_the_cpu_has_it_and_refused_elsewhere(openvino: Any, tmp_path: Path) -> None:
+    runner = OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="bf16")
+    if not computes_halves(openvino):
+        with pytest.raises(Missing, match="asked OpenVINO for bf16"):
+            runner.__enter__()
+        return
+    with runner:
+        assert runner.describe()["computed_in"] == "bf16"
+        assert 1e-4 < away(runner(FEEDS)["logits"]) < 2e-2
+
+
+def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_path: Path) -> None:
+    """OpenVINO answers f32 to whoever asks for its hint and computes such layers in BF16 none the less."""
+    if not computes_halves(openvino):
+        pytest.skip("this CPU has no BF16")
+    path = graph(tmp_path / "m.onnx", held=TensorProto.BFLOAT16)
+    with OpenVinoRunner(path) as runner:
+        told = runner.describe()
+        assert (told["precision"], told["inference_precision"], told["computed_in"]) == ("bf16", "fp32", "bf16")
+    with pytest.raises(
+        Missing, match="asked OpenVINO for fp32, and it computes products in bf16, as the graph is typed"
+    ):
+        OpenVinoRunner(path, arithmetic="fp32").__enter__()
+
+
+def test_fp16_is_refused_by_a_cpu_that_would_compute_bf16(openvino: Any, tmp_path: Path) -> None:
+    if "FP16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this CPU has FP16")
+    with pytest.raises(Missing, match="asked OpenVINO for fp16 and got"):
+        OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="fp16").__enter__()
+
+
+@pytest.mark.usefixtures("openvino")
+def test_threads_beyond_the_cores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Missing, match="asked OpenVINO for 1000 threads and got"):
+        OpenVinoRunner(graph(tmp_path / "m.onnx"), threads=1000).__enter__()
+
+
+@pytest.mark.usefixtures("openvino")
+def test_what_it_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such ONNX file"):
+        OpenVinoRunner(tmp_path / "none.onnx").__enter__()
+    (tmp_path / "broken.onnx").write_bytes(b"not onnx")
+    with pytest.raises(BadInput, match=r"broken\.onnx: it is no ONNX graph"):
+        OpenVinoRunner(tmp_path / "broken.onnx").__enter__()
+    with pytest.raises(BadInput, match="threads: at least 1, got 0"):
+        OpenVinoRunner(tmp_path / "m.onnx", threads=0)
+    unknown = onnx.load(str(graph(tmp_path / "m.onnx")))
+    unknown.graph.node[3].op_type = "Unheard"
+    onnx.save(unknown, str(tmp_path / "unknown.onnx"))
+    with pytest.raises(BadInput, match=r"unknown\.onnx: OpenVINO cannot load it: .*Unheard"):
+        OpenVinoRunner(tmp_path / "unknown.onnx").__enter__()
+
+
+@pytest.mark.usefixtures("openvino")
+def test_a_fixed_batch_is_the_only_one_it_takes(tmp_path: Path) -> None:
+    with OpenVinoRunner(graph(tmp_path / "m.onnx", batch=3)) as runner:
+        assert runner.fixed_batch == 3
+        assert away(runner(FEEDS)["logits"]) < 1e-6
+        with pytest.raises(BadInput, match="batch"):
+            runner({"images": IMAGES[:2]})
+
+
+def test_a_machine_without_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    with pytest.raises(Missing, match=r"openvino is not installed; pip install 'corp-deploy\[openvino\]'"):
+        OpenVinoRunner(graph(tmp_path / "m.onnx")).__enter__()
+
+
+@pytest.mark.parametrize("held", [TensorProto.FLOAT, TensorProto.FLOAT16])
+@pytest.mark.parametrize("batch", ["batch", 3])
+def test_a_file_tells_the_same_borders_as_a_session(tmp_path: Path, held: int, batch: str | int) -> None:
+    path = graph(tmp_path / "m.onnx", held=held, batch=batch)
+    borders = borders_of_onnx(path)
+    with OnnxRunner(path) as runner:
+        assert (borders.inputs, borders.outputs, borders.batch) == (runner.inputs, runner.outputs, runner.fixed_batch)
+
+
+TOLD = Told(products=("fp32",), hint="fp32", execution_mode="ACCURACY", threads=2, streams=1, pinning=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arithmetic", "threads", "said"),
+    [
+        ({}, "fp32", 2, ""),
+        ({}, None, None, ""),
+        ({"products": ("bf16", "fp32")}, None, None, ""),
+        ({"products": ("fp32", "int8")}, "fp32", None, ""),
+        ({"products": ("bf16", "fp32"), "hint": "bf16"}, "bf16", None, ""),
+        ({"products": ("bf16",), "hint": "bf16"}, "fp32", None, "asked OpenVINO for fp32 and got bf16"),
+        ({"products": ("bf16", "fp32")}, "fp32", None, "computes products in bf16 and fp32"),
+        ({"hint": "bf16"}, "bf16", None, "computes products in fp32"),
+        ({"products": ("bf16",), "hint": "bf16"}, "fp16", None, "asked OpenVINO for fp16 and got bf16"),
+        ({}, "fp32", 3, "asked OpenVINO for 3 threads and got 2"),
+        ({"execution_mode": "PERFORMANCE"}, "fp32", None, "execution mode ACCURACY and got PERFORMANCE"),
+    ],
+)
+def test_what_is_told_otherwise_than_asked_is_missing(
+    changes: dict[str, Any], arithmetic: Any, threads: int | None, said: str
+) -> None:
+    if not said:
+        replace(TOLD, **changes).require(arithmetic, threads)
+        return
+    with pytest.raises(Missing, match=said):
+        replace(TOLD, **changes).require(arithmetic, threads)
+
+
+def test_memory_that_gives_out_is_no_fault_of_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("std::bad_alloc: out of memory")
+
+    core: Callable[[], Any] = lambda: SimpleNamespace(compile_model=full)  # noqa: E731
+    monkeypatch.setattr(openvino_runner, "require_openvino", lambda: SimpleNamespace(Core=core))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        OpenVinoRunner(graph(tmp_path / "m.onnx")).__enter__()
