@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .collect import ACTIVE_EPS, Collector, Precision
+from .active import ACTIVE_EPS
+from .collect import Collector, Precision
 from .distributed import Ranks
 from .input_set import Batch, InputSet
 from .inputs import Inputs

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
+from .active import ACTIVE_EPS
 from .hooks import evaluating, listening, listening_to_merges
 from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
 from .moments import Moments
@@ -21,7 +22,6 @@ from .weights import TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
-ACTIVE_EPS = 1e-3
 
 
 @contextmanager

@@ -26,6 +26,7 @@ SHARE_KEPT = Real(low=0.0, high=1.0, low_open=True, noun="a share")
 
 RIDGE = Real(low=0.0, high=1e6, low_open=True)
 ERROR = Real(low=0.0, high=1e6)
+MAGNITUDE = Real(low=0.0, high=1e6)
 LEVEL = Real(low=0.0, high=1e6)
 FACTOR = Real(low=1.0, high=1e6)
 GIGABYTES = Real(low=0.0, high=1e6, low_open=True)

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from corp_deploy.commands.input_choice import InputChoice, drawing_options, images_option, input_options
 from corp_deploy.commands.options import usage_errors, value_options
-from corp_deploy.invocation.reduction import BudgetChoice, MethodChoice, ReductionChoice, reduction_from_options
+from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice, reduction_from_options
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.request import request_from_choice
 from ground.errors import BadInput

@@ -217,6 +217,12 @@ def small_images(directory: Path) -> None:
 
 CORP: dict[str, object] = {"reduce.preset": "corp"}
 MERGED: dict[str, object] = {"reduce.merge_tokens": "3"}
+LATENCY: dict[str, object] = {
+    "reduce.mlp": None,
+    "reduce.attn": None,
+    "reduce.latency": 0.8,
+    "reduce.latency_tables": "tables",
+}
 HEAD: dict[str, object] = {"parity.head": ["head.onnx"]}
 # Another value for every key of a recipe, with what must hold before and after for it to mean something.
 INT8: dict[str, object] = {"export.precisions": ["fp32", "int8"], "package.name": None}
@@ -239,9 +245,18 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.residual": (0.6, {}),
     "reduce.macs": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.macs": 0.8}),
     "reduce.params": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.params": 0.8}),
+    "reduce.latency": (0.7, LATENCY | {"reduce.latency": 0.8}),
+    "reduce.batch": (8, LATENCY),
+    "reduce.select": ("active", {}),
+    "reduce.repair": ("gram", {}),
+    "reduce.repair_mlp": ("bias", {}),
+    "reduce.repair_conv": ("gram", {"reduce.conv": 0.5}),
+    "reduce.repair_heads": ("none", {"reduce.whole_heads": 0.5}),
+    "reduce.qk": ("logit-v1", {}),
+    "calibration.active_eps": (0.01, {}),
     "reduce.select_mlp": ("wanda", CORP),
     "reduce.select_head": ("magnitude", CORP),
-    "reduce.select_conv": ("magnitude", CORP),
+    "reduce.select_conv": ("magnitude", CORP | {"reduce.conv": 0.5}),
     "reduce.heads": ("ragged", {}),
     "reduce.align_mlp": (16, {}),
     "reduce.align_head": (16, {}),
@@ -299,7 +314,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples")
 # Files outside; what stands in them counts, and not what they are called.
-FILES = ("images", "labels", "group_labels", "head")
+FILES = ("images", "labels", "group_labels", "head", "latency_tables")
 # What makes no difference to the result.
 IDLE = ("calibration.workers",)
 

@@ -15,13 +15,13 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.cli import main
-from corp_deploy.invocation.reduction import MethodChoice
+from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.rescaling import convolutions
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
-from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny

@@ -18,7 +18,7 @@ from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rota
 from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device, replaced
-from corp_deploy.invocation.reduction import MethodChoice
+from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.head_modules import reduced_heads
@@ -26,7 +26,7 @@ from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import site_moments
-from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import small_convnets, tiny

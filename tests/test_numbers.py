@@ -21,22 +21,13 @@ from perf.gate.rule import rule_from_text
 
 NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Words)
+# fmt: off
 TEXTS = {
-    *(
-        "break_fusion",
-        "dense",
-        "groups",
-        "init_model",
-        "keep_fp32",
-        "keep_rest",
-        "merge_tokens",
-        "model",
-        "name",
-        "names",
-        "only",
-    ),
-    *("patterns", "reference", "sparse", "rules", "select", "server", "sm", "title", "within"),
+    "break_fusion", "dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model",
+    "name", "names", "only", "patterns", "reference", "repair", "rules", "select",
+    "server", "sm", "sparse", "title", "within",
 }
+# fmt: on
 NO_NUMBERS = (
     *("1_0", "٣", "１", "nan", "inf", "-inf", "1e400", "-0", "+1", "-1e-3", "9" * 400, "9" * 5000),
     *("", " ", "0x10", "1 0", "1,,2", "1;2", "one", "1.2.3", "--1", "1e", "\x00"),

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from calib.active import ACTIVE_EPS
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.table import CALIBRATE
 from corp_deploy.views.console import Output
-from ground.quantities import GIGABYTES, IMAGES, SHARE_REMOVED
+from ground.quantities import GIGABYTES, IMAGES, MAGNITUDE, SHARE_REMOVED
 
 from .input_choice import (
     InputChoice,
@@ -43,6 +44,7 @@ class StatisticsChoice:
     attention_system: bool
     residual: bool
     patch_memory: float | None
+    active_eps: float
     attn: tuple[float, ...] | None
     first_pass: Path | None
     align: dict[str, int] | None
@@ -66,6 +68,7 @@ class StatisticsChoice:
             precision=self.dtype,
             residual=self.residual,
             patch_bytes=None if self.patch_memory is None else int(self.patch_memory * 1e9),
+            active_eps=self.active_eps,
         )
 
     def restriction(self) -> "Restriction | None":
@@ -105,6 +108,13 @@ statistics_options = value_options(
         "--residual",
         is_flag=True,
         help="Also take what reads residual streams of convolutions; reduce --residual needs it.",
+    ),
+    click.option(
+        "--active-eps",
+        type=Number(MAGNITUDE),
+        default=ACTIVE_EPS,
+        show_default=True,
+        help="What counts as active for reduce --select active and redundancy: entries of a larger magnitude.",
     ),
     click.option(
         "--patch-memory",

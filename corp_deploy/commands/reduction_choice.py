@@ -4,48 +4,24 @@ from typing import Any
 
 import click
 
-from corp_deploy.invocation.compositions import COMPOSITIONS, NAMES, method_of, with_implied
+from corp_deploy.invocation.compositions import COMPOSITIONS, NAMES, with_implied
 from corp_deploy.invocation.limit import EXPECTED, Limit, limit_from_text
+from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
 from corp_deploy.invocation.table import LOOP, POLISH, PRESET
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
-from corp_deploy.reduction.method import (
-    CONV_RANKINGS,
-    DEFAULT_RIDGE_REL,
-    HEADS_RANKINGS,
-    LOOPS,
-    MLP_RANKINGS,
-    QK_RANKINGS,
-)
+from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, QK_RECOVERIES
 from ground.errors import BadInput
 from ground.quantities import RIDGE, SECONDS, SHARE_KEPT, SHARE_REMOVED, STEPS
 from ground.quantity import BATCH
 
+from .by_kind import RANKING, REPAIR
 from .merging_choice import merging_of_reduction
 from .numbers import WIDTHS, Alignment, Number
 from .options import ANY_PATH, DIRECTORY, FILE, explicit_options, usage_errors, value_options
 from .passes import BUDGET, CLOSED_LOOP, cost
 from .sparse_choice import sparse_of_reduction
-
-
-class Ranking(click.ParamType[dict[str, str]]):
-    """mlp=wanda,head=magnitude,conv=producer-l2,heads=grail; any may be left out."""
-
-    name = "mlp=how,head=how,conv=how,heads=how"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
-        if isinstance(value, dict):
-            return value
-        known = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS, "heads": HEADS_RANKINGS}
-        words = [part.split("=") for part in str(value).split(",")]
-        for word in words:
-            if len(word) != 2 or word[1] not in known.get(word[0], ()):
-                each = "; ".join(f"{name}= {', '.join(allowed)}" for name, allowed in known.items())
-                self.fail(f"{'='.join(word)!r}: expected mlp=HOW,head=HOW,conv=HOW,heads=HOW with {each}", param, ctx)
-        if len({word[0] for word in words}) != len(words):
-            self.fail(f"{value!r}: expected mlp=, head=, conv= and heads= once each", param, ctx)
-        return {word[0]: word[1] for word in words}
 
 
 class LimitType(click.ParamType[Limit]):
@@ -107,10 +83,26 @@ method_options = (
     ),
     click.option(
         "--select",
-        type=Ranking(),
+        type=RANKING,
         default=None,
-        help="Rank by something else than the preset does: mlp=producer-l2, head=magnitude (dimensions of heads), "
-        "conv=wanda or heads=grail (whole heads).",
+        help="Rank by something else than the preset does: energy, magnitude, combined, active, variance, wanda, obs, "
+        "producer-l1 or producer-l2 of all channels, or by kind: mlp=producer-l2, head=magnitude (dimensions of "
+        "heads), conv=wanda, heads=grail (whole heads).",
+    ),
+    click.option(
+        "--repair",
+        type=REPAIR,
+        default=None,
+        help="Repair by something else than the preset does: none, bias, gram or affine of all channels, or by kind: "
+        "mlp=affine-v1, conv=im2col, heads=gram.",
+    ),
+    click.option(
+        "--qk",
+        type=click.Choice(QK_RECOVERIES),
+        default=None,
+        help="What becomes of queries and keys, otherwise than by the preset: dimensions selected and no more (select) "
+        "or repaired by CORP's equations (logit, which needs moments of calibrate --attention-system; logit-v1), a "
+        "basis of least loss (lowrank), or all kept (keep).",
     ),
     click.option(
         "--heads",
@@ -241,8 +233,10 @@ repair_options = (
 
 def _reduction(**options: Any) -> ReductionChoice:
     explicit = explicit_options()
-    PRESET.refuse([("", method_of(options["preset"]))], explicit)
     POLISH.refuse([("", with_implied(options)["polish"] or "none")], explicit)
+    with usage_errors():
+        axis, way = MethodChoice(**{name: options[name] for name in ("preset", "select", "repair", "qk")}).of_preset
+    axis.refuse([("", way)], explicit)
     with usage_errors():
         reduction = reduction_from_options(options)
     reduction.refuse_ignored(explicit)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.reduction import MethodChoice
+from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.table import ATTENTION, FITTED, PRESET
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.views.console import Output

@@ -16,7 +16,14 @@ class Pairs(dict[str, Any]):
     """The value of an option that is spelled name=value,name=value; what is None is left out."""
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in self.items() if value is not None)
+        """`channels` stands without its name: it is what a word alone means."""
+        pairs = ((name, value) for name, value in self.items() if value is not None)
+        return ",".join(str(value) if name == "channels" else f"{name}={value}" for name, value in pairs)
+
+    @classmethod
+    def some(cls, **values: Any) -> "Pairs":
+        """Those of the values that are there."""
+        return cls({name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,91 +6,24 @@ Fields have the names of the options of `reduce`, and a refusal spells them so.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from corp_deploy.polish.options import PolishName, PolishOptions
-from corp_deploy.reduction.method import (
-    DEFAULT_RIDGE_REL,
-    NOT_HELD_OUT,
-    LoopName,
-    Method,
-    loop_from,
-    method_from_preset,
-)
+from corp_deploy.reduction.method import NOT_HELD_OUT, LoopName, Method, loop_from
 from ground.errors import BadInput
 
-from .compositions import method_of, with_implied
+from .compositions import with_implied
 from .limit import Limit, limit_from_text
 from .merging import MergingChoice, merging_from_options
+from .method_choice import MethodChoice
 from .sparsity import SparseChoice, sparse_from_options
-from .table import ATTENTION, IMAGES, LOOP, POLISH, PRESET, WIDTHS
+from .table import ATTENTION, IMAGES, LOOP, POLISH, WIDTHS
 
 if TYPE_CHECKING:
     from corp_deploy.reduction.read_tokens import Reads
 
 Currency = Literal["macs", "params", "latency"]
 SaveAs = Literal["hf"]
-ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16, "conv": 32})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodChoice:
-    """A preset with what is asked otherwise than it says; `mlp`, `attn`, `conv`, `residual` and `whole_heads` are
-    shares to remove, in [0, 1).
-
-    `select` ranks sites of a kind (mlp, head, conv) or whole heads (heads) by something else, `align` has the multiples
-    of their widths, `rescale` sets convolutions to the dense ones' means and variances, `rotate` gives reduced heads in
-    a basis of even ranges, None as the preset does. Raises BadInput for a combination that makes no sense.
-    """
-
-    preset: str = "best"
-    mlp: float | None = None
-    attn: float | None = None
-    conv: float | None = None
-    residual: float | None = None
-    whole_heads: float | None = None
-    select: Mapping[str, str] | None = None
-    heads: str = "padded"
-    align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
-    ridge: float = DEFAULT_RIDGE_REL
-    rescale: bool = False
-    rotate: bool | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            _ = self.method
-        except ValueError as error:
-            raise BadInput(str(error)) from None
-
-    @property
-    def sparsities(self) -> tuple[float | None, ...]:
-        """Shares to remove, None where nothing is said."""
-        return self.mlp, self.attn, self.conv, self.residual, self.whole_heads
-
-    @property
-    def method(self) -> Method:
-        """The method itself; heads `auto` start from padded ones."""
-        select = self.select or {}
-        return method_from_preset(
-            method_of(self.preset),
-            mlp_sparsity=self.mlp,
-            attention_sparsity=self.attn,
-            conv_sparsity=self.conv,
-            residual_sparsity=self.residual,
-            heads_sparsity=self.whole_heads,
-            geometry="padded" if self.heads == "auto" else self.heads,
-            align_hidden=self.align.get("mlp"),
-            align_head=self.align.get("head"),
-            align_conv=self.align.get("conv"),
-            ridge_rel=self.ridge,
-            rescales=self.rescale,
-            rotates=self.rotate,
-            mlp_selection=select.get("mlp"),
-            qk_selection=select.get("head"),
-            conv_selection=select.get("conv"),
-            heads_selection=select.get("heads"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +193,9 @@ class ReductionChoice:
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options, asked for by name, that nothing of this reduction honours."""
-        PRESET.refuse([("", method_of(self.method.preset))], options)
+        axis, way = self.method.of_preset
+        axis.refuse([("", way)], options)
+        self.refuse_idle_kinds(options)
         WIDTHS.refuse([("", self.widths)], options)
         ATTENTION.refuse([("", "reduced" if self.touches_attention else "kept")], options)
         LOOP.refuse([("", self.closed_loop or "open")], options)
@@ -268,6 +203,23 @@ class ReductionChoice:
         IMAGES.refuse([("", "images" if self.needs_images else "none")], options)
         self.merging.refuse_ignored(options)
         self.sparsity.refuse_ignored(options)
+
+    def refuse_idle_kinds(self, options: Mapping[str, Any]) -> None:
+        """Raise BadInput for a ranking or a repair, asked for by name, of what this reduction leaves alone."""
+        mlp, conv = self.method.mlp is not None or self.allocates, self.method.conv is not None or self.allocates
+        touched = {
+            "mlp": (mlp, "--mlp"),
+            "conv": (conv, "--conv"),
+            "channels": (mlp or conv, "--mlp or --conv"),
+            "head": (self.touches_attention, "--attn"),
+            "heads": (self.method.whole_heads is not None, "--whole-heads"),
+        }
+        for option in ("select", "repair"):
+            for kind, how in (options.get(option) or {}).items():
+                reduced, by = touched[kind]
+                if not reduced:
+                    spelled = how if kind == "channels" else f"{kind}={how}"
+                    raise BadInput(f"--{option} {spelled} is of what stays as it is; give {by} a share to remove")
 
 
 def _of(fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,9 +242,8 @@ CALIBRATE = Axis(
 FITTED = ("calibration_images", "calibration_text")
 
 
-def _preset(name: str, method: Method) -> Way:
-    """What a preset does to attention and convolutions, and whether it has the curves that a budget follows."""
-    curves = method.mlp_selection == "obs" and method.qk_recovery == "lowrank"
+def preset_way(name: str, method: Method) -> Way:
+    """What a method does to attention and convolutions, and whether it has the curves that a budget follows."""
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads, "rotate": ANY}
     convolutions: dict[str, Values] = (
@@ -252,7 +251,7 @@ def _preset(name: str, method: Method) -> Way:
     )
     whole: dict[str, Values] = {} if method.heads_recovery == "keep" else {"whole_heads": ANY}
     parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
-    budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if curves else {}
+    budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if method.has_curves else {}
     fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
     return Way(
         words=f"preset {name}",
@@ -265,7 +264,7 @@ def _preset(name: str, method: Method) -> Way:
 PRESET = Axis(
     command="reduce",
     picks=frozenset({"heads", *FITTED}),
-    ways={name: _preset(name, method) for name, method in PRESETS.items()},
+    ways={name: preset_way(name, method) for name, method in PRESETS.items()},
 )
 
 # By what happens to attention.
@@ -276,7 +275,7 @@ ATTENTION = Axis(
         "reduced": Way(
             words="a reduction of attention",
             ask="--attn above 0, a budget, --within or --heads auto",
-            honours={"heads": ANY, "rotate": ANY},
+            honours={"heads": ANY, "rotate": ANY, "qk": ANY},
         ),
     },
 )

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from calib.active import ACTIVE_EPS
 from calib.input_set import InputSet
-from calib.moments import Moments
+from calib.moments import ChannelMoments, Moments
+from calib.patch_moments import PatchMoments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.idle_options import refuse_idle_options, require_streams
@@ -117,6 +119,18 @@ def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
         require_streams(sites_of(dense.model), type(dense.model).__name__)
 
 
+def _refuse_other_eps(moments: Moments, asked: ReductionRequest) -> None:
+    """Raise BadInput where a closed loop would rank by another count of what is active than the moments'."""
+    ranked = "active" in (asked.method.mlp_selection, asked.method.conv_selection)
+    counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
+    other = [eps for eps in counted if eps != ACTIVE_EPS]
+    if asked.closed_loop is not None and ranked and other:
+        raise BadInput(
+            f"--select active: the moments count |x| > {other[0]:g} and the closed loop |x| > {ACTIVE_EPS:g}; "
+            "calibrate with that --active-eps, or reduce without --closed-loop"
+        )
+
+
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
     """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
     widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
@@ -154,6 +168,7 @@ def reduce_as_asked(
         asked = replace(asked, method=replace(asked.method, empties=False))
     require_same_model(dense.model, moments)
     _refuse_idle(dense, asked)
+    _refuse_other_eps(moments, asked)
     if asked.closed_loop is not None and held_out is not None:
         raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
     if held_out is not None:

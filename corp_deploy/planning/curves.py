@@ -127,8 +127,11 @@ def site_curves(probe: Probe) -> SiteCurves:
     for a method that has no error curves.
     """
     method, model = probe.method, probe.model
-    if method.mlp_selection != "obs" or method.qk_recovery != "lowrank":
-        raise BadInput("a budget follows the error curves of preset best (obs and lowrank); expected --preset best")
+    if not method.has_curves:
+        raise BadInput(
+            "a budget follows the error curves of preset best (obs, affine and lowrank); expected --preset best, with "
+            "no other --select, --repair and --qk"
+        )
     sites, where = narrowable(model), device(model)
 
     def curves_at(site: Site) -> list[ErrorCurve]:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from calib.collect import ACTIVE_EPS
+from calib.active import ACTIVE_EPS
 from calib.combination import added
 from calib.hooks import listening
 from calib.moments import ChannelMoments, HeadMoments, on_device

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from calib import calibrate as calib_calibrate
+from calib.active import ACTIVE_EPS
 from calib.collect import Precision
 from calib.distributed import Ranks, joined_ranks, under_torchrun
 from calib.input_set import InputSet
@@ -52,7 +53,8 @@ class Statistics:
 
     `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `residual`: of what reads
     streams of coupled channels, too. `patch_bytes`: of all sums, kept to by summing
-    the patches of fewer channels where convolutions are largest.
+    the patches of fewer channels where convolutions are largest. `active_eps`: the magnitude above which an entry
+    counts as active.
     """
 
     patterns: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ class Statistics:
     precision: Precision = "float32"
     residual: bool = False
     patch_bytes: int | None = None
+    active_eps: float = ACTIVE_EPS
 
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
@@ -128,6 +131,7 @@ def calibrate(
     options = calib_calibrate.Options(
         attention_system=statistics.attention_system and statistics.kept is None,
         kept=statistics.kept,
+        eps=statistics.active_eps,
         precision=statistics.precision,
         token_weights=partial(family_of(there.model).token_weights, there.model),
     )

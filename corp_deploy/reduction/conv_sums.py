@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.collect import ACTIVE_EPS
+from calib.active import ACTIVE_EPS
 from calib.combination import added
 from calib.hooks import listening
 from calib.moments import ChannelMoments, on_device

@@ -15,18 +15,25 @@ MlpRanking = Literal[
 ]
 ConvRanking = MlpRanking
 MlpSelection = MlpRanking | Literal["fold"]
-ConvRecoveryName = Literal["keep", "none", "bias", "gram", "affine", "im2col"]
+ConvRepair = Literal["none", "bias", "gram", "affine", "im2col"]
+ConvRecoveryName = Literal["keep"] | ConvRepair
 ChannelRecoveryName = Literal["none", "bias", "gram", "affine", "affine-v1", "refit"]
 QkRanking = Literal["energy", "magnitude"]
 QkRecoveryName = Literal["keep", "select", "logit", "logit-v1", "lowrank"]
 HeadsRanking = Literal["obs", "grail", "magnitude", "fold"]
-HeadsRecoveryName = Literal["keep", "none", "gram", "affine"]
+HeadsRepair = Literal["none", "gram", "affine"]
+HeadsRecoveryName = Literal["keep"] | HeadsRepair
 ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
 CONV_RANKINGS: tuple[str, ...] = get_args(ConvRanking)
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
+QK_RECOVERIES: tuple[str, ...] = get_args(QkRecoveryName)
+MLP_REPAIRS: tuple[str, ...] = get_args(ChannelRecoveryName)
+CONV_REPAIRS: tuple[str, ...] = get_args(ConvRepair)
+HEADS_REPAIRS: tuple[str, ...] = get_args(HeadsRepair)
+CHANNEL_REPAIRS: tuple[str, ...] = ("none", "bias", "gram", "affine")
 HEADS_RANKINGS: tuple[str, ...] = get_args(HeadsRanking)
 LOOPS: tuple[LoopName, ...] = get_args(LoopName)
 NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
@@ -155,6 +162,12 @@ class Method:
     def reduces_attention(self) -> bool:
         """Whether attention sites go through the method at all."""
         return self.attention_sparsity is not None and self.qk_recovery != "keep"
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether it tells what any width of a site loses, which a budget follows: the elimination's own repairs."""
+        exact = self.mlp_recovery == "affine" and self.conv_recovery in ("keep", "im2col")
+        return self.mlp_selection == "obs" and exact and self.qk_recovery == "lowrank"
 
     @property
     def merges(self) -> bool:

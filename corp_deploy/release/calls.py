@@ -74,6 +74,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "max_bad": calibration.max_bad,
             "attention_system": recipe.reduce.method.needs_attention_system,
             "residual": bool(recipe.reduce.residual),
+            "active_eps": calibration.active_eps,
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
             **recipe.reduce.merging_of_statistics,
@@ -96,7 +97,6 @@ def _honoured(options: Mapping[str, Any], *ways: tuple[Axis, str]) -> dict[str, 
 
 def reduce(recipe: Recipe, root: Path) -> Invocation:
     table, calibration = recipe.reduce, recipe.calibration
-    select = Pairs(mlp=table.select_mlp, head=table.select_head, conv=table.select_conv, heads=table.select_heads)
     options = {
         "model": "dense",
         **recipe.model.trust,
@@ -109,6 +109,9 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "whole_heads": None if table.has_budget else table.whole_heads,
         "macs": table.macs,
         "params": table.params,
+        "latency": table.latency,
+        "latency_tables": path_from(root, table.latency_tables),
+        "batch": table.batch,
         "within": table.within,
         "preset": table.preset,
         "heads": table.heads,
@@ -124,7 +127,9 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "save_as": table.save_as,
         **table.merging,
         **table.sparsity,
-        "select": select if str(select) else None,
+        "select": table.rankings or None,
+        "repair": table.repairs or None,
+        "qk": table.qk,
         "align": Pairs(mlp=table.align_mlp, head=table.align_head, conv=table.align_conv),
         "ridge": table.ridge,
         "images": path_from(root, calibration.images),

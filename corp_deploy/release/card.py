@@ -20,7 +20,7 @@ from perf.stats.summary import summarise
 
 from .names import GATE, PARITY, SUMMARY, bench_name, gain_name
 from .recipe import Recipe
-from .recipe_tables import ReduceTable
+from .recipe_reduce import ReduceTable
 
 
 def _count(number: int | None) -> str:

@@ -82,9 +82,11 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     calibration, calibrate = recipe.calibration, calls.calibrate(recipe, root)
     on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
-    drawn = settings_of("calibration", calibration, without=("images", "workers", "attention_system", "group_labels"))
+    drawn = settings_of(
+        "calibration", calibration, without=("images", "workers", "attention_system", "group_labels", "active_eps")
+    )
     labels = calibration.group_labels
-    asked = ("attention_system", "residual", "attn", "align")
+    asked = ("attention_system", "residual", "active_eps", "attn", "align")
     system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
     merging = {f"reduce.{name}": value for name, value in recipe.reduce.merging_of_statistics.items()}
     return Stage(

@@ -17,6 +17,7 @@ from perf.gate.rule import Rule, rule_from_text
 
 from .recipe_export import ExportTable
 from .recipe_parity import ParityTable
+from .recipe_reduce import ReduceTable
 from .recipe_table import Table, refuse_ignored
 from .recipe_tables import (
     BenchTable,
@@ -25,7 +26,6 @@ from .recipe_tables import (
     HeldOutTable,
     ModelTable,
     PackageTable,
-    ReduceTable,
     ReleaseTable,
     SamplesTable,
     TargetTable,

@@ -10,7 +10,16 @@ from corp_deploy.families.merging import How, Metric
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
 from corp_deploy.invocation.compositions import NAMES
 from corp_deploy.polish.options import PolishName
-from corp_deploy.reduction.method import ConvRanking, HeadsRanking, MlpRanking, QkRanking
+from corp_deploy.reduction.method import (
+    ChannelRecoveryName,
+    ConvRanking,
+    ConvRepair,
+    HeadsRanking,
+    HeadsRepair,
+    MlpRanking,
+    QkRanking,
+    QkRecoveryName,
+)
 from corp_deploy.reduction.sparse_options import Permute
 from ground import quantities
 from ground.quantity import BATCH, Count, Quantity
@@ -71,6 +80,7 @@ _Groups = Literal["image", "folder", "file"]
 _Reads = Literal["all", "pooled"]
 _Outputs = Literal["merged", "unmerged"]
 _SaveAs = Literal["hf"]
+_Repair = Literal["none", "bias", "gram", "affine"]
 _System = Literal["whole", "kept"]
 
 Device: TypeAlias = Annotated[_Device, _of(_Device)]
@@ -99,6 +109,11 @@ SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]
 SelectConv: TypeAlias = Annotated[ConvRanking, _of(ConvRanking)]
 SelectHead: TypeAlias = Annotated[QkRanking, _of(QkRanking)]
 SelectHeads: TypeAlias = Annotated[HeadsRanking, _of(HeadsRanking)]
+Repair: TypeAlias = Annotated[_Repair, _of(_Repair)]
+RepairMlp: TypeAlias = Annotated[ChannelRecoveryName, _of(ChannelRecoveryName)]
+RepairConv: TypeAlias = Annotated[ConvRepair, _of(ConvRepair)]
+RepairHeads: TypeAlias = Annotated[HeadsRepair, _of(HeadsRepair)]
+QueriesKeys: TypeAlias = Annotated[QkRecoveryName, _of(QkRecoveryName)]
 Preset: TypeAlias = Annotated[str, _one_of(*NAMES)]
 Polish: TypeAlias = Annotated[PolishName, _of(PolishName)]
 Interpolation: TypeAlias = Annotated[str, _one_of(*INTERPOLATIONS)]
@@ -127,6 +142,9 @@ ShareKept: TypeAlias = (
 )
 Ridge: TypeAlias = Annotated[int, _in(quantities.RIDGE, int)] | Annotated[float, _in(quantities.RIDGE, float)]
 RelativeError: TypeAlias = Annotated[int, _in(quantities.ERROR, int)] | Annotated[float, _in(quantities.ERROR, float)]
+Magnitude: TypeAlias = (
+    Annotated[int, _in(quantities.MAGNITUDE, int)] | Annotated[float, _in(quantities.MAGNITUDE, float)]
+)
 Level: TypeAlias = Annotated[int, _in(quantities.LEVEL, int)] | Annotated[float, _in(quantities.LEVEL, float)]
 Factor: TypeAlias = Annotated[int, _in(quantities.FACTOR, int)] | Annotated[float, _in(quantities.FACTOR, float)]
 Seconds: TypeAlias = Annotated[int, _in(quantities.SECONDS, int)] | Annotated[float, _in(quantities.SECONDS, float)]

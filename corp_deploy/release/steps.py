@@ -3,6 +3,7 @@
 Every function reads what its invocation names below `dirs.root` and writes below `dirs.into`.
 """
 
+from calib.active import ACTIVE_EPS
 from calib.images import Images
 from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
@@ -63,7 +64,11 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
     if run["attn"] is not None:
         restriction = moments_files.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
     asked = moments_files.CalibrationRequest(
-        statistics=Statistics(attention_system=run["attention_system"], residual=bool(run.options.get("residual"))),
+        statistics=Statistics(
+            attention_system=run["attention_system"],
+            residual=bool(run.options.get("residual")),
+            active_eps=ACTIVE_EPS if run.options.get("active_eps") is None else run["active_eps"],
+        ),
         restriction=restriction,
         **run.some("batch_size", "device", "seed", "hold_out", "groups"),
     )
@@ -78,7 +83,10 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
 
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     """The smaller model."""
-    choice, dense = reduction_from_options(run.options), load_checkpoint(dirs.root / run["model"])
+    options = dict(run.options)
+    if options.get("latency_tables") is not None:
+        options["latency_tables"] = dirs.root / options["latency_tables"]
+    choice, dense = reduction_from_options(options), load_checkpoint(dirs.root / run["model"])
     images = _images(dense, dirs, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None
     judged = choice.within is not None and images is not None
     reduce_checkpoint(

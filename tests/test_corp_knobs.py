@@ -1,0 +1,216 @@
+"""--select, --repair, --qk and --active-eps: every published choice by itself, against float64 on raw activations."""
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from calib.store import load as load_moments
+from corp_deploy.cli import main
+from corp_deploy.commands.by_kind import RANKING, REPAIR
+from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.errors import BadInput
+from tests import tiny
+
+FOLDER = TemporaryDirectory()
+HOME = Path(FOLDER.name)
+EPS = 0.4
+Array = NDArray[np.float64]
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@cache
+def home() -> Path:
+    """A dense model of one block, its images, and moments with CORP's system and another threshold of the active."""
+    save(tiny.checkpoint(depth=1), HOME / "dense")
+    np.save(HOME / "images.npy", tiny.images(40))
+    asked = ["--model", HOME / "dense", "--images", HOME / "images.npy", "--attention-system", "--active-eps", EPS]
+    result = run("calibrate", *asked, "-o", HOME / "m.safetensors", "-q")
+    assert result.exit_code == 0, result.output
+    return HOME
+
+
+def reduced(output: str, *options: object) -> nn.Module:
+    given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
+    result = run("reduce", *given, *options, "-o", home() / output, "-q")
+    assert result.exit_code == 0, result.output
+    return load_checkpoint(home() / output).model
+
+
+def refused(*options: object) -> str:
+    given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
+    result = run("reduce", *given, *options)
+    assert result.exit_code == 2, result.output
+    assert not (home() / "never").exists()
+    return " ".join(result.stderr.split())
+
+
+@cache
+def activations() -> Array:
+    """What enters fc2 [images * tokens, F], by a hook."""
+    model, heard = load_checkpoint(home() / "dense").model, list[Tensor]()
+    layer = model.get_submodule("blocks.0.mlp.fc2")
+    layer.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    with torch.inference_mode():
+        model(torch.from_numpy(np.load(home() / "images.npy")))
+    return np.concatenate([each.flatten(0, 1).double().numpy() for each in heard])
+
+
+def weights() -> tuple[Array, Array]:
+    layer = load_checkpoint(home() / "dense").model.get_submodule("blocks.0.mlp.fc2")
+    assert isinstance(layer, nn.Linear)
+    return layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+
+
+def score(how: str) -> Array:
+    """The papers' rankings as they are printed."""
+    x, (w, _) = activations(), weights()
+    energy, norm = (x**2).mean(0), np.sqrt((w**2).sum(0))
+    scores = {
+        "energy": energy,
+        "magnitude": norm,
+        "combined": energy * norm,
+        "active": (np.abs(x) > EPS).mean(0),
+        "variance": x.var(0),
+        "wanda": np.abs(w).sum(0) * np.sqrt(energy),
+    }
+    return np.asarray(scores[how])
+
+
+def repaired(how: str, kept: Array) -> tuple[Array, Array]:
+    """The second layer on the kept channels, by least squares over all tokens."""
+    x, (w, b) = activations(), weights()
+    gone = np.setdiff1d(np.arange(x.shape[1]), kept)
+    if how == "none":
+        return w[:, kept], b
+    if how == "bias":
+        return w[:, kept], b + w[:, gone] @ x[:, gone].mean(0)
+    ones = np.ones((len(x), 1)) if how == "affine" else np.zeros((len(x), 0))
+    held = np.hstack((x[:, kept], ones))
+    fit = np.linalg.lstsq(held, x[:, gone] @ w[:, gone].T, rcond=None)[0].T
+    return w[:, kept] + fit[:, : len(kept)], b + (fit[:, -1] if how == "affine" else 0.0)
+
+
+RANKED = ("energy", "magnitude", "combined", "active", "variance", "wanda")
+
+
+@pytest.mark.parametrize(("rank", "repair"), [*itertools.product(RANKED, ("none", "affine")), ("obs", "affine")])
+def test_every_ranking_goes_with_every_repair_of_channels(rank: str, repair: str) -> None:
+    check_channels(rank, repair, preset="none" if repair == "affine" else "best")
+
+
+@pytest.mark.parametrize("repair", ["bias", "gram"])
+def test_every_repair_of_channels(repair: str) -> None:
+    check_channels("wanda", repair, preset="corp")
+
+
+def check_channels(rank: str, repair: str, *, preset: str) -> None:
+    asked = ["--preset", preset, "--select", rank, "--repair", repair, "--mlp", 0.5, "--ridge", 1e-9]
+    model = reduced(f"{rank}-{repair}", *asked)
+    first, second = (model.get_submodule(f"blocks.0.mlp.{name}") for name in ("fc1", "fc2"))
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    dense = load_checkpoint(home() / "dense").model.get_submodule("blocks.0.mlp.fc1")
+    assert isinstance(dense, nn.Linear)
+    kept = np.array([int((dense.weight == row).all(1).nonzero()) for row in first.weight])
+    if rank != "obs":
+        assert set(kept) == {*np.argsort(score(rank))[-96:]}
+    weight, bias = repaired(repair, kept)
+    x = activations()[:, kept]
+    expected, got = x @ weight.T + bias, x @ second.weight.detach().double().numpy().T
+    got += second.bias.detach().double().numpy()
+    assert np.linalg.norm(got - expected) < 2e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("qk", ["select", "logit-v1", "logit", "lowrank"])
+def test_queries_and_keys_by_themselves_are_those_of_the_preset_that_has_them(qk: str) -> None:
+    """The same weights as the preset that is made of it gives, which tests of its algebra hold to the papers."""
+    by = {"select": "none", "logit-v1": "corp-v1", "logit": "corp", "lowrank": "best"}[qk]
+    other = "corp" if qk != "logit" else "none"
+    one = reduced(f"qk-{qk}", "--preset", other, "--qk", qk, "--attn", 0.5, "--no-rotate")
+    two = reduced(f"qk-by-{qk}", "--preset", by, "--attn", 0.5, "--no-rotate")
+    for name, weight in one.state_dict().items():
+        torch.testing.assert_close(weight, two.state_dict()[name], rtol=0.0, atol=0.0)
+    dense = reduced(f"qk-none-{qk}", "--preset", other, "--mlp", 0.0).state_dict()
+    assert any(weight.shape != dense[name].shape for name, weight in one.state_dict().items() if name in dense)
+
+
+def test_a_preset_without_attention_takes_it_by_its_knob() -> None:
+    model = reduced("grail-qk", "--preset", "grail", "--qk", "lowrank", "--attn", 0.5, "--mlp", 0.5)
+    assert len(model.state_dict()["blocks.0.mlp.fc1.weight"]) == 96
+    recorded = json.loads((home() / "grail-qk" / "config.json").read_text())
+    assert "lowrank" in json.dumps(recorded["lineage"])
+
+
+def test_what_nothing_honours_is_refused() -> None:
+    lost = refused("--preset", "grail", "--attn", 0.5)
+    assert "--attn 0.5 is not honoured by preset grail" in lost
+    assert "--attn 0.5 is not honoured by preset best with --qk keep" in refused("--qk", "keep", "--attn", 0.5)
+    assert "--qk select is not honoured by a reduction that leaves attention alone" in refused(
+        "--mlp", 0.5, "--qk", "select"
+    )
+    assert "--repair conv=gram is of what stays as it is; give --conv" in refused("--mlp", 0.5, "--repair", "conv=gram")
+    assert "--select energy is of what stays as it is; give --mlp or --conv" in refused(
+        "--attn", 0.5, "--select", "energy"
+    )
+    for knob in (("--repair", "gram"), ("--select", "wanda"), ("--qk", "logit-v1")):
+        said = refused("--macs", 0.6, "--images", home() / "images.npy", *knob)
+        assert "--macs 0.6 is not honoured by preset best with " + " ".join(knob) in said
+    assert "can't repair" in refused("--preset", "fold", "--mlp", 0.5, "--repair", "none")
+    with_loop = ["--closed-loop", "--images", home() / "images.npy", "--select", "active"]
+    assert "the moments count |x| > 0.4 and the closed loop |x| > 0.001" in refused("--mlp", 0.5, *with_loop)
+    assert "'nothing': expected mlp=HOW" in refused("--mlp", 0.5, "--repair", "nothing")
+    assert "once each" in refused("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias")
+
+
+def test_the_threshold_of_what_is_active_stands_in_the_moments() -> None:
+    (mlp,) = (each for name, each in load_moments(home() / "m.safetensors").sites.items() if name.endswith("mlp"))
+    assert mlp.eps == EPS  # type: ignore[union-attr]
+    assert mlp.active_share_F.numpy() == pytest.approx((np.abs(activations()) > EPS).mean(0), abs=1e-3)  # type: ignore[union-attr]
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "energy": {"select": "energy", "conv": 0.5},
+    "mlp=wanda,head=magnitude,conv=obs": {
+        **{"select_mlp": "wanda", "select_head": "magnitude", "select_conv": "obs"},
+        **{"attn": 0.5, "conv": 0.5},
+    },
+    "heads=grail": {"select_heads": "grail", "whole_heads": 0.5},
+}
+
+
+@pytest.mark.parametrize("text", OTHERWISE)
+def test_rankings_are_read_as_they_are_printed(text: str) -> None:
+    recipe = ReduceTable(preset="corp", mlp=0.5, **OTHERWISE[text])
+    assert recipe.rankings == RANKING.convert(text, None, None)
+    assert str(recipe.rankings) == text
+    assert REPAIR.convert("mlp=gram,conv=im2col,heads=none", None, None) == {
+        "mlp": "gram",
+        "conv": "im2col",
+        "heads": "none",
+    }
+
+
+def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--repair heads=gram is of what stays as it is"):
+        ReduceTable(mlp=0.5, repair_heads="gram")
+    with pytest.raises(BadInput, match=r"needs reduce\.latency_tables"):
+        ReduceTable(latency=0.8)
+    with pytest.raises(BadInput, match="qk"):
+        ReduceTable(mlp=0.5, qk="logit")
+    assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.budget.currency == "latency"
+    assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"
