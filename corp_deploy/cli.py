@@ -11,8 +11,10 @@ from ground.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_MISSING,
+    EXIT_NOT_COMPARABLE,
     BadInput,
     Missing,
+    NotComparable,
     is_out_of_memory,
 )
 from ground.text import printable
@@ -69,6 +71,8 @@ class Commands(click.Group):
         except click.ClickException as error:
             error.message = printable(error.message)  # type: ignore[misc]  # click shows the instance's own
             raise
+        except NotComparable as error:
+            raise Failure(str(error), EXIT_NOT_COMPARABLE) from error
         except BadInput as error:
             raise Failure(str(error), EXIT_BAD_INPUT) from error
         except Missing as error:

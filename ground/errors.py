@@ -9,6 +9,10 @@ class BadInput(ValueError):
     """The user's mistake: what is wrong, where, what was got and expected, what to do."""
 
 
+class NotComparable(BadInput):
+    """Two things that say nothing about one another: the message names what differs."""
+
+
 class Missing(RuntimeError):
     """This machine lacks what the step needs; the message says what and how to get it."""
 

@@ -354,7 +354,7 @@ def test_export_has_no_heads_to_replace_where_all_widths_are_one(home: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-VERIFY_ASKED: dict[str, dict[str, Any]] = {"images": {"images": "images.npy"}, "random": {"random": 4}}
+VERIFY_ASKED: dict[str, dict[str, Any]] = {"images": {"images": "images.npy"}, "random": {"random": 4}, "none": {}}
 VERIFY_VALUES = {"labels": "labels.npy", "moments": "m.safetensors", "samples": 3, "seed": 1}
 
 

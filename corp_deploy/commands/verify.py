@@ -1,78 +1,25 @@
 """corp-deploy verify."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.invocation.table import VERIFY, VERIFY_HEADS
+from corp_deploy.invocation.table import VERIFY_HEADS, VERIFY_REFERENCE
 from corp_deploy.views.console import Output
 from ground.quantities import ERROR, FACTOR, LEVEL, SHARE
-from ground.quantity import BATCH
 
-from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
 from .model_choice import ModelChoice, dense_options
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, value_options
+from .options import ANY_PATH, FILE, explicit_options, output_options, value_options
+from .proof_input_choice import ProofInputChoice, proof_input_options
+from .verify_run import VerifyRun, run_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate, Runtime
     from corp_deploy.proof.heads import HeadRequest
-    from corp_deploy.proof.inputs import ProofInputs
     from corp_deploy.proof.link_rules import ParityLimits
-    from corp_deploy.store.checkpoint import Checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofInputChoice:
-    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw.
-    `moments`: of the images that these are compared with.
-    """
-
-    real: InputChoice
-    random: int | None
-    moments: Path | None
-
-    def __post_init__(self) -> None:
-        if (self.real.path is None) == (self.random is None):
-            raise click.UsageError("give --images or --text, or --random when random inputs are really meant")
-
-    @property
-    def way(self) -> str:
-        return "random" if self.real.path is None else "images"
-
-    def open(self, dense: "Checkpoint") -> "ProofInputs":
-        from corp_deploy.proof.inputs import inputs_from_set, random_inputs
-
-        if self.random is not None:
-            return random_inputs(dense, self.random, self.real.seed)
-        source = self.real.open(dense)
-        return inputs_from_set(source, self.real.class_indices(source, dense))
-
-
-def _proof_input_choice(random: int | None, moments: Path | None, **options: Any) -> ProofInputChoice:
-    choice = ProofInputChoice(real=input_choice(**options), random=random, moments=moments)
-    VERIFY.refuse([("", choice.way)], explicit_options())
-    return choice
-
-
-proof_input_options = value_options(
-    "inputs",
-    _proof_input_choice,
-    images_option(),
-    text_option(),
-    click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so."),
-    click.option(
-        "--labels",
-        type=FILE,
-        default=None,
-        help="Class indices of the images in their order (.npy, or key labels of .npz).",
-    ),
-    click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration."),
-    *drawing_options,
-)
 
 
 def _limits(**limits: float | None) -> "ParityLimits":
@@ -157,15 +104,10 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 
 @click.command()
 @click.argument("model", metavar="REFERENCE")
-@click.argument("candidates", nargs=-1, required=True, type=ANY_PATH)
+@click.argument("candidates", nargs=-1, type=ANY_PATH)
 @dense_options
 @proof_input_options
-@click.option(
-    "--output", "-o", type=FILE, required=True, help="parity.json to write; per-image figures go to .npz beside it."
-)
-@click.option(
-    "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
-)
+@run_options
 @click.option(
     "--runtime",
     "runtimes",
@@ -183,8 +125,7 @@ def verify(
     model: ModelChoice,
     candidates: tuple[Path, ...],
     inputs: ProofInputChoice,
-    output: Path,
-    batch: tuple[int, ...],
+    asked: VerifyRun,
     runtimes: "tuple[Runtime, ...]",
     heads: "HeadRequest",
     limits: "ParityLimits",
@@ -199,6 +140,10 @@ def verify(
 
     Give the candidates in the order they were made: reduced directory, FP32 graph, FP16 graph.
 
+    With a .plan (or .onnx) as REFERENCE, engines of one graph are compared with it; exit 5 where they were built of
+    others. Where two versions need an environment each, --write-golden keeps what the first answers, and its directory
+    is the REFERENCE in the second.
+
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
     from calib.store import load as load_moments
@@ -207,18 +152,22 @@ def verify(
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.views.parity import located_lines, parity_table
 
-    if output.suffix == ".npz":
-        raise click.BadParameter(f"{output}: the per-image figures go there; expected .json", param_hint="--output")
+    of_engines = asked.is_of_engines(model.model)
+    VERIFY_REFERENCE.refuse([(model.model, "engine" if of_engines else "model")], explicit_options())
+    if of_engines:
+        ctx.exit(asked.compare(Path(model.model), candidates, inputs, limits, out))
+    inputs.require()
+    output = asked.record_of(candidates)
     dense = model.load(out)
     steps = with_runtimes([candidate_from_path(path) for path in candidates], runtimes)
     if "batch" in explicit_options():
-        _refuse_other_batches(steps, batch)
+        _refuse_other_batches(steps, asked.batch)
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,
             steps,
             inputs.open(dense),
-            batches=batch,
+            batches=asked.batch,
             limits=limits,
             moments=None if inputs.moments is None else load_moments(inputs.moments),
             heads=heads,

@@ -8,6 +8,9 @@ import timm
 from torch import Tensor
 
 from ground.ports import Port, image_port
+from ground.records import record_from_text, record_from_value
+
+from .preprocessing import Preprocessing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +41,12 @@ class ImageSpec:
         """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]."""
         transform: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
         return transform
+
+
+def image_spec_of_note(text: str, shape: tuple[int, int, int], *, where: str) -> ImageSpec:
+    """What `as_json` wrote, as the text that a graph carries. Raises BadInput for another."""
+    again = "export the model again"
+    settings = record_from_text(text, dict[str, Any], where=f"{where}: its preprocessing", remedy=again)
+    known = {name: value for name, value in settings.items() if name != "input_size"}
+    prepared = record_from_value(known, Preprocessing, where=f"{where}: its preprocessing").for_channels(shape[0])
+    return ImageSpec(shape=shape, config={"input_size": shape, **prepared.settings})

@@ -217,6 +217,34 @@ VERIFY = Axis(
             honours={"labels": ANY, "moments": ANY, "samples": ANY, "seed": ANY},
         ),
         "random": Way(words="random inputs", ask="--random N", honours={"seed": ANY}),
+        "none": Way(words="the inputs of a golden directory", ask="verify golden B.plan", honours={}),
+    },
+)
+
+_OF_NAMES = ("weights", "model_kwargs", "ema", "mean", "std", "crop_pct", "interpolation", "crop_mode", "outputs")
+_OF_MODELS = (
+    "head",
+    "half_factor",
+    "quantised_factor",
+    "max_apart",
+    "moments",
+    "labels",
+    "text",
+    "trust_code",
+    "runtimes",
+)
+# By what everything is held against.
+VERIFY_REFERENCE = Axis(
+    command="verify",
+    ways={
+        "model": Way(
+            words="a model as REFERENCE", ask="verify DIR", honours=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY)
+        ),
+        "engine": Way(
+            words="an engine, a graph or a golden directory as REFERENCE",
+            ask="verify A.plan B.plan",
+            honours={"write_golden": ANY, "other_graph": ANY},
+        ),
     },
 )
 
@@ -387,4 +415,4 @@ MERGING = Axis(
 )
 
 REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH, MERGING, SPARSE)
-AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, VERIFY_HEADS, CALIBRATE, INPUTS, *REDUCE)
+AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, VERIFY_HEADS, VERIFY_REFERENCE, CALIBRATE, INPUTS, *REDUCE)

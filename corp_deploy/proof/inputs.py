@@ -1,5 +1,6 @@
 """What a proof is made on: all inputs as they are fed to the models, under the names of the model's ports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Any
@@ -13,6 +14,7 @@ from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, noise_of_ports, rows_of
+from ground.ports import Port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,11 @@ def random_inputs(dense: Checkpoint, count: int, seed: int) -> ProofInputs:
 
     Raises BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
     """
-    ports = input_ports(dense.model)
+    return noise_inputs(input_ports(dense.model), count, seed)
+
+
+def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
+    """The same for these ports."""
     whole = [f"{port.name} ({port.dtype})" for port in ports if port.dtype != "float32"]
     if whole:
         raise BadInput(

@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from calib.images import Images, open_images
+from calib.images import ARRAYS, Images, open_images
 from calib.input_set import InputSet
 from calib.texts import Texts, open_texts
 from corp_deploy.families.family import family_of, image_spec, text_spec
 from corp_deploy.families.merging import Merging
+from corp_deploy.families.timm_images import image_spec_of_note
 from ground.errors import BadInput
 from ground.files import regular
+from ground.ports import Port
 from ground.records import record_from_bytes
 
 from .checkpoint import Checkpoint
@@ -43,6 +45,32 @@ def images_for_model(
         workers=workers,
         max_bad=max_bad,
     )
+
+
+def images_for_port(
+    port: Port, preprocessing: str | None, path: Path, *, where: str, samples: int | None, seed: int
+) -> Images:
+    """The same without a model: for an input of this shape, folders by the preprocessing that a graph carries.
+
+    Raises BadInput where it carries none and the images are files to be decoded, and for what is no image's input.
+    """
+    array = path.suffix in ARRAYS
+    if len(port.shape) != 3 or (preprocessing is None and not array):
+        needs = "says nothing of its preprocessing" if len(port.shape) == 3 else f"takes no images but {port.name}"
+        raise BadInput(
+            f"{where}: {needs}, so images can't be prepared for it; give --images as .npy, .npz or .safetensors with "
+            "what it takes, or --random"
+        )
+    shape = (port.shape[0], port.shape[1], port.shape[2])
+    if not array:
+        _refuse_rgb(path, shape)
+    prepared = None if preprocessing is None else image_spec_of_note(preprocessing, shape, where=where)
+    transform = _undecoded if prepared is None else prepared.transform()
+    return open_images(path, image_shape=shape, transform=transform, samples=samples, seed=seed)
+
+
+def _undecoded(image: object) -> Tensor:
+    raise AssertionError(image)  # arrays are taken as they are
 
 
 def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts:

@@ -164,6 +164,7 @@ def _record(
         sparse_layers=layers.picked,
         sparse_names=layers.names,
         fusion_breaks=breaks_of_graph(session.proto),
+        notes={each.key: each.value for each in session.proto.metadata_props if not each.key.startswith("export.")},
     )
 
 

@@ -33,7 +33,7 @@ class EngineRecord:
     count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
     `sparse_eligible` is how many layers the builder says it could run sparse, `sparse_layers` how many it does, by
     `sparse_names` where it tells them. `fusion_breaks` are outputs that stand there only to be written: nobody reads
-    them.
+    them. `notes` are what the graph carried beside the exporter's own, such as its preprocessing.
     """
 
     backend: str
@@ -64,6 +64,7 @@ class EngineRecord:
     sparse_layers: Natural | None = None
     sparse_names: tuple[str, ...] = ()
     fusion_breaks: tuple[GraphPort, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     memory: EngineMemory = field(default_factory=lambda: EngineMemory(reason=UNRECORDED))
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from .locate import FaultLocation
 from .maps import THRESHOLD, Head
 from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
 from .shift import Shift
+from .source import Source
 from .structure import StructuralTest
 from .ties import Choices, Ties
 from .tolerance import Tolerance
@@ -86,7 +87,9 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The whole proof; verdict and reason follow from its parts."""
+    """The whole proof; verdict and reason follow from its parts. `sources`: what was compared where it was engines, the
+    reference first.
+    """
 
     images: ImageSet
     links: tuple[Link, ...]
@@ -97,6 +100,7 @@ class Parity:
     comparisons: tuple[PairedAccuracy, ...] = ()
     per_image: str | None = None
     heads: tuple[Head, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
         names = [link.name for link in self.links]
@@ -145,8 +149,9 @@ class Parity:
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         links = [_json_from_link(link) for link in self.links]
         fields: dict[str, Any] = json_from_record(self)
-        if not self.heads:
-            del fields["heads"]
+        for name in ("heads", "sources"):
+            if not fields[name]:
+                del fields[name]
         return head | fields | {"links": links, "batches": sizes}
 
 

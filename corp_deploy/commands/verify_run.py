@@ -1,0 +1,178 @@
+"""What `verify` runs, and engines of one graph held against each other, in one environment or in two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from corp_deploy.views.console import Output
+
+from .options import BATCHES, DIRECTORY, FILE, explicit_options, value_options
+
+if TYPE_CHECKING:
+    from corp_deploy.proof.artefact import Artefact
+    from corp_deploy.proof.golden import Golden
+    from corp_deploy.proof.link_rules import ParityLimits
+
+    from .proof_input_choice import ProofInputChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRun:
+    """Batch sizes and where the record goes. Of engines also `write_golden`: where inputs and answers go for another
+    environment; `other_graph`: whether engines of different graphs are meant.
+    """
+
+    output: Path | None
+    batch: tuple[int, ...]
+    write_golden: Path | None
+    other_graph: bool
+
+    def is_of_engines(self, reference: str) -> bool:
+        """Whether the reference is an engine, a graph or golden answers, and no model."""
+        return Path(reference).suffix in (".plan", ".onnx") or (Path(reference) / "golden.json").exists()
+
+    def record_of(self, candidates: Sequence[Path]) -> Path:
+        """Where it goes. Raises UsageError without it or without candidates, and for the name of the file beside it."""
+        if not candidates:
+            raise click.UsageError("Missing argument 'CANDIDATES...': what to hold against REFERENCE")
+        if self.output is None:
+            raise click.UsageError("Missing option '--output' / '-o'.")
+        if self.output.suffix == ".npz":
+            where = f"{self.output}: the per-image figures go there; expected .json"
+            raise click.BadParameter(where, param_hint="--output")
+        return self.output
+
+    def compare(
+        self,
+        reference: Path,
+        candidates: Sequence[Path],
+        inputs: "ProofInputChoice",
+        limits: "ParityLimits",
+        out: Output,
+    ) -> int:
+        """Engines of one graph, or keep what the reference answers; the exit code."""
+        from corp_deploy.proof.artefact import artefact_from_path
+        from corp_deploy.proof.compare_engines import Commands, require_one_environment
+
+        if self.write_golden is not None:
+            return self._keep(artefact_from_path(reference), self.write_golden, candidates, inputs, out)
+        output = self.record_of(candidates)
+        steps = [artefact_from_path(path) for path in candidates]
+        if reference.is_dir():
+            golden = self._golden(reference, inputs)
+            elsewhere = "compare it in an environment that loads it, with the same golden directory"
+        else:
+            inputs.require()
+            first = artefact_from_path(reference)
+            elsewhere = Commands(inputs=inputs.words, output=str(output)).elsewhere(reference, candidates)
+            self._require_graph(first.source.graph_sha256, reference, steps)
+            require_one_environment([first, *steps], elsewhere)
+            golden = _answered(first, inputs, _sizes([first, *steps], self.batch), elsewhere)
+        self._require_graph(golden.source.graph_sha256, reference, steps)
+        return _compared(golden, steps, output, _sizes(steps, self.batch), limits, elsewhere, out)
+
+    def _require_graph(self, digest: str, reference: Path, steps: "Sequence[Artefact]") -> None:
+        from corp_deploy.proof.compare_engines import require_one_graph
+
+        if not self.other_graph:
+            require_one_graph(digest, str(reference), steps)
+
+    def _golden(self, directory: Path, inputs: "ProofInputChoice") -> "Golden":
+        from corp_deploy.proof.golden import read_golden
+
+        if inputs.way != "none":
+            raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.words} out")
+        return read_golden(directory)
+
+    def _keep(
+        self,
+        artefact: "Artefact",
+        directory: Path,
+        candidates: Sequence[Path],
+        inputs: "ProofInputChoice",
+        out: Output,
+    ) -> int:
+        from corp_deploy.proof.golden import write_golden
+
+        if candidates or self.output is not None or self.other_graph:
+            raise click.UsageError(
+                "--write-golden keeps what REFERENCE answers and compares nothing; leave candidates, --output and "
+                "--other-graph out"
+            )
+        inputs.require()
+        golden = _answered(artefact, inputs, _sizes([artefact], self.batch), None)
+        write_golden(golden, directory)
+        record = {"written": str(directory), "source": golden.source.line, "count": golden.images.count}
+        then = f"then, where the other engine loads: corp-deploy verify {directory} B.plan -o parity.json"
+        out.result(record, f"{directory}: {golden.images.count} inputs, {golden.source.line}", then)
+        return 0
+
+
+def _answered(
+    artefact: "Artefact", inputs: "ProofInputChoice", batches: tuple[int, ...], elsewhere: str | None
+) -> "Golden":
+    from corp_deploy.proof.compare_engines import golden_of
+
+    return golden_of(artefact, inputs.open_for_engine(artefact), batches, elsewhere=elsewhere)
+
+
+def _compared(
+    golden: "Golden",
+    steps: "Sequence[Artefact]",
+    output: Path,
+    batches: tuple[int, ...],
+    limits: "ParityLimits",
+    elsewhere: str,
+    out: Output,
+) -> int:
+    from corp_deploy.proof.compare_engines import compare
+    from corp_deploy.proof.record import EXIT_CODES, save_proof
+    from corp_deploy.views.parity import parity_table
+
+    with out.progress("verifying", len(steps), unit="engines") as done:
+        proof = compare(golden, steps, batches=batches, limits=limits, elsewhere=elsewhere, done=done)
+    save_proof(proof, output)
+    if proof.parity.verdict == "UNJUDGED":
+        out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
+    lines = [source.line for source in proof.parity.sources]
+    out.result(proof.parity.to_json(), parity_table(proof.parity), *lines, proof.parity.line)
+    return EXIT_CODES[proof.parity.verdict]
+
+
+def _sizes(artefacts: "Sequence[Artefact]", batches: tuple[int, ...]) -> tuple[int, ...]:
+    """The batch sizes asked for. Raises UsageError where one that was typed is none that an engine takes."""
+    for each in artefacts:
+        if "batch" in explicit_options() and each.batches is not None:
+            least, most = each.batches
+            beyond = [size for size in batches if not least <= size <= most]
+            if beyond:
+                raise click.UsageError(
+                    f"{each.path} takes batches of {least} to {most} only, --batch asks for {beyond[0]}; leave it out"
+                )
+    return batches
+
+
+run_options = value_options(
+    "asked",
+    VerifyRun,
+    click.option(
+        "--output", "-o", type=FILE, default=None, help="parity.json to write; per-image figures go to .npz beside it."
+    ),
+    click.option(
+        "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
+    ),
+    click.option(
+        "--write-golden",
+        type=DIRECTORY,
+        default=None,
+        help="Keep the inputs and what REFERENCE, a .plan or .onnx, answers, for `verify DIR B.plan` elsewhere.",
+    ),
+    click.option(
+        "--other-graph",
+        is_flag=True,
+        help="Compare engines although they were built of different graphs; the record tells both digests.",
+    ),
+)

@@ -1,0 +1,130 @@
+"""An engine or a graph by itself: what it is and was made of, and how it answers, with no model to hold it against."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime
+
+from corp_deploy.store.onnx_file import PREFIX, facts_of_onnx
+from export.engine.record import record_of_plan
+from export.graph.check import load_onnx
+from export.graph.ports import GraphPort, noted_outputs, ports_of_graph
+from ground.errors import BadInput, Missing
+from ground.files import sha256_of_file
+from ground.ports import LOGITS, OutputPort, Port
+from perf.parity.source import Source
+
+from .candidates import Candidate, Run, candidate_from_path
+
+NOTE = f"{PREFIX}preprocessing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artefact:
+    """`batches`: the smallest and the largest that it takes, None where any will do; `preprocessing`: how images become
+    its input, where its graph says so; `movable`: whether other versions of its library may load it.
+    """
+
+    path: Path
+    candidate: Candidate
+    source: Source
+    inputs: tuple[Port, ...]
+    outputs: tuple[OutputPort, ...]
+    batches: tuple[int, int] | None
+    preprocessing: str | None
+    movable: bool = True
+
+    def sizes(self, asked: Sequence[int]) -> tuple[int, ...]:
+        """Those of the batch sizes that it takes; its largest where it takes none of them."""
+        if self.batches is None:
+            return tuple(asked)
+        least, most = self.batches
+        return tuple(size for size in asked if least <= size <= most) or (most,)
+
+    @contextmanager
+    def opened(self, elsewhere: str) -> Iterator[Run]:
+        """How it answers. Raises Missing, with the command for `elsewhere`, where this machine can't load it."""
+        entered = self.candidate.opened(self.outputs)
+        try:
+            run = entered.__enter__()
+        except (BadInput, Missing) as error:
+            if self.candidate.form != "engine":
+                raise
+            built = f"{self.source.backend} {self.source.version} for SM {', '.join(self.source.targets) or 'unknown'}"
+            raise Missing(f"{self.path}: built by {built}, and it can't be run here: {error}\n{elsewhere}") from error
+        try:
+            yield run
+        finally:
+            entered.__exit__(None, None, None)
+
+
+def artefact_from_path(path: Path) -> Artefact:
+    """A .plan with its record, or an .onnx file. Raises BadInput for others, and for sizes that are open."""
+    if path.suffix == ".plan":
+        return _from_plan(path)
+    if path.suffix == ".onnx":
+        return _from_graph(path)
+    raise BadInput(f"{path}: expected a .plan or an .onnx file beside an engine; a model has no engine's digest")
+
+
+def _from_plan(path: Path) -> Artefact:
+    record, candidate = record_of_plan(path), candidate_from_path(path)
+    digest = sha256_of_file(path)
+    if digest != record.plan_sha256:
+        raise BadInput(f"{path}: its bytes are not those that {path.name}.json describes; build it again")
+    source = Source(
+        label=f"{path.parent.name}/{path.name} {record.backend} {record.library_version} {record.precision}",
+        backend=record.backend,
+        version=record.library_version,
+        targets=record.targets,
+        precision=record.precision,
+        graph_sha256=record.onnx_sha256,
+        sha256=record.plan_sha256,
+    )
+    first = record.batches[0]  # the one that a runner takes
+    roles = record.roles
+    return Artefact(
+        path=path,
+        candidate=candidate,
+        source=source,
+        inputs=_ports(record.inputs, path),
+        outputs=tuple(OutputPort(name=each.name, role=roles.get(each.name, LOGITS.role)) for each in record.outputs),
+        batches=(first.smallest, first.largest),
+        preprocessing=record.notes.get(NOTE),
+        movable=record.options.get("version_compatible") is True,
+    )
+
+
+def _from_graph(path: Path) -> Artefact:
+    candidate, proto, digest = candidate_from_path(path), load_onnx(path), sha256_of_file(path)
+    source = Source(
+        label=candidate.label,
+        backend="onnxruntime",
+        version=onnxruntime.__version__,
+        targets=(),
+        precision=facts_of_onnx(path).precision,
+        graph_sha256=digest,
+        sha256=digest,
+    )
+    return Artefact(
+        path=path,
+        candidate=candidate,
+        source=source,
+        inputs=_ports(ports_of_graph(proto)[0], path),
+        outputs=tuple(noted_outputs(proto)),
+        batches=None if candidate.batch is None else (candidate.batch, candidate.batch),
+        preprocessing=next((each.value for each in proto.metadata_props if each.key == NOTE), None),
+    )
+
+
+def _ports(values: Sequence[GraphPort], path: Path) -> tuple[Port, ...]:
+    for value in values:
+        if not all(isinstance(size, int) for size in value.shape[1:]):
+            raise BadInput(
+                f"{path}: its input {value.name} is {list(value.shape)}, expected fixed sizes behind the batch"
+            )
+    return tuple(
+        Port(name=each.name, dtype=each.dtype, shape=tuple(int(size) for size in each.shape[1:])) for each in values
+    )

@@ -1,0 +1,271 @@
+"""Engines of one graph against each other: in one environment, by golden answers in two, and what is no comparison.
+
+Engines are stood for by their graph in ONNX Runtime, with an error that is known; plans here are a record and a few
+bytes. Graphs themselves are really run.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from corp_deploy.cli import main
+from corp_deploy.proof import candidates
+from corp_deploy.proof.golden import read_golden
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import export_checkpoint
+from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
+from export.graph.ports import ports_of_graph
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs
+from ground.files import sha256_of_file
+from perf.parity.parity import load_parity
+from perf.runners.onnx import OnnxRunner
+from tests import tiny
+
+ERRORS = {"10.16.1": 0.0, "11.4.0": 0.25}
+
+
+def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object) -> Path:
+    """A plan of this graph: its bytes are the version, its record says the rest."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(version)
+    proto = onnx.load(graph)
+    inputs, outputs = ports_of_graph(proto)
+    record = EngineRecord(
+        backend="tensorrt",
+        library_version=version,
+        command="build",
+        onnx_sha256=sha256_of_file(graph),
+        onnx_bytes=graph.stat().st_size,
+        plan_sha256=sha256_of(path.read_bytes()),
+        plan_bytes=path.stat().st_size,
+        precision="fp32",
+        half_weight_share=0.0,
+        half_kernel_share=None,
+        targets=("89",),
+        gpu="A Card",
+        profiles=("1:4:8",),
+        inputs=inputs,
+        outputs=outputs,
+        kernels=None,
+        kernel_kinds={},
+        attention_sites=(),
+        fused_attention_sites=None,
+        build_seconds=1.0,
+        options={},
+        notes={each.key: each.value for each in proto.metadata_props if not each.key.startswith("export.")},
+    )
+    record_path(path).write_text(replace(record, **changes).to_json())  # type: ignore[arg-type]
+    return path
+
+
+class StandIn:
+    """Answers as the graph beside the plans does, off by what ERRORS says of its version in the first class."""
+
+    def __init__(self, path: Path, graph: Path) -> None:
+        self._runner, self._version = OnnxRunner(graph), path.read_text()
+
+    def __enter__(self) -> "StandIn":
+        if self._version not in ERRORS:
+            raise BadInput("tensorrt 11.4.0 cannot load this plan: it was built by another version")
+        self._runner.__enter__()
+        self.inputs, self.outputs = self._runner.inputs, self._runner.outputs
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.__exit__(None, None, None)
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        logits = self._runner(feeds)["logits"].copy()
+        logits[:, 0] += ERRORS[self._version]
+        return {"logits": logits}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), root / "dense")
+    export_checkpoint(tiny.checkpoint(), root / "m.onnx", precision="fp32")
+    export_checkpoint(tiny.checkpoint(), root / "other.onnx", precision="fp16")
+    plan(root / "old" / "m.plan", root / "m.onnx")
+    plan(root / "new" / "m.plan", root / "m.onnx", version="11.4.0")
+    plan(root / "same" / "m.plan", root / "m.onnx")
+    plan(root / "other" / "m.plan", root / "other.onnx", precision="fp16")
+    np.save(root / "images.npy", tiny.images(10))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def engine(path: Path, backend: str) -> Iterator[StandIn]:
+        assert backend == "tensorrt"
+        with StandIn(path, home / "m.onnx") as runner:
+            yield runner
+
+    monkeypatch.setattr(candidates, "EngineRunner", engine)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def relative(error: float, home: Path) -> float:
+    """The relative error of logits that are off by so much in one class, computed by hand."""
+    with OnnxRunner(home / "m.onnx") as runner:
+        logits = runner({"images": tiny.images(10)})["logits"]
+    return float(np.sqrt(10 * error**2) / np.linalg.norm(logits))
+
+
+def test_by_golden_answers_of_another_environment(home: Path, tmp_path: Path) -> None:
+    images = ("--images", home / "images.npy")
+    kept = run("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")
+    assert kept.exit_code == 0, kept.output
+    assert "tensorrt 10.16.1 for SM 89" in said(kept)
+    compared = run("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1.0)
+    assert compared.exit_code == 0, compared.output
+    parity = load_parity(tmp_path / "p.json")
+    (link,) = parity.links
+    assert link.measures.relative_error == pytest.approx(relative(0.25, home), rel=0.02)
+    assert [source.version for source in parity.sources] == ["10.16.1", "11.4.0"]
+    assert {source.graph_sha256 for source in parity.sources} == {sha256_of_file(home / "m.onnx")}
+    assert [source.sha256 for source in parity.sources] == [
+        record_of_plan(home / name / "m.plan").plan_sha256 for name in ("old", "new")
+    ]
+    assert (parity.images.count, [row.batch for row in link.batches]) == (10, [1, 7])
+    assert len(np.load(tmp_path / "p.npz").files) > 3
+    failed = run("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1e-4)
+    assert failed.exit_code == 1
+    unjudged = run("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json")
+    assert unjudged.exit_code == 3
+
+
+def test_directly_where_both_load(home: Path, tmp_path: Path) -> None:
+    words = ("verify", home / "old/m.plan", home / "same/m.plan", "--random", 9, "-o", tmp_path / "p.json")
+    same = run(*words, "--max-error", 1e-6, "--batch", "3,8", "--json")
+    assert same.exit_code == 0, same.output
+    record = json.loads(same.stdout)
+    assert record["links"][0]["measures"]["relative_error"] == 0.0
+    assert (record["images"]["kind"], [row["batch"] for row in record["links"][0]["batches"]]) == ("random", [3, 8])
+
+
+def test_an_engine_against_the_very_graph_that_it_was_built_of(home: Path, tmp_path: Path) -> None:
+    words = ("verify", home / "m.onnx", home / "new/m.plan", "--images", home / "images.npy")
+    result = run(*words, "-o", tmp_path / "p.json", "--max-error", 1.0)
+    assert result.exit_code == 0, result.output
+    assert [source.backend for source in load_parity(tmp_path / "p.json").sources] == ["onnxruntime", "tensorrt"]
+
+
+def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> None:
+    """The same pictures through the model's own transform and through the note that its plan carries."""
+    (tmp_path / "photos").mkdir()
+    generator = np.random.default_rng(0)
+    for index in range(3):
+        pixels = generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{index}.png")
+    kept = run("verify", home / "old/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "golden")
+    assert kept.exit_code == 0, kept.output
+    from corp_deploy.store.inputs import images_for_model
+
+    (expected,) = images_for_model(tiny.checkpoint().model, tmp_path / "photos").batches(8)
+    np.testing.assert_array_equal(read_golden(tmp_path / "golden").feeds["images"], expected.numpy())
+    plan(tmp_path / "mute" / "m.plan", home / "m.onnx", notes={})
+    mute = run("verify", tmp_path / "mute/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "g")
+    assert mute.exit_code == 2
+    assert "says nothing of its preprocessing" in said(mute)
+
+
+def test_engines_of_other_graphs_are_not_comparable(home: Path, tmp_path: Path) -> None:
+    words = ("verify", home / "old/m.plan", home / "other/m.plan", "--random", 4, "-o", tmp_path / "p.json")
+    refused = run(*words)
+    assert refused.exit_code == 5
+    assert "--other-graph if two graphs are meant" in said(refused)
+    assert not (tmp_path / "p.json").exists()
+    meant = run(*words, "--other-graph", "--max-error", 1.0)
+    assert meant.exit_code == 0, meant.output
+    assert len({source.graph_sha256 for source in load_parity(tmp_path / "p.json").sources}) == 2
+
+
+def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: Path) -> None:
+    words = ("--random", 4, "-o", "p.json")
+    two = run("verify", home / "old/m.plan", home / "new/m.plan", *words)
+    assert two.exit_code == 4
+    for part in (
+        "one process loads one version only",
+        f"corp-deploy verify {home}/old/m.plan --random 4 --seed 0 --write-golden golden",
+        f"corp-deploy verify golden {home}/new/m.plan -o p.json",
+    ):
+        assert part in said(two), two.output
+    plan(tmp_path / "strange" / "m.plan", home / "m.onnx", version="8.6.0")
+    kept = run("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden")
+    assert kept.exit_code == 4
+    assert "built by tensorrt 8.6.0 for SM 89, and it can't be run here" in said(kept)
+    assert not (tmp_path / "golden").exists()
+    movable = plan(tmp_path / "movable" / "m.plan", home / "m.onnx", options={"version_compatible": True})
+    assert run("verify", movable, home / "new/m.plan", "--random", 4, "-o", tmp_path / "p.json").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("old/m.plan", "same/m.plan", "-o", "p.json"), "give --images or --text"),
+        (("old/m.plan", "--random", "4"), "Missing argument 'CANDIDATES...'"),
+        (("old/m.plan", "same/m.plan", "--random", "4"), "Missing option '--output'"),
+        (("old/m.plan", "dense", "--random", "4", "-o", "p.json"), "expected a .plan or an .onnx file"),
+        (
+            ("old/m.plan", "same/m.plan", "--random", "4", "-o", "p.json", "--batch", "9"),
+            "takes batches of 1 to 8 only",
+        ),
+        (("old/m.plan", "same/m.plan", "--random", "4", "--write-golden", "g"), "compares nothing; leave candidates"),
+        (("old/m.plan", "same/m.plan", "--random", "4", "-o", "p.json", "--half-factor", "3"), "is not honoured by an"),
+        (("dense", "dense", "--random", "4", "-o", "p.json", "--write-golden", "g"), "is not honoured by a model"),
+        (("dense", "dense", "-o", "p.json"), "give --images or --text"),
+        (("dense", "--random", "4", "-o", "p.json"), "Missing argument 'CANDIDATES...'"),
+        (("dense", "dense", "--random", "4"), "Missing option '--output'"),
+        (("old/m.plan", "same/m.plan", "--images", "nothing.npy", "-o", "p.json"), "nothing.npy"),
+    ],
+)
+def test_calls_that_mean_nothing_are_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
+) -> None:
+    monkeypatch.chdir(home)
+    result = run("verify", *words)
+    assert result.exit_code == 2, result.output
+    assert reason in said(result), result.output
+    assert not (home / "p.json").exists()
+
+
+def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path) -> None:
+    golden = tmp_path / "golden"
+    assert run("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden).exit_code == 0
+    words = ("verify", golden, home / "same/m.plan", "-o", tmp_path / "p.json")
+    twice = run(*words, "--random", 4)
+    assert twice.exit_code == 2
+    assert "holds the inputs that its answers are to" in said(twice)
+    content = (golden / "outputs.npz").read_bytes()
+    (golden / "outputs.npz").write_bytes(content[:-1] + b"x")
+    damaged = run(*words)
+    assert damaged.exit_code == 2
+    assert "its bytes are not those that golden.json describes" in said(damaged)
+    (golden / "outputs.npz").unlink()
+    assert "missing, a file that golden.json describes" in said(run(*words))
+
+
+def test_a_plan_that_was_changed_is_refused(home: Path, tmp_path: Path) -> None:
+    changed = plan(tmp_path / "m.plan", home / "m.onnx")
+    changed.write_text("11.4.0")
+    result = run("verify", changed, home / "same/m.plan", "--random", 4, "-o", tmp_path / "p.json")
+    assert result.exit_code == 2
+    assert "its bytes are not those that m.plan.json describes" in said(result)
