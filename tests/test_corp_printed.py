@@ -314,7 +314,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples")
 # Files outside; what stands in them counts, and not what they are called.
-FILES = ("images", "labels", "group_labels", "head", "latency_tables")
+FILES = ("images", "labels", "group_labels", "head", "latency_tables", "history")
 # What makes no difference to the result.
 IDLE = ("calibration.workers",)
 

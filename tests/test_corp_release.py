@@ -278,6 +278,20 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     assert made(result) == ["gate", "report", "manifest"]
 
 
+def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(home: Path) -> None:
+    history = home / "history"
+    edit(home, "[gate]\n", '[gate]\nhistory = "history"\n')
+    release(home)
+    rows = json.loads((home / "out/gate.json").read_text())["rules"]
+    assert {row["verdict"] for row in rows if row["metric"] == "history"} == {"UNJUDGED"}
+    (kept,) = history.iterdir()
+    assert kept.read_bytes() == (home / "out/bench.json").read_bytes()
+    assert json.loads((home / "out/history.json").read_text())["releases"] == [kept.stem]
+    assert "Latency over releases" in (home / "out/report.html").read_text()
+    (history / "29990101T000000Z-0123456789ab.json").write_text("{}")
+    assert made(release(home, "--json")) == []
+
+
 def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
     """Not one whose rule fails, whose proof fails or whose figures decide nothing."""
     baseline = home / "baseline.json"

@@ -20,6 +20,12 @@ RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given se
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
+@click.option(
+    "--history",
+    type=DIRECTORY,
+    default=None,
+    help="Judge bench.json as the newest of the releases kept here, then keep it too; nothing here is overwritten.",
+)
 @click.option("--track", type=DIRECTORY, help="Write files for benchmark tracking here.")
 @output_options
 @click.pass_context
@@ -30,12 +36,19 @@ def gate(
     baseline: Path | None,
     init_baseline: bool,
     output: tuple[Path, ...],
+    history: Path | None,
     track: Path | None,
     out: Output,
 ) -> None:
     """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
 
     The verdict of parity.json counts as well.
+
+    --history fails when the time rose by 1 % or more at one of the last five releases and is still up. Changes are
+    found by Student's t over every split of the releases, looked at after each of them; less than 1 in 20 histories of
+    30 releases without a change show one. Where all releases have the same reference, its own changes are the
+    machine's: the ratio to it is judged. Records from other machines or settings are left out and named. With -o
+    gate.json, history.json and history.svg go beside it.
 
     Exit codes: 0 pass, 1 fail, 3 inconclusive or a parity.json alone in which no link had a limit, 5 not comparable.
 
@@ -52,10 +65,13 @@ def gate(
         write_gate,
         write_tracking,
     )
+    from corp_deploy.proof.history import trend_beside, trend_of_files, write_trend
     from corp_deploy.release.baseline import Baseline
     from corp_deploy.views.gate import gate_table
     from perf.gate.gate import Gate
+    from perf.gate.history import history_rows
     from perf.gate.rule import rule_from_text
+    from perf.record.history import add_release
 
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
@@ -66,16 +82,30 @@ def gate(
     bench, parity = files.get("bench"), files.get("parity")
     if init_baseline and bench is None:
         raise click.UsageError("--init-baseline needs a bench.json among the records")
-    if not rules and parity is None:
-        raise click.UsageError("nothing to judge: give a rule with --fail-if, or a parity.json, which has a verdict")
+    if history is not None and bench is None:
+        raise click.UsageError("--history keeps bench records: give a bench.json among the records")
+    if not rules and parity is None and history is None:
+        raise click.UsageError(
+            "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
+        )
     now = evidence_of_files(bench, parity)
     rows = [] if parity is None else [parity_row(parity)]
     parsed = [rule_from_text(text) for text in rules]
+    trend = None if history is None or bench is None else trend_of_files(bench, history)
+    rows += [] if trend is None else history_rows(trend)
     judged = Gate(rules=(*rows, *judged_rows(parsed, now, beside.older(bench), starting=init_baseline)))
     for path in output:
         write_gate(judged, path)
     if track is not None:
         write_tracking(now, track)
+    if trend is not None:
+        folder = trend_beside(output)
+        if folder is not None:
+            write_trend(trend, folder)
+        for left_out in trend.left_out:
+            out.note(f"{history}: left out {left_out.name}: {left_out.reason}")
+    if bench is not None and history is not None and add_release(history, bench):
+        out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     if bench is not None and beside.start(bench, exit_code=judged.exit_code):
         out.note(f"{baseline}: {bench} is the baseline now")
     out.result(json.loads(gate_as_json(judged)), gate_table(judged), f"gate {judged.verdict}")

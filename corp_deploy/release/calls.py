@@ -246,7 +246,12 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     return Invocation(
         command="gate",
         arguments=(bench_name(recipe, first), PARITY),
-        options={"fail_if": list(recipe.gate.fail_if), **_beside(baseline, root), "output": [GATE]},
+        options={
+            "fail_if": list(recipe.gate.fail_if),
+            **_beside(baseline, root),
+            "history": path_from(root, recipe.gate.history),
+            "output": [GATE],
+        },
     )
 
 

@@ -20,6 +20,7 @@ SAMPLES_RECORD = "samples/samples.json"
 PARITY = "parity.json"
 BENCH = "bench.json"
 GATE = "gate.json"
+HISTORY = ("history.json", "history.svg")
 CARD = "MODEL_CARD.md"
 REPORTS = ("report.html", "report.md", "report.xml")
 REPOSITORY = "repository"

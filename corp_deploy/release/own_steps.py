@@ -18,6 +18,7 @@ from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
 from corp_deploy.proof.heads import HeadRequest
+from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
@@ -32,6 +33,7 @@ from export.engine.options import BuildOptions
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_named
 from perf.gate.gate import Gate, JudgedRule
+from perf.gate.history import history_rows
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown
@@ -183,7 +185,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
 
 
 def write_gate(dirs: StageDirs, recipe: Recipe, older: Path | None, starting: bool) -> None:
-    """Parity first, then the recipe's rules on the first target, then each target's own."""
+    """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
     rows = [parity_row(dirs.root / name) for name in parities_of(recipe)]
     for target in recipe.targets:
         now = evidence_of_files(dirs.root / bench_name(recipe, target), dirs.root / parity_name(target))
@@ -192,6 +194,10 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Path | None, starting: bo
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
+    if recipe.gate.history is not None:
+        trend = trend_of_files(dirs.root / bench_name(recipe, recipe.targets[0]), recipe.gate.history)
+        write_trend(trend, dirs.into)
+        rows += history_rows(trend)
     save_gate(Gate(rules=tuple(rows)), dirs.into / GATE)
 
 

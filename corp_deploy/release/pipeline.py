@@ -7,6 +7,7 @@ from typing import Any
 from corp_deploy.machine import versions
 from ground.files import write_text
 from ground.gpu import missing_gpu
+from perf.record.history import release_of_file
 
 from . import calls
 from .baseline import Baseline
@@ -15,6 +16,7 @@ from .names import (
     CARD,
     GATE,
     HELD_OUT_MOMENTS,
+    HISTORY,
     MANIFEST,
     MODELS,
     MOMENTS,
@@ -190,9 +192,11 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     older = baseline.older(root / _benches(recipe)[0])
     rules = {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
     rules["gate.fail_if"] = list(recipe.gate.fail_if)
+    if recipe.gate.history is not None:
+        rules["gate.history"] = _earlier(recipe.gate.history, root / _benches(recipe)[0])
     return Stage(
         name="gate",
-        outputs=(GATE,),
+        outputs=(GATE, *_history(recipe)),
         run=own_step("gate", recipe, older, baseline.init),
         reads=(*_benches(recipe), *gains_of(recipe), *parities_of(recipe)),
         outside={} if older is None else {"baseline": older},
@@ -201,13 +205,34 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     )
 
 
+def _history(recipe: Recipe) -> tuple[str, ...]:
+    return () if recipe.gate.history is None else HISTORY
+
+
+def _earlier(history: Path, bench: Path) -> list[str]:
+    """The records that the gate judges this one by: a release made later changes no verdict of an older one."""
+    if not bench.is_file() or not history.is_dir():
+        return []
+    own = f"{release_of_file(bench).name}.json"
+    return sorted(path.name for path in history.iterdir() if not path.name.startswith(".") and path.name < own)
+
+
 def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
     commands = [stage.command for stage in before]
     return Stage(
         name="report",
         outputs=(*REPORTS, CARD, *(page_name(target) for target in recipe.targets[1:])),
         run=own_step("report", recipe, commands),
-        reads=(RECIPE, MODELS["reduced"][0], SUMMARY, *_benches(recipe), *gains_of(recipe), *parities_of(recipe), GATE),
+        reads=(
+            RECIPE,
+            MODELS["reduced"][0],
+            SUMMARY,
+            *_benches(recipe),
+            *gains_of(recipe),
+            *parities_of(recipe),
+            GATE,
+            *_history(recipe),
+        ),
         settings={"commands": commands, "versions": tool()},
         command=str(calls.only_beside("report", recipe, baseline, root)),
     )

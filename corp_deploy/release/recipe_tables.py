@@ -118,7 +118,10 @@ class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`history`: the directory that keeps the first target's bench record of every release."""
+
     fail_if: recipe_values.Texts = ()
+    history: recipe_values.Location | None = None
 
 
 class SamplesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours,
 from ground.errors import BadInput, Missing
 from ground.files import write_text
 from perf.gate.verdicts import load_gate
+from perf.record.history import add_release, require_directory
 
 from . import calls, incremental
 from .baseline import Baseline
@@ -84,6 +85,8 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
     for key, path in paths.items():
         if path is not None and not files_of(path):
             raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
+    if recipe.gate.history is not None:
+        require_directory(recipe.gate.history)
     asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
     baseline.require()
     if asking and baseline.path is None:
@@ -118,7 +121,10 @@ def release(recipe: Recipe, root: Path, baseline: Baseline, *, starts: StageList
         if outcome.blocked:
             return Released(outcome=outcome, verdict=None, exit_code=None)
         gate = load_gate(root / GATE)
-        baseline.start(root / bench_name(recipe, recipe.targets[0]), exit_code=gate.exit_code)
+        own = root / bench_name(recipe, recipe.targets[0])
+        if recipe.gate.history is not None:
+            add_release(recipe.gate.history, own)
+        baseline.start(own, exit_code=gate.exit_code)
     return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code)
 
 

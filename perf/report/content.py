@@ -12,6 +12,7 @@ from ground.text import printable
 from perf.parity.parity import Parity, parity_from_value
 from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
+from perf.stats.trend import Trend
 
 Part = TypeVar("Part")
 
@@ -110,15 +111,16 @@ class Content:
     effects: tuple[EffectLine, ...] = ()
     ways: tuple[WayLine, ...] = ()
     merging: MergingLines | None = None
+    history: Trend | None = None
     environment: Mapping[str, str]
     lineage: Mapping[str, str]
     commands: tuple[str, ...] = ()
 
 
 def content_from_record(record: Mapping[str, Any]) -> Content:
-    """`record` has the keys title, bench, parity, gate (records as read from JSON, or None), sites, models, effects,
-    ways, merging (tokens by block, or None), environment, lineage (flat mappings), coverage (how many sites were
-    changed, in words) and commands (lines); every key but title may be missing.
+    """`record` has the keys title, bench, parity, gate, history (records as read from JSON, or None), sites, models,
+    effects, ways, merging (tokens by block, or None), environment, lineage (flat mappings), coverage (how many sites
+    were changed, in words) and commands (lines); every key but title may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
@@ -151,6 +153,7 @@ def _content(record: Mapping[str, Any]) -> Content:
         effects=_typed(record, "effects", tuple[EffectLine, ...], ()),
         ways=_typed(record, "ways", tuple[WayLine, ...], ()),
         merging=record.get("merging") and _typed(record, "merging", MergingLines, {}),
+        history=_of_kind(record, "history", Trend),
         environment=_flat(_typed(record, "environment", dict[str, Any], bench.environment if bench else {})),
         lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
         commands=_typed(record, "commands", tuple[str, ...], ()),

@@ -48,6 +48,10 @@ def _rows(content: Content) -> Iterator[CsvRow]:
     for block, entering, away, behind in content.merging.blocks if content.merging else ():
         for name, tokens in (("tokens_entering", entering), ("tokens_away", away), ("tokens_behind", behind)):
             yield _row("merging", f"block {block}", name, tokens)
+    for batch in content.history.batches if content.history else ():
+        for series in batch.series:
+            for release, value in zip(content.history.releases if content.history else (), series.values, strict=True):
+                yield _row("history", release, series.name, value, batch=batch.batch)
     for way in content.ways:
         for name in ("share", "predicted_error", "measured_error"):
             yield _row("ways", way.name, name, getattr(way, name))

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .content import Content
 from .figures import Figure, fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
+from .history import history_figures
 from .table import Table
 from .tables import tables
 
@@ -109,9 +110,13 @@ def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
             figures=tuple(fidelity_figures(content)),
             tables=tuple(by_key[key] for key in FIDELITY if key in by_key),
         ),
-        *(Section(title=by_key[key].title, tables=(by_key[key],)) for key in rest),
+        *(Section(title=by_key[key].title, figures=_own_figures(content, key), tables=(by_key[key],)) for key in rest),
     ]
     return [section for section in sections if section.figures or section.tables]
+
+
+def _own_figures(content: Content, key: str) -> tuple[Figure, ...]:
+    return tuple(history_figures(content.history)) if key == "history" else ()
 
 
 def _speed_remarks(content: Content) -> list[Remark]:

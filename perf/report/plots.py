@@ -50,11 +50,12 @@ def curve(series: Sequence[Series], *, title: str, unit: str, across: str, log: 
     marks = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series])]
     marks += [text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
     marks += [text((left + right) / 2, bottom + 36, across, anchor="middle")]
-    marks += [mark for s in series for mark in _line_with_whiskers(s, places, y, unit)]
+    marks += [mark for s in series for mark in line_with_whiskers(s, places, y, unit)]
     return Drawing(title=title, height=280, marks=tuple(marks))
 
 
-def _line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
+def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
+    """A line through the points of a series, each with its interval; `places` says where each label is."""
     way = " ".join(f"{places[p.label]:.1f},{y.at(p.value):.1f}" for p in series.points)
     marks = [element("polyline", class_=f"path {series.tone}", points=way)]
     for p in series.points:

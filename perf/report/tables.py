@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from perf.stats.summary import Side, SummaryRow
 
 from .content import Content, ModelLine, SiteLine
+from .history import history_table
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
 from .parity_tables import accuracy, links, located, maps, structure
 from .table import PAIR, Table
@@ -21,6 +22,7 @@ def tables(content: Content) -> dict[str, Table]:
         latency("latency", "Latency and throughput", summary.rows if summary else ()),
         latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
         gate(content),
+        history_table(content.history),
         links(content),
         maps(content),
         located(content),

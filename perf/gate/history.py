@@ -1,0 +1,89 @@
+"""What a history says about its newest release, as a row of the gate for each batch size.
+
+A row fails where the level rose at one of the newest RECENT releases by LEAST_RISE at least and the newest release is
+still there, nearer to the new level than to the old: measured again it fails again, mended it passes. An older rise is
+the new normal and only shown.
+"""
+
+import math
+from pathlib import Path
+
+from ground.files import write_json
+from ground.records import json_from_record, record_from_file
+from perf.stats.changes import LEAST_VALUES, ChangePoint
+from perf.stats.trend import BatchTrend, Series, Trend, latency_values
+
+from .gate import JudgedRule
+
+KIND, VERSION = "history", 1
+METRIC = "history"
+RECENT = 5
+LEAST_RISE = 0.01  # smaller ones are found and shown; few would hold a release back for them
+
+
+def save_trend(trend: Trend, path: Path) -> None:
+    """Write the trend as JSON: kind "history", version, releases, batches, left_out, test."""
+    write_json(path, {"kind": KIND, "version": VERSION, **json_from_record(trend)}, indent=1)
+
+
+def load_trend(path: Path) -> Trend:
+    """Read it back; raises BadInput, naming the entry, when the file holds none."""
+    return record_from_file(path, Trend, kind=KIND, version=VERSION)
+
+
+def history_rows(trend: Trend) -> tuple[JudgedRule, ...]:
+    """A row for each batch size."""
+    return tuple(_row(trend, batch) for batch in trend.batches)
+
+
+def change_in_words(trend: Trend, change: ChangePoint) -> str:
+    """Such as: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
+    low, mid, high = (100 * (end - 1) for end in (change.ratio.low, change.ratio.value, change.ratio.high))
+    verb, sign = ("rose", 1) if change.is_rise else ("fell", -1)
+    ends = sorted((sign * low, sign * high))
+    later = "" if change.found == change.first else f", found at release {change.found + 1}"
+    place = f"release {change.first + 1} of {len(trend.releases)}, {trend.releases[change.first]}"
+    return f"time {verb} {sign * mid:.1f} % ({ends[0]:.1f} to {ends[1]:.1f}) at {place}{later}"
+
+
+def standing_rise(series: Series) -> ChangePoint | None:
+    """The rise that holds the newest release back, if there is one."""
+    if not series.changes or series.values[-1] is None:
+        return None
+    change = series.changes[-1]
+    recent = change.first >= len(series.values) - RECENT
+    if not change.is_rise or not recent or change.ratio.value < 1 + LEAST_RISE:
+        return None
+    places, values = latency_values(series)
+    start = series.changes[-2].first if len(series.changes) > 1 else 0
+    level = [math.log(v) for place, v in zip(places, values, strict=True) if start <= place < change.first]
+    above = math.log(values[-1]) - sum(level) / len(level)
+    return change if above > math.log(change.ratio.value) / 2 else None
+
+
+def _row(trend: Trend, batch: BatchTrend) -> JudgedRule:
+    series = batch.judged
+    rule = f"history: time rose at b{batch.batch} ({series.name})"
+    if series.values[-1] is None:
+        return JudgedRule(
+            rule=rule, verdict="INCONCLUSIVE", message=batch.missing or "no figure in this record", metric=METRIC
+        )
+    known = sum(value is not None for value in series.values)
+    left_out = f"; {len(trend.left_out)} records left out" if trend.left_out else ""
+    if known < LEAST_VALUES:
+        message = f"{known} comparable releases, changes are looked for from {LEAST_VALUES} on{left_out}"
+        return JudgedRule(rule=rule, verdict="UNJUDGED", message=message, metric=METRIC)
+    rise = standing_rise(series)
+    if rise is None:
+        last = change_in_words(trend, series.changes[-1]) if series.changes else f"no change in {known} releases"
+        return JudgedRule(rule=rule, verdict="PASS", message=last + left_out, metric=METRIC)
+    return JudgedRule(
+        rule=rule,
+        verdict="FAIL",
+        message=change_in_words(trend, rise) + left_out,
+        metric=METRIC,
+        value=rise.ratio.value,
+        low=rise.ratio.low,
+        high=rise.ratio.high,
+        bound=1 + LEAST_RISE,
+    )

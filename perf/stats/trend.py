@@ -1,0 +1,176 @@
+"""Latency over releases: a series for each subject and batch size, and where its level changed.
+
+The median time of one release differs from the next by what the machine did meanwhile, between benches of the same
+model by about 1.2 %. Its ratio to the reference, measured in turns in the same minute, differs by about 0.2 %. So where
+every release was measured against the same reference (same sha256), changes are looked for in that ratio, and a change
+that the reference shows as well is the machine's; otherwise in the candidate's own median. The series that is looked at
+is `judged`; the others are shown.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ground.errors import BadInput
+from perf.record.history import History, LeftOut, Release
+from perf.record.runs import Bench, Row, differing_keys
+
+from .changes import ALPHA, LEAST_NOISE, ChangePoint, change_points, critical_score
+from .quiet import comparison_measure, is_disturbed, samples
+from .stats import Interval, median_interval
+from .summary import speedup
+
+CONFIDENCE_95 = 1.96
+SHOWN_KEYS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One figure by release, None where a release has no such figure that can be relied on.
+
+    `unit` is ms for a median time, x for the speed-up. `changes` count releases from 0; their ratios are of time, also
+    for the speed-up (above 1 is slower). Only a `judged` series has changes.
+    """
+
+    name: str
+    unit: str
+    values: tuple[Interval | None, ...]
+    judged: bool = False
+    changes: tuple[ChangePoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTrend:
+    """One batch size: medians of reference and candidate, and the speed-up. `missing`: why the newest has no figure."""
+
+    batch: int
+    series: tuple[Series, Series, Series]
+    missing: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(series.judged for series in self.series) != 1 or len({len(s.values) for s in self.series}) != 1:
+            raise BadInput(f"a trend has series of one length and judges one of them, batch {self.batch} does not")
+
+    @property
+    def judged(self) -> Series:
+        return next(series for series in self.series if series.judged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """All batch sizes of the newest release over the releases that are comparable with it, and those that are not.
+
+    `test` says how changes were looked for.
+    """
+
+    releases: tuple[str, ...]
+    batches: tuple[BatchTrend, ...]
+    left_out: tuple[LeftOut, ...]
+    test: str
+
+    def __post_init__(self) -> None:
+        if any(len(series.values) != len(self.releases) for batch in self.batches for series in batch.series):
+            raise BadInput("a trend has a figure or none for each of its releases, this one has another number")
+
+
+def trend_of(history: History, newest: Release) -> Trend:
+    """The trend up to the newest release, whether the history holds it already or not."""
+    left_out = list(history.left_out)
+    releases: list[Release] = []
+    for release in history.releases:
+        reason = _reason(release, newest)
+        if reason is None and not _is_same(release, (*releases, newest)):
+            releases.append(release)
+        elif reason is not None:
+            left_out.append(LeftOut(name=release.name, reason=reason))
+    releases.append(newest)
+    benches = [release.bench for release in releases]
+    rows = [row.batch for row in newest.bench.rows]
+    critical = critical_score(ALPHA / max(len(rows), 1))
+    return Trend(
+        releases=tuple(release.name for release in releases),
+        batches=tuple(_batch_trend(benches, batch, critical) for batch in rows),
+        left_out=tuple(left_out),
+        test=(
+            f"change-point model by Student's t, looked at after every release; a score from {critical:.2f} on is a "
+            f"change, which {100 * ALPHA:g} % of histories of 30 releases without one reach"
+        ),
+    )
+
+
+def latency_values(series: Series) -> tuple[list[int], list[float]]:
+    """Releases that have a figure, and the figure as something that grows with the time."""
+    known = [(place, value.value) for place, value in enumerate(series.values) if value is not None]
+    places, values = [place for place, _ in known], [value for _, value in known]
+    return places, [1 / value for value in values] if series.unit == "x" else values
+
+
+def _is_same(release: Release, others: Sequence[Release]) -> bool:
+    """Whether the record stands among the others, be it written in another way."""
+    return any(release.bench.created == other.bench.created and release.bench == other.bench for other in others)
+
+
+def _reason(release: Release, newest: Release) -> str | None:
+    if release.name > newest.name and release.bench != newest.bench:
+        return "measured after the record that is judged"
+    differ = sorted(differing_keys(release.bench, newest.bench))
+    if not differ:
+        return None
+    more = f" and {len(differ) - SHOWN_KEYS} more" if len(differ) > SHOWN_KEYS else ""
+    return f"measured differently: {', '.join(differ[:SHOWN_KEYS])}{more}"
+
+
+def _batch_trend(benches: Sequence[Bench], batch: int, critical: float) -> BatchTrend:
+    figures = [_figures(bench, batch) for bench in benches]
+    reference, candidate, ratio = zip(*(figure for figure, _ in figures), strict=True)
+    digests = {bench.reference.sha256 for bench in benches}
+    paired = len(digests) == 1 and None not in digests
+    newest = benches[-1]
+    series = (
+        Series(name=f"{newest.reference.name} p50", unit="ms", values=reference),
+        Series(name=f"{newest.candidate.name} p50", unit="ms", values=candidate, judged=not paired),
+        Series(name="speed-up", unit="x", values=ratio, judged=paired),
+    )
+    first, second, third = (_with_changes(each, critical) if each.judged else each for each in series)
+    return BatchTrend(batch=batch, series=(first, second, third), missing=figures[-1][1])
+
+
+def _with_changes(series: Series, critical: float) -> Series:
+    places, values = latency_values(series)
+    own = [value.half_width_rel for value in series.values if value is not None]
+    noise = max(LEAST_NOISE, float(np.median(own)) / CONFIDENCE_95 if own else 0.0)
+    changes = tuple(
+        ChangePoint(first=places[point.first], found=places[point.found], ratio=point.ratio, score=point.score)
+        for point in change_points(values, critical, noise=noise)
+    )
+    return Series(name=series.name, unit=series.unit, values=series.values, judged=True, changes=changes)
+
+
+_Figures = tuple[Interval | None, Interval | None, Interval | None]
+_NO_FIGURES: _Figures = (None, None, None)
+
+
+def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
+    """Median times of both subjects and the speed-up, or why there are none."""
+    row = bench.row(batch)
+    if row is None:
+        return _NO_FIGURES, f"not measured at batch {batch}"
+    for name, trial in row.trials.items():
+        if trial.status != "ok":
+            return _NO_FIGURES, f"{name} {'ran out of memory' if trial.status == 'oom' else 'failed'}: {trial.message}"
+    if is_disturbed(row.blocks):
+        return _NO_FIGURES, "other programs had the CPU during almost all calls; measure again when it is quiet"
+    faster = speedup(row.blocks, bench.reference.name, bench.candidate.name)
+    if faster is None or not math.isfinite(faster.high):
+        return _NO_FIGURES, "too few rounds for an interval; measure longer"
+    return (_median(row, bench.reference.name), _median(row, bench.candidate.name), faster), None
+
+
+def _median(row: Row, name: str) -> Interval | None:
+    """None where calls overlap, whose own times say little."""
+    if comparison_measure(row.blocks) != "compute":
+        return None
+    value = median_interval(samples(row.blocks, name))
+    return value if math.isfinite(value.high) else None

@@ -1,0 +1,100 @@
+"""`gate --history` from the command line: what it prints, writes, keeps and refuses; the recipe's key."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from benchmarks.history import LAST, is_found, recorded_noise, simulated
+from corp_deploy.cli import main
+from perf.record.runs import save_bench
+from tests.histories import bench_of_release
+
+RISEN = [2.5] * 6 + [2.6]
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def gated(tmp_path: Path, levels: list[float]) -> Result:
+    """The gate of the last of these releases, after that of each before it."""
+    for day, level in enumerate(levels):
+        save_bench(bench_of_release(day, level, batches=(1, 4)), tmp_path / "bench.json")
+        result = run("gate", tmp_path / "bench.json", "--history", tmp_path / "kept", "-o", tmp_path / "gate.json")
+    return result
+
+
+def test_each_release_is_kept_after_its_gate_and_a_rise_exits_1(tmp_path: Path) -> None:
+    assert gated(tmp_path, [2.5]).exit_code == 0
+    result = gated(tmp_path, RISEN)
+    assert result.exit_code == 1, result.output
+    assert len(list((tmp_path / "kept").iterdir())) == len(RISEN)
+    gate = json.loads((tmp_path / "gate.json").read_text())
+    assert [rule["verdict"] for rule in gate["rules"]] == ["FAIL", "FAIL"]
+    assert [rule["metric"] for rule in gate["rules"]] == ["history", "history"]
+    assert "<svg" in (tmp_path / "history.svg").read_text()
+    again = run("gate", tmp_path / "bench.json", "--history", tmp_path / "kept", "--json")
+    assert again.exit_code == 1
+    assert len(list((tmp_path / "kept").iterdir())) == len(RISEN)
+    assert json.loads(again.stdout)["rules"] == gate["rules"]
+
+
+def test_the_report_of_the_directory_shows_the_history(tmp_path: Path) -> None:
+    gated(tmp_path, RISEN)
+    for suffix in (".html", ".md", ".csv"):
+        assert run("report", tmp_path, "-o", tmp_path / f"report{suffix}").exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Latency over releases" in page
+    assert "Median time by release, batch 4" in page
+    assert "+4." in (tmp_path / "report.md").read_text() or "+3.9" in (tmp_path / "report.md").read_text()
+    figures = [line for line in (tmp_path / "report.csv").read_text().splitlines() if line.startswith("history,")]
+    assert len(figures) == 2 * 3 * len(RISEN)
+
+
+def test_a_broken_history_json_is_named_by_the_report(tmp_path: Path) -> None:
+    gated(tmp_path, RISEN[:2])
+    (tmp_path / "history.json").write_text('{"kind": "history", "version": 1, "releases": 3}')
+    result = run("report", tmp_path, "-o", tmp_path / "report.html")
+    assert result.exit_code == 2
+    assert "history.json" in result.output
+
+
+def test_foreign_files_are_named_and_do_not_stop_the_gate(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "notes.txt").write_text("ours")
+    (kept / "cut.json").write_text("{")
+    result = gated(tmp_path, [2.5])
+    assert result.exit_code == 0
+    assert "left out notes.txt" in result.output
+    assert "left out cut.json" in result.output
+
+
+def test_bad_calls_are_refused_in_one_message(tmp_path: Path) -> None:
+    save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
+    (tmp_path / "parity.json").write_text('{"kind": "parity", "version": 1}')
+    result = run("gate", tmp_path / "bench.json", "--history", tmp_path / "bench.json")
+    assert result.exit_code == 2
+    result = run("gate", tmp_path / "parity.json", "--history", tmp_path / "kept")
+    assert (result.exit_code, "give a bench.json" in result.output) == (2, True)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_the_recorded_simulation_keeps_the_promise() -> None:
+    """As committed, and a slice of it made again."""
+    record = json.loads((Path(__file__).parents[1] / "benchmarks/results/history.json").read_text())
+    ratio, alone = record["ratio_to_the_reference"], record["median_time_alone"]
+    assert min(ratio["histories"], alone["histories"]) >= 400
+    assert max(ratio["false_alarms"] / ratio["histories"], alone["false_alarms"] / alone["histories"]) < 1 / 20
+    assert ratio["found_within_2_releases"] == ratio["histories"]
+    slice_ = simulated(recorded_noise("speedup"), 25, 3)
+    assert slice_["found_within_2_releases"] == 25
+    assert slice_["false_alarms"] <= 1
+    assert not is_found((), LAST)
+
+
+def test_help_says_how_changes_are_found() -> None:
+    text = " ".join(run("gate", "--help").output.split())
+    assert "Student's t" in text
+    assert "less than 1 in 20" in text

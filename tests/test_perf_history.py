@@ -1,0 +1,187 @@
+"""A directory of bench records as a trend: what is kept, what is compared, what fails."""
+
+import json
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from ground.errors import BadInput
+from perf.gate.history import change_in_words, history_rows, load_trend, save_trend, standing_rise
+from perf.record.history import History, Release, add_release, load_history, release_of_file
+from perf.record.runs import Bench, save_bench
+from perf.report.history import history_table, trend_drawing
+from perf.stats.trend import Trend, trend_of
+from tests.histories import bench_of_release
+
+
+def release(bench: Bench) -> Release:
+    return Release(name=f"{bench.created}-x", bench=bench)
+
+
+def trend(*benches: Bench) -> Trend:
+    return trend_of(History(releases=tuple(release(bench) for bench in benches[:-1])), release(benches[-1]))
+
+
+def steps(*levels: float, machine: float = 0.0, sha256: str | None = "a" * 64) -> Trend:
+    """A release a level; the machine is slower by `machine` in every second one."""
+    return trend(
+        *(
+            bench_of_release(day, level, machine=1 + machine * (day % 2), sha256=sha256)
+            for day, level in enumerate(levels)
+        )
+    )
+
+
+def test_a_record_is_kept_once_under_its_time_and_digest(tmp_path: Path) -> None:
+    history = tmp_path / "made" / "history"
+    record, other = tmp_path / "bench.json", tmp_path / "other.json"
+    save_bench(bench_of_release(1, 2.5), record)
+    save_bench(bench_of_release(0, 2.5), other)
+    assert [add_release(history, path) for path in (record, record, other)] == [True, False, True]
+    names = sorted(path.name for path in history.iterdir())
+    assert [name[:17] for name in names] == ["20260301T100000Z-", "20260302T100000Z-"]
+    assert (history / names[1]).read_bytes() == record.read_bytes()
+    loaded = load_history(history)
+    assert [each.bench.created[:10] for each in loaded.releases] == ["2026-03-01", "2026-03-02"]
+    assert loaded.left_out == ()
+
+
+def test_a_kept_record_is_never_overwritten(tmp_path: Path) -> None:
+    record, history = tmp_path / "bench.json", tmp_path / "history"
+    save_bench(bench_of_release(0, 2.5), record)
+    add_release(history, record)
+    kept = next(history.iterdir())
+    kept.write_text("{}")
+    assert not add_release(history, record)
+    assert kept.read_text() == "{}"
+
+
+def test_the_same_record_written_in_another_way_is_one_release(tmp_path: Path) -> None:
+    record, again, history = tmp_path / "bench.json", tmp_path / "again.json", tmp_path / "history"
+    save_bench(bench_of_release(0, 2.5), record)
+    again.write_text(json.dumps(json.loads(record.read_text())))
+    add_release(history, record)
+    add_release(history, again)
+    newest = release_of_file(record)
+    assert trend_of(load_history(history), newest).releases == (newest.name,)
+
+
+def test_what_is_no_record_is_named_and_left_alone(tmp_path: Path) -> None:
+    record, history = tmp_path / "bench.json", tmp_path / "history"
+    save_bench(bench_of_release(0, 2.5), record)
+    add_release(history, record)
+    kept = next(history.iterdir())
+    (history / kept.name.replace("2026", "2025")).write_bytes(kept.read_bytes())
+    (history / "README.md").write_text("ours")
+    (history / "cut.json").write_text('{"kind": "bench", "ver')
+    (history / "other.json").write_text('{"kind": "parity", "version": 1}')
+    (history / "folder.json").mkdir()
+    (history / ".half").write_text("{")
+    loaded = load_history(history)
+    assert len(loaded.releases) == 1
+    reasons = {each.name[:6]: each.reason for each in loaded.left_out}
+    assert set(reasons) == {"202503", "README", "cut.js", "other.", "folder"}
+    assert "changed after it was kept" in reasons["202503"]
+    assert "not JSON" in reasons["cut.js"]
+    assert "expected a bench record" in reasons["other."]
+
+
+def test_a_record_without_a_time_and_a_file_for_a_directory_are_refused(tmp_path: Path) -> None:
+    record = tmp_path / "bench.json"
+    save_bench(bench_of_release(0, 2.5), record)
+    values = json.loads(record.read_text())
+    (tmp_path / "timeless.json").write_text(json.dumps({**values, "created": "soon"}))
+    with pytest.raises(BadInput, match="created 'soon'; expected a time"):
+        release_of_file(tmp_path / "timeless.json")
+    for directory in (record, record / "below"):
+        with pytest.raises(BadInput, match="a file, expected the directory"):
+            add_release(directory, record)
+
+
+def _add(directory: Path, records: list[Path]) -> None:
+    for record in records:
+        add_release(directory, record)
+
+
+def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
+    records = [tmp_path / f"{day}.json" for day in range(12)]
+    for day, record in enumerate(records):
+        save_bench(bench_of_release(day, 2.5), record)
+    context, history = get_context("fork"), tmp_path / "history"
+    processes = [context.Process(target=_add, args=(history, part)) for part in (records[:8], records[4:])]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(load_history(history).releases) == 12
+    assert len(list(history.iterdir())) == 12
+
+
+def test_records_of_another_machine_and_later_ones_are_left_out_by_name() -> None:
+    here, there = {"cpu": "one", "gpu": None}, {"cpu": "two", "gpu": None}
+    days = [bench_of_release(day, 2.5, environment=there if day == 1 else here) for day in range(5)]
+    history = History(releases=tuple(release(bench) for bench in days))
+    found = trend_of(history, release(days[3]))
+    assert [name[:10] for name in found.releases] == ["2026-03-01", "2026-03-03", "2026-03-04"]
+    reasons = {each.name[:10]: each.reason for each in found.left_out}
+    assert reasons["2026-03-02"] == "measured differently: cpu"
+    assert "measured after" in reasons["2026-03-05"]
+
+
+def test_a_rise_fails_while_it_stands_and_not_when_mended() -> None:
+    rows = history_rows(steps(*[2.5] * 7, 2.575, machine=0.05))
+    assert [row.verdict for row in rows] == ["FAIL"]
+    assert rows[0].value == pytest.approx(1.03, abs=0.006)
+    assert "rose 3" in rows[0].message or "rose 2.9" in rows[0].message
+    assert "release 8 of 8" in rows[0].message
+    again = history_rows(steps(*[2.5] * 7, 2.575, 2.575, 2.575))
+    assert [row.verdict for row in again] == ["FAIL"]
+    mended = history_rows(steps(*[2.5] * 7, 2.575, 2.5))
+    assert [row.verdict for row in mended] == ["PASS"]
+    old = history_rows(steps(*[2.5] * 7, *[2.575] * 6))
+    assert [row.verdict for row in old] == ["PASS"]
+    assert "rose" in old[0].message
+
+
+def test_a_fall_a_small_rise_and_no_change_pass() -> None:
+    assert history_rows(steps(*[2.5] * 7, 2.4, 2.4))[0].verdict == "PASS"
+    small = steps(*[2.5] * 12, *[2.5 * 1.007] * 4)
+    assert standing_rise(small.batches[0].judged) is None
+    assert small.batches[0].judged.changes
+    assert "no change in 8 releases" in history_rows(steps(*[2.5] * 8))[0].message
+
+
+def test_what_the_reference_shows_too_is_the_machines() -> None:
+    machine = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0) for day in range(11)))
+    assert machine.batches[0].judged.name == "speed-up"
+    assert history_rows(machine)[0].verdict == "PASS"
+    unknown = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0, sha256=None) for day in range(11)))
+    assert unknown.batches[0].judged.name == "reduced p50"
+    assert history_rows(unknown)[0].verdict == "FAIL"
+
+
+def test_few_releases_are_not_judged_and_a_disturbed_one_decides_nothing() -> None:
+    assert history_rows(steps(2.5, 2.6))[0].verdict == "UNJUDGED"
+    days = [bench_of_release(day, 2.5, lost=0.5 if day in (3, 7) else 0.0) for day in range(8)]
+    assert history_rows(trend(*days))[0].verdict == "INCONCLUSIVE"
+    assert "other programs" in history_rows(trend(*days))[0].message
+    earlier = trend(*days[:7])
+    assert earlier.batches[0].judged.values[3] is None
+    assert history_rows(earlier)[0].verdict == "PASS"
+
+
+def test_a_trend_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
+    found = steps(*[2.5] * 7, 2.575, machine=0.03)
+    save_trend(found, tmp_path / "history.json")
+    assert load_trend(tmp_path / "history.json") == found
+    drawing = trend_drawing(found)
+    assert "Speed-up by release" in drawing.title
+    assert drawing.standalone.count("<circle") == 8 + 1
+    table = history_table(found)
+    assert len(table.rows) == 8
+    assert [row[-1] for row in table.rows][:7] == [""] * 7
+    change = found.batches[0].judged.changes[0]
+    assert table.rows[7][-1] == f"{100 * (change.ratio.value - 1):+.1f} %"
+    assert change_in_words(found, change) in history_rows(found)[0].message
