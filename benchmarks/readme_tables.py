@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from benchmarks import bf16_page, convnets_page, heads_page, polish_page, quantised_page, sparsity_page
+from benchmarks import bf16_page, convnets_page, engines_page, heads_page, polish_page, quantised_page, sparsity_page
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -230,6 +230,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "text_encoder.json": text_encoder,
     "sparsity.json": sparsity_page.sparsity,
     "sparse_engines.json": sparsity_page.sparse_engines,
+    "break_fusion.json": engines_page.break_fusion,
     "engines.json": engines,
     "bf16.json": bf16_page.bf16,
     "quantised.json": quantised_page.quantised,

@@ -237,6 +237,7 @@ BUILD_VALUES: dict[str, tuple[Any, str, Any]] = {
     "workspace_mib": (2, "workspace_bytes", str(2 * 2**20)),
     "version_compatible": (True, "version_compatible", "True"),
     "sparse": (True, "sparse", "True"),
+    "compatibility": ("ampere-plus", "compatibility", "ampere-plus"),
     "precision": ("fp32", "precision", "fp32"),
     "device": ("cuda", "device", "cuda"),
 }
@@ -264,6 +265,7 @@ def test_build_hands_an_option_on_or_refuses_it(
         raise Missing(REACHED)
 
     monkeypatch.setattr("export.engine.build.build_engine", engine)
+    monkeypatch.setattr("corp_deploy.proof.compatibility.build_engine", engine)
     monkeypatch.setattr("export.engine.ort_artifact.build_ort_artifact", graph)
     value, name, arrives = BUILD_VALUES[option]
     asked = BUILD_ASKED[way] | {option: value}

@@ -13,6 +13,7 @@ import timm
 import torch
 from torch import nn
 
+from corp_deploy.proof.compatibility import build_priced
 from export.engine.audit import audit_fusion, audit_to_json
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.libraries import open_library, version_numbers
@@ -337,3 +338,19 @@ def test_memory_is_told_without_a_gpu_profile_by_profile(graphs: Graphs) -> None
     assert alone.memory.activations_bytes == (middle,)
     static = build(graphs.path("tiny", "fp16", "", 4), profiles=()).record
     assert list(static.device_memory_bytes) == ["4:4:4"]
+
+
+def test_more_targets_have_a_price_and_portable_ones_none(graphs: Graphs, tmp_path: Path) -> None:
+    """SM75 has kernels of its own, which a plan for it carries; those from SM80 on share theirs."""
+    path, asked = graphs.path("tiny"), {"backend": "tensorrt-rtx", "profiles": BATCHES}
+    several = BuildOptions(**asked, sms=("75", "86"), compatibility="targets")  # type: ignore[arg-type]
+    price = build_priced(path, several, tmp_path / "m.plan").record.compatibility
+    assert price is not None
+    assert [plan.target for plan in price.plans] == ["sm75", "sm86"]
+    assert price.own.plan_bytes > price.plans[1].plan_bytes == (tmp_path / "m.sm86.plan").stat().st_size
+    portable = BuildOptions(**asked, compatibility="portable")  # type: ignore[arg-type]
+    price = build_priced(path, portable, tmp_path / "p.plan").record.compatibility
+    assert price is not None
+    assert [plan.target for plan in price.plans] == ["sm80", "sm86", "sm89", "sm120"]
+    assert {plan.kernels for plan in price.plans} == {price.own.kernels}
+    assert record_of_plan(tmp_path / "p.plan").compatibility == price

@@ -14,7 +14,9 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from corp_deploy.proof.compatibility import bench_lines, build_priced
 from corp_deploy.views.engine import engine_table
+from export.engine import build as engine_build
 from export.engine.build import Engine, build_engine
 from export.engine.libraries import Library, open_library
 from export.engine.options import BatchProfile, BuildOptions
@@ -36,7 +38,7 @@ NETWORK_FLAGS_11_4 = ["STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS", "PREFER_JIT
 NAMES_11_4 = {
     "IBuilderConfig": {
         *("add_optimization_profile", "builder_optimization_level", "profiling_verbosity", "set_memory_pool_limit"),
-        *("get_timing_cache", "set_timing_cache", "create_timing_cache"),
+        *("get_timing_cache", "set_timing_cache", "create_timing_cache", "hardware_compatibility_level"),
     },
     "OnnxParser": {"parse_from_file"},
     "ICudaEngine": {"create_engine_inspector", "get_device_memory_size_for_profile_v2"},
@@ -170,6 +172,9 @@ class Tensorrt:
     NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", NETWORK_FLAGS_11_4, start=1)  # type: ignore[misc]
     ProfilingVerbosity = enum.IntEnum("ProfilingVerbosity", ["LAYER_NAMES_ONLY", "DETAILED", "NONE"], start=0)
     MemoryPoolType = enum.IntEnum("MemoryPoolType", ["WORKSPACE"], start=0)
+    HardwareCompatibilityLevel = enum.IntEnum(
+        "HardwareCompatibilityLevel", ["NONE", "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"], start=0
+    )
     LayerInformationFormat = enum.IntEnum("LayerInformationFormat", ["ONELINE", "JSON"], start=0)
 
     class ILogger:
@@ -282,7 +287,7 @@ def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
     for name, stand_in in stand_ins.items():
         unlisted = public(stand_in) - NAMES_11_4.get(name, set()) - own
         assert unlisted <= public(vars(rtx)[name]), (name, unlisted)
-    for name in ("MemoryPoolType", "ProfilingVerbosity", "LayerInformationFormat"):
+    for name in ("MemoryPoolType", "ProfilingVerbosity", "LayerInformationFormat", "HardwareCompatibilityLevel"):
         assert set(vars(Tensorrt)[name].__members__) <= set(vars(rtx)[name].__members__)
 
 
@@ -325,6 +330,63 @@ def test_version_compatible_plans_allow_host_code(graph: Path) -> None:
     assert world.asked["flags"] == ["VERSION_COMPATIBLE"]
     assert world.asked["host code"] is True
     assert record.options["version_compatible"] is True
+
+
+@pytest.mark.parametrize("level", ["ampere-plus", "same-compute-capability"])
+def test_compatibility_is_set_and_priced_against_a_plan_without(graph: Path, tmp_path: Path, level: str) -> None:
+    """The stand-in's plans are as many bytes as it is told to give; the exact one is built without either flag."""
+    levels: list[str] = []
+
+    class Priced(Tensorrt):
+        def plan_of(self) -> bytes:
+            chosen = getattr(self.asked["config"], "hardware_compatibility_level", None)
+            levels.append("none" if chosen is None else chosen.name)
+            return b"exact" if chosen is None else b"compatible"
+
+        plan = property(plan_of, lambda self, _: None)
+
+    world = Priced(says="Total Weights Memory: 4096 bytes")
+    library = Library(name="tensorrt", version=world.__version__, module=world)
+    choices = BuildOptions(backend="tensorrt", profiles=PROFILES, compatibility=level, version_compatible=True)
+    record = build_priced(graph, choices, tmp_path / "m.plan", library=library).record
+    assert levels == [level.replace("-", "_").upper(), "none"]
+    price = record.compatibility
+    assert price is not None
+    assert (price.level, price.own.plan_bytes) == (level, len(b"compatible"))
+    (exact,) = price.plans
+    assert (exact.target, exact.plan_bytes, exact.kernels) == ("exact", len(b"exact"), 2)
+    assert exact.device_memory_bytes == 4096 + 1000
+    assert price.reason is not None
+    assert record_of_plan(tmp_path / "m.plan") == record
+    alone = record_of_plan(tmp_path / "m.exact.plan")
+    assert ("compatibility" in alone.options, alone.options["version_compatible"]) == (False, False)
+    assert record.options["compatibility"] == level
+    assert bench_lines(record, Path("m.plan")) == (
+        "corp-deploy bench m.exact.plan m.plan --batch 8 --output m.exact.bench.json",
+    )
+    assert "+100.0 % bytes, 2 kernels for 2, 1 fused attention for 1, +0.0 % memory" in [
+        *engine_table(record).columns[1].cells
+    ]
+
+
+def test_what_a_builder_would_leave_out_is_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Tensorrt()
+    monkeypatch.setattr(engine_build, "_gpu", lambda: ("An Old Card", "75"))
+    with pytest.raises(
+        BadInput, match=r"ampere-plus: built on Ampere \(SM80\) and newer alone, this GPU is a An Old Card"
+    ):
+        build(graph, world, compatibility="ampere-plus")
+    Old = enum.IntEnum("Old", ["NONE", "AMPERE_PLUS"], start=0)
+    monkeypatch.setattr(Tensorrt, "HardwareCompatibilityLevel", Old)
+    with pytest.raises(BadInput, match=r"same-compute-capability: tensorrt 11\.4\.0\.106 knows only NONE, AMPERE_PLUS"):
+        build(graph, world, compatibility="same-compute-capability")
+    for options, reason in (
+        ({"backend": "tensorrt", "compatibility": "portable"}, "'portable' is none of tensorrt; choose ampere-plus or"),
+        ({"backend": "tensorrt-rtx", "compatibility": "portable", "sms": ("86",)}, "leave --sm out"),
+        ({"backend": "tensorrt-rtx", "compatibility": "targets", "sms": ("86",)}, "two targets or more"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            BuildOptions(**options)
 
 
 def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path) -> None:

@@ -36,13 +36,14 @@ class EngineChoice:
     workspace_mib: int | None
     version_compatible: bool
     sparse: bool
+    compatibility: str | None
 
     @property
     def way(self) -> str:
         """Its name in the table of options."""
         return f"{self.backend}-{self.device}" if self.backend == "onnxruntime" else self.backend
 
-    def _options(self) -> "BuildOptions":
+    def options(self) -> "BuildOptions":
         from export.engine.options import BuildOptions
 
         return BuildOptions(
@@ -55,6 +56,7 @@ class EngineChoice:
             workspace_bytes=None if self.workspace_mib is None else self.workspace_mib * 2**20,
             version_compatible=self.version_compatible,
             sparse=self.sparse,
+            compatibility=self.compatibility,
             command=command_line(),
         )
 
@@ -70,7 +72,7 @@ class EngineChoice:
             if phase == "Building engine":
                 done(steps)
 
-        return build_engine(graph, self._options(), progress=progress)
+        return build_engine(graph, self.options(), progress=progress)
 
 
 def _engine_choice(**options: Any) -> EngineChoice:
@@ -125,6 +127,13 @@ engine_options = value_options(
         help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}",
     ),
     click.option(
+        "--compatibility",
+        type=click.Choice(["ampere-plus", "same-compute-capability", "portable", "targets"]),
+        default=None,
+        help="A plan that runs on more GPUs, with its price: plans for one GPU each are built too, beside it. "
+        f"{BUILD.help('compatibility')}",
+    ),
+    click.option(
         "--sparse",
         is_flag=True,
         help=f"Sparse kernels where weights are 2:4; refused where none are. {BUILD.help('sparse')}",
@@ -147,13 +156,19 @@ def build(graph: Path, output: Path, engine: EngineChoice, out: Output) -> None:
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
+    from corp_deploy.proof.compatibility import bench_lines, build_priced
     from corp_deploy.views.engine import engine_table
     from export.engine.build import write_engine
 
+    lines: tuple[str, ...] = ()
     with out.progress("building", None, unit="steps") as done:
-        built = engine.build(graph, done)
-    write_engine(built, output)
-    out.result(json.loads(built.record.to_json()), engine_table(built.record), f"{output}: written")
+        if engine.compatibility is None:
+            built = engine.build(graph, done)
+            write_engine(built, output)
+        else:
+            built = build_priced(graph, engine.options(), output)
+            lines = bench_lines(built.record, output)
+    out.result(json.loads(built.record.to_json()), engine_table(built.record), f"{output}: written", *lines)
 
 
 @click.command()

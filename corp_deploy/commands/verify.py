@@ -110,7 +110,6 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 @run_options
 @click.option(
     "--runtime",
-    "runtimes",
     multiple=True,
     type=click.Choice(["openvino", "openvino-fp16", "openvino-bf16"]),
     help="Judge every graph in this runtime too, a link of its own behind ONNX Runtime's: as the graph is typed, or "
@@ -126,7 +125,7 @@ def verify(
     candidates: tuple[Path, ...],
     inputs: ProofInputChoice,
     asked: VerifyRun,
-    runtimes: "tuple[Runtime, ...]",
+    runtime: "tuple[Runtime, ...]",
     heads: "HeadRequest",
     limits: "ParityLimits",
     out: Output,
@@ -159,7 +158,7 @@ def verify(
     inputs.require()
     output = asked.record_of(candidates)
     dense = model.load(out)
-    steps = with_runtimes([candidate_from_path(path) for path in candidates], runtimes)
+    steps = with_runtimes([candidate_from_path(path) for path in candidates], runtime)
     if "batch" in explicit_options():
         _refuse_other_batches(steps, asked.batch)
     with out.progress("verifying", len(steps), unit="links") as done:

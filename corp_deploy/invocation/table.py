@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
-from export.engine.options import REFUSALS
+from export.engine.options import COMPATIBILITIES, REFUSALS
 from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, WORDS
 
 from .honours import ANY, Axis, Values, Way
@@ -111,7 +111,7 @@ def _engine_builder(backend: str, words: str) -> Way:
     return Way(
         words=words,
         ask=f"--backend {backend}",
-        honours={"precision": EVERY_WORD}
+        honours={"precision": EVERY_WORD, "compatibility": COMPATIBILITIES[backend]}
         | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
         instead={name: refused[field] for name, field in ENGINE_OPTIONS.items() if field in refused}
         | {"device": "an engine is built for a GPU in any case"},
@@ -125,7 +125,9 @@ def _graph_optimiser(device: str, words: str) -> Way:
         words=words,
         ask=f"--backend onnxruntime --device {device}",
         honours={"precision": precision, "device": (device,)},
-        instead=dict.fromkeys(ENGINE_OPTIONS, "the rest shapes engines, and an optimised graph takes any batch"),
+        instead=dict.fromkeys(
+            (*ENGINE_OPTIONS, "compatibility"), "the rest shapes engines, and an optimised graph takes any batch"
+        ),
     )
 
 
@@ -231,7 +233,7 @@ _OF_MODELS = (
     "labels",
     "text",
     "trust_code",
-    "runtimes",
+    "runtime",
 )
 # By what everything is held against.
 VERIFY_REFERENCE = Axis(

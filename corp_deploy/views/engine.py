@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from export.engine.audit import Audit, AuditedEngine
+from export.engine.compatibility import CompatibilityPrice
 from export.engine.record import EngineRecord
 from ground.ports import FUSION_BREAK
 from ground.precision import QUANTISED
@@ -27,12 +28,36 @@ def engine_table(record: EngineRecord) -> Table:
     if record.fusion_breaks:
         broken = ", ".join(port.name.removeprefix(FUSION_BREAK) for port in record.fusion_breaks)
         rows["fusion breaks"] = f"{len(record.fusion_breaks)} ({broken})"
+    if record.compatibility is not None:
+        rows |= _price(record.compatibility)
     share = record.options.get("sparse_share")
     if isinstance(share, float):
         rows["sparse"] = f"{share:.0%} of the matrices are 2:4, {_sparse_kernels(record)}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _price(price: CompatibilityPrice) -> dict[str, str]:
+    """What running on more hardware costs, a row for each plan that was built for one GPU."""
+    rows = {}
+    for plan in price.plans:
+        parts = [f"{100 * (price.own.plan_bytes / plan.plan_bytes - 1):+.1f} % bytes"]
+        for name, own, other in (
+            ("kernels", price.own.kernels, plan.kernels),
+            ("fused attention", price.own.fused_attention, plan.fused_attention),
+        ):
+            parts.append(f"{name} unknown" if own is None or other is None else f"{own} {name} for {other}")
+        memory = price.own.device_memory_bytes, plan.device_memory_bytes
+        if memory[0] is not None and memory[1]:
+            parts.append(f"{100 * (memory[0] / memory[1] - 1):+.1f} % memory")
+        parts += [
+            f"{100 * (each.ratio - 1):+.1f} % time at batch {each.batch}"
+            for each in price.latencies
+            if each.target == plan.target
+        ]
+        rows[f"{price.level} against {plan.target}"] = ", ".join(parts)
+    return rows | ({"latency": price.reason} if price.reason else {})
 
 
 def _memory(record: EngineRecord) -> str:

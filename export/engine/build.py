@@ -26,7 +26,7 @@ from .record import EngineRecord, record_path, sha256_of
 from .session import Session
 from .sparsity import sparse_layers_from_log
 
-FIRST_BF16_SM = 80
+FIRST_BF16_SM = FIRST_AMPERE_SM = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ def build_engine(
     sparse_share = _sparse_share(proto, onnx_path) if choices.sparse else None
     profiles = _settled_profiles(proto, choices.profiles, onnx_path)
     library = library or open_library(choices.backend, command=choices.command)
+    _refuse_old_gpu(choices)
     session = Session(onnx_path, proto, choices, library)
     started = time.perf_counter()
     plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
@@ -102,6 +103,16 @@ def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path
         )
 
 
+def _refuse_old_gpu(choices: BuildOptions) -> None:
+    """Hardware compatibility begins with Ampere, and a builder on an older GPU leaves it out."""
+    gpu, target = _gpu() if choices.compatibility == "ampere-plus" else (None, None)
+    if target is not None and int(target) < FIRST_AMPERE_SM:
+        raise BadInput(
+            f"compatibility ampere-plus: built on Ampere (SM{FIRST_AMPERE_SM}) and newer alone, this GPU is a {gpu} "
+            f"(SM{target}); leave it out, or build on a newer GPU"
+        )
+
+
 def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     """The share of matrices that sparse kernels can take; BadInput when there is none."""
     sparse = sparse_matrices(proto)
@@ -131,6 +142,8 @@ def _record(
     if sparse_share is not None:
         options["sparse_share"] = sparse_share
     options["version_compatible"] = choices.version_compatible
+    if choices.compatibility is not None:
+        options["compatibility"] = choices.compatibility
     if choices.optimization_level is not None:
         options["optimization_level"] = choices.optimization_level
     if choices.workspace_bytes is not None:

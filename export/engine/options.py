@@ -1,7 +1,7 @@
 """What a build may be asked for, and what each backend refuses with its reason."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ground.errors import BadInput
@@ -10,6 +10,10 @@ LARGEST_BATCH = 65_536
 _PROFILE = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}:[0-9]{1,9})?")
 RTX_TARGETS = ("75", "80", "86", "89", "120", "121", "portable")
 BACKENDS = ("tensorrt", "tensorrt-rtx")
+# What hardware a plan is meant for beyond the one it is built on or for, by backend.
+COMPATIBILITIES = {"tensorrt": ("ampere-plus", "same-compute-capability"), "tensorrt-rtx": ("portable", "targets")}
+# What a portable plan of TensorRT-RTX runs on, and could have been built for alone.
+PORTABLE_TARGETS = ("80", "86", "89", "120")
 # What a backend can't honour, with its reason.
 REFUSALS = {
     "tensorrt": {"sms": "TensorRT builds for the GPU it runs on"},
@@ -52,7 +56,8 @@ class BuildOptions:
     """Everything that decides a plan beside the graph.
 
     `precision` is what the caller calls the graph (None: its own label). `sms` names TensorRT-RTX targets; none means
-    portable, which runs on Ampere and newer. `optimization_level` is 0 to 5. `command` is kept in the record and told
+    portable, which runs on Ampere and newer. `compatibility` is one of COMPATIBILITIES, None the hardware at hand or
+    that of `sms`. `optimization_level` is 0 to 5. `command` is kept in the record and told
     when this machine can't build.
     """
 
@@ -65,6 +70,7 @@ class BuildOptions:
     workspace_bytes: int | None = None
     version_compatible: bool = False
     sparse: bool = False
+    compatibility: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -79,6 +85,34 @@ class BuildOptions:
                 other = BACKENDS[1 - BACKENDS.index(self.backend)]
                 raise BadInput(f"{name.replace('_', ' ')}: {reason}; leave it out or use the backend {other}")
         self._require_targets()
+        self._require_compatibility()
+
+    @property
+    def exact(self) -> "dict[str, BuildOptions]":
+        """What a compatible plan is priced against, by target: the same without compatibility, for one GPU each."""
+        alone = replace(self, compatibility=None, version_compatible=False)
+        if self.compatibility is None:
+            return {}
+        if self.backend == "tensorrt":
+            return {"exact": alone}
+        targets = self.sms if self.compatibility == "targets" else PORTABLE_TARGETS
+        return {f"sm{sm}": replace(alone, sms=(sm,)) for sm in targets}
+
+    def _require_compatibility(self) -> None:
+        known = COMPATIBILITIES[self.backend]
+        if self.compatibility is None:
+            return
+        if self.compatibility not in known:
+            raise BadInput(
+                f"compatibility {self.compatibility!r} is none of {self.backend}; choose {' or '.join(known)}"
+            )
+        if self.compatibility == "portable" and self.sms:
+            raise BadInput(
+                f"compatibility portable runs on every target from SM80 on, and --sm asks for {', '.join(self.sms)}; "
+                "leave --sm out, or choose compatibility targets"
+            )
+        if self.compatibility == "targets" and len(self.sms) < 2:
+            raise BadInput("compatibility targets needs two targets or more, such as --sm 86 --sm 89")
 
     def _require_targets(self) -> None:
         unknown = [sm for sm in self.sms if sm not in RTX_TARGETS]

@@ -14,6 +14,7 @@ from ground.errors import BadInput
 from ground.ports import Role
 from ground.records import Natural, Positive, Sha256, Share, record_from_file
 
+from .compatibility import CompatibilityPrice, PricedPlan
 from .memory import EngineMemory
 from .options import BatchProfile
 
@@ -33,7 +34,8 @@ class EngineRecord:
     count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
     `sparse_eligible` is how many layers the builder says it could run sparse, `sparse_layers` how many it does, by
     `sparse_names` where it tells them. `fusion_breaks` are outputs that stand there only to be written: nobody reads
-    them. `notes` are what the graph carried beside the exporter's own, such as its preprocessing.
+    them. `notes` are what the graph carried beside the exporter's own, such as its preprocessing. `compatibility`: what
+    running on more hardware costs, None for a plan that was not built to.
     """
 
     backend: str
@@ -65,6 +67,7 @@ class EngineRecord:
     sparse_names: tuple[str, ...] = ()
     fusion_breaks: tuple[GraphPort, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+    compatibility: CompatibilityPrice | None = None
     memory: EngineMemory = field(default_factory=lambda: EngineMemory(reason=UNRECORDED))
 
     def __post_init__(self) -> None:
@@ -92,6 +95,16 @@ class EngineRecord:
     def fused_attention(self) -> int | None:
         """How many attention sites run as one fused kernel."""
         return None if self.fused_attention_sites is None else len(self.fused_attention_sites)
+
+    def priced(self, target: str) -> PricedPlan:
+        """What this plan costs, as one for `target`."""
+        return PricedPlan(
+            target=target,
+            plan_bytes=self.plan_bytes,
+            kernels=self.kernels,
+            fused_attention=self.fused_attention,
+            device_memory_bytes=max(self.device_memory_bytes.values(), default=None),
+        )
 
     def to_json(self) -> str:
         """The record as it is written beside the plan."""

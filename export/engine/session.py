@@ -104,6 +104,8 @@ class Session:
             config.builder_optimization_level = choices.optimization_level
         if choices.version_compatible:
             config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+        if choices.compatibility is not None:
+            config.hardware_compatibility_level = self._level(choices.compatibility)
         if choices.sparse:
             config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
         if choices.timing_cache is not None:
@@ -115,6 +117,15 @@ class Session:
                     f"{choices.timing_cache}: not a timing cache of {self.library.name} {self.library.version} on this "
                     f"GPU ({'; '.join(self.messages.errors) or 'refused'}); name another file"
                 )
+
+    def _level(self, compatibility: str) -> Any:
+        name, known = compatibility.replace("-", "_").upper(), self.trt.HardwareCompatibilityLevel.__members__
+        if name not in known:
+            raise BadInput(
+                f"compatibility {compatibility}: {self.library.name} {self.library.version} knows only "
+                f"{', '.join(known)}; install a newer one"
+            )
+        return known[name]
 
     def _save_timing_cache(self, config: Any) -> None:
         if self.choices.timing_cache is not None:

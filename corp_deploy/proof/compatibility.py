@@ -1,0 +1,103 @@
+"""Plans that run on more hardware, priced: plans for one GPU each stand beside them, and are timed where a GPU is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from corp_deploy.invocation.call import Invocation
+from export.engine.build import Engine, build_engine, write_engine
+from export.engine.compatibility import CompatibilityPrice, PricedLatency
+from export.engine.libraries import Library
+from export.engine.options import BuildOptions
+from export.engine.record import EngineRecord
+from ground.gpu import missing_gpu
+from perf.record.runs import Bench
+from perf.stats.summary import summarise
+from perf.timing.laps import Plan
+
+from .speed import measure
+
+UNTIMED = "not measured: {}; the bench commands measure it where the GPU is"
+
+
+def beside(output: Path, target: str) -> Path:
+    """`model.plan` -> `model.sm86.plan`."""
+    return output.with_name(f"{output.stem}.{target}{output.suffix}")
+
+
+def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: Library | None = None) -> Engine:
+    """Build and write the compatible plan and, beside it, those for one GPU each; the price stands in its record."""
+    assert choices.compatibility is not None, choices
+    built = build_engine(graph, choices, library=library)
+    exact: dict[str, EngineRecord] = {}
+    for target, options in choices.exact.items():
+        alone = build_engine(graph, options, library=library)
+        write_engine(alone, beside(output, target))
+        exact[target] = alone.record
+    write_engine(built, output)
+    latencies, reason = _timed(built.record, exact, output)
+    price = CompatibilityPrice(
+        level=choices.compatibility,
+        own=built.record.priced(choices.compatibility),
+        plans=tuple(record.priced(target) for target, record in exact.items()),
+        latencies=tuple(latencies),
+        reason=reason,
+    )
+    priced = replace(built, record=replace(built.record, compatibility=price))
+    write_engine(priced, output)
+    return priced
+
+
+def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
+    """The commands that time the plans for one GPU against the compatible one."""
+    assert record.compatibility is not None, record
+    batches = _batches(record)
+    return tuple(
+        str(
+            Invocation(
+                command="bench",
+                arguments=(str(beside(output, plan.target)), str(output)),
+                options={"batch": batches, "output": str(output.with_suffix(f".{plan.target}.bench.json"))},
+            )
+        )
+        for plan in record.compatibility.plans
+    )
+
+
+def _batches(record: EngineRecord) -> tuple[int, ...]:
+    """What a runner takes: the first profile's."""
+    return (record.batches[0].tuned,)
+
+
+def _timed(
+    own: EngineRecord, exact: Mapping[str, EngineRecord], output: Path
+) -> tuple[Sequence[PricedLatency], str | None]:
+    """On the GPU at hand, where there is one that a plan was built for."""
+    missing = missing_gpu()
+    if missing is not None:
+        return (), UNTIMED.format(missing)
+    target = next((name for name, record in exact.items() if _runs_here(record)), None)
+    if target is None:
+        return (), UNTIMED.format(f"this machine's GPU is none of {', '.join(exact)}")
+    names = ("exact", "compatible")
+    bench = measure(beside(output, target), output, batches=_batches(own), plan=Plan(), names=names)
+    return latencies_of(bench, target), None
+
+
+def _runs_here(record: EngineRecord) -> bool:
+    import torch
+
+    if record.gpu is not None:
+        return True  # full TensorRT builds for the GPU at hand
+    major, minor = torch.cuda.get_device_capability()
+    return record.targets == (f"{major}{minor}",)
+
+
+def latencies_of(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
+    """How many times as long the second of the two takes, by batch; the rows that have a figure."""
+    rows = [(row.batch, row.speedup) for row in summarise(bench).rows if row.measure == "compute"]
+    return tuple(
+        PricedLatency(target=target, batch=batch, ratio=1 / each.value, low=1 / each.high, high=1 / each.low)
+        for batch, each in rows
+        if each is not None and each.low > 0
+    )
