@@ -18,6 +18,7 @@ from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_s
 from .moments import Moments
 from .resume import Progress, ResumeFile
 from .sites import Site
+from .snapshots import Snapshots
 from .weights import TokenWeights
 
 ALONE = Ranks()
@@ -57,8 +58,16 @@ def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device
 class _Share:
     """One rank's part of a calibration: its position, its ids and bad inputs, its checkpoints."""
 
-    def __init__(self, collector: Collector, inputs: InputSet, span: range, checkpoint: ResumeFile | None) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        inputs: InputSet,
+        span: range,
+        checkpoint: ResumeFile | None,
+        snapshots: Snapshots | None,
+    ) -> None:
         self.collector, self.inputs, self.span, self.checkpoint = collector, inputs, span, checkpoint
+        self.snapshots = snapshots
         self.position, self.bad = span.start, list[str]()
         self.ids = torch.empty(0, dtype=torch.int64)
 
@@ -68,6 +77,8 @@ class _Share:
             moments, reached = saved
             self.collector.go_on_from(moments, reached.kernel)
             self.position, self.bad, self.ids = reached.position, list(reached.bad), moments.image_ids
+            if self.snapshots:
+                self.snapshots.refuse_lost(self.position)
 
     def take(self, batch: Batch[Inputs], run: Mapping[str, str]) -> None:
         before = self.collector.images
@@ -76,11 +87,28 @@ class _Share:
         self.position = batch.end
         self.bad.extend(batch.bad)
         self.ids = torch.cat([self.ids, batch.ids])
+        if self.snapshots and self.position in self.snapshots.counts:
+            self.snapshots.write(self.position, self._moments(self.ids))
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
             moments = replace(self.collector.moments({}), image_ids=self.ids)
             assert self.collector.kernel is not None
             reached = Progress(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
             self.checkpoint.save(moments, reached, run)
+
+    def _moments(self, ids: Tensor) -> Moments:
+        return replace(self.collector.moments({}), image_ids=ids.sort().values)
+
+    def take_snapshots(self, end: int, batch_size: int) -> None:
+        """Those inside the next batch, up to `end`: of its first inputs as the last batch of a smaller set has them."""
+        for count in self.snapshots.between(self.position, end) if self.snapshots else ():
+            assert self.snapshots is not None
+            ids = [self.ids]
+            with self.collector.aside():
+                for part in self.inputs.read(batch_size, first=self.position, stop=count, bad=self.bad):
+                    ids.append(part.ids)
+                    if len(part.ids):
+                        self.collector.add(part.inputs)
+                self.snapshots.write(count, self._moments(torch.cat(ids)))
 
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
         self.go_on(run)
@@ -88,17 +116,34 @@ class _Share:
         rest = self.inputs.read(batch_size, first=self.position, stop=self.span.stop, bad=self.bad, pin=pin)
         with self.collector:
             for batch in rest if self.position < self.span.stop else ():
+                self.take_snapshots(batch.end, batch_size)
                 self.take(batch, run)
                 if progress:
                     progress(self.position - self.span.start)
         self.collector.refuse_nonfinite()
 
 
-def _refuse_memory(model: nn.Module, sites: Sequence[Site], inputs: InputSet, options: Options, device: str) -> None:
+def _refuse_memory(
+    model: nn.Module, sites: Sequence[Site], inputs: InputSet, options: Options, device: str, copies: int
+) -> None:
     shapes = shapes_of_sites(model, sites, example=inputs.example(), device=device)
     kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
     needed = bytes_needed(shapes, attention_system=options.attention_system, kept=kept)
-    refuse_too_large(needed, bytes_available(device))
+    refuse_too_large({name: copies * size for name, size in needed.items()}, bytes_available(device))
+
+
+def _refuse_shares(snapshots: Snapshots | None, inputs: InputSet, ranks: Ranks) -> None:
+    if snapshots is None:
+        return
+    if ranks.size > 1:
+        raise BadInput(
+            f"snapshots: each of the {ranks.size} processes has a consecutive share of the {inputs.noun}, so the first "
+            "ones of all are in none of them; calibrate with one process, without torchrun"
+        )
+    if snapshots.counts[-1] > inputs.count:
+        raise BadInput(
+            f"snapshots: got {snapshots.counts[-1]}, expected at most the {inputs.count} {inputs.noun} of the fit"
+        )
 
 
 def _add_up(collector: Collector, ranks: Ranks) -> None:
@@ -130,12 +175,14 @@ def calibrate(
     lineage: Mapping[str, str],
     checkpoint: ResumeFile | None = None,
     ranks: Ranks = ALONE,
+    snapshots: Snapshots | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
     """The moments of `sites` over `inputs`; every rank gets those of all of them and one should write.
 
     With `checkpoint`, a run that was interrupted goes on from its last checkpoint and gives the same bits as one that
-    was not; the file stays until `checkpoint.of_rank(ranks).clear()`. `progress` hears how many of this rank's inputs
+    was not; the file stays until `checkpoint.of_rank(ranks).clear()`. `snapshots` of the first inputs are for one
+    process; where one falls inside a batch, the sums are copied for it. `progress` hears how many of this rank's inputs
     are done. Raises BadInput, on every rank alike, for bad inputs and activations and for sums that don't fit into
     memory; RankLost when another rank has gone.
     """
@@ -143,11 +190,16 @@ def calibrate(
     lineage = {**lineage, "dtype": options.precision}
     run = {**lineage, "data": inputs.digest, "batch_size": str(batch_size), "options": options.as_text(),
            "ranks": f"{ranks.rank} of {ranks.size}"}  # fmt: skip
+    _refuse_shares(snapshots, inputs, ranks)
+    if snapshots:
+        snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage=lineage))
+        run["snapshots"] = ",".join(map(str, snapshots.counts))
+    copies = 2 if snapshots and snapshots.split_batches(batch_size, inputs.count) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
-    share = _Share(_collector(model, sites, options, device), inputs, ranks.share(inputs.count), own)
+    share = _Share(_collector(model, sites, options, device), inputs, ranks.share(inputs.count), own, snapshots)
     problem = ""
     try:
-        _refuse_memory(model, sites, inputs, options, device)
+        _refuse_memory(model, sites, inputs, options, device, copies)
         share.run(batch_size, run, progress)
     except BadInput as error:
         if ranks.size == 1:

@@ -17,7 +17,7 @@ from .moments import Moments
 from .patch_sums import PatchSums
 from .products import Kernel, kernel_for
 from .sites import HeadTaps, Role, Site, SiteKind
-from .sums import ChannelSums, HeadSums, SiteSums
+from .sums import ChannelSums, HeadSums, SiteSums, twin
 from .weights import TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -110,6 +110,16 @@ class Collector:
         self.images += count
         if self.device.type == "cpu":
             self.refuse_nonfinite()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is added inside goes into a copy of the sums, which is dropped on leaving."""
+        sums, images = self.sums, self.images
+        self.sums = {name: twin(each) for name, each in sums.items()}
+        try:
+            yield
+        finally:
+            self.sums, self.images = sums, images
 
     def refuse_nonfinite(self) -> None:
         """Raises BadInput that names the first site, in the order the model runs them, with a NaN or Inf.

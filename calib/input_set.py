@@ -113,6 +113,11 @@ def positions_drawn(count: int, samples: int | None, seed: int, *, where: str, n
     return tuple(sorted(np.random.default_rng(seed).choice(count, samples, replace=False).tolist()))
 
 
+def shuffled(inputs: SomeSet, *, seed: int) -> SomeSet:
+    """The same inputs in an order drawn by `seed`, so that the first ones are a draw of their own."""
+    return inputs.subset(np.random.default_rng(seed).permutation(inputs.count).tolist())
+
+
 def ids_and_digest(names: Iterable[str], hashes: Sequence[bytes]) -> tuple[Tensor, str]:
     """What identifies inputs by the SHA-256 of each one's content: ids [count] int64, and one digest of them all."""
     whole = hashlib.sha256()

@@ -4,6 +4,8 @@ Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D qu
 z, T = D (D + 1) / 2.
 """
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -98,7 +100,7 @@ class HeadSums:
         self._qq_BHDD: Tensor | None = None
         self._kk_BHDD: Tensor | None = None
         self._removed_HD = torch.empty(0)
-        self._triangles: list[tuple[Tensor, Tensor]] = []
+        self._triangles: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
         if role == "q":
@@ -164,7 +166,7 @@ class HeadSums:
         if self.kept_HK is not None:
             qq_BHDD, kk_BHDD = self._restrict(self.kept_HK, qq_BHDD, kk_BHDD)
         if self.system:
-            self._triangles.append((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)))
+            self._triangles += ((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)),)
 
     def _restrict(self, kept_HK: Tensor, qq_BHDD: Tensor, kk_BHDD: Tensor) -> tuple[Tensor, Tensor]:
         """Adds what only the whole Grams tell about the removed dims, returns the Grams of the kept ones.
@@ -185,7 +187,7 @@ class HeadSums:
         """Adds upper(K'K) upper(Q'Q)^T of the inputs held, their upper triangles, per head, in float64."""
         if self._triangles:
             k_BHT, q_BHT = (torch.cat(parts) for parts in zip(*self._triangles, strict=True))
-            self._triangles = []
+            self._triangles = ()
             total_HTT = self.totals["system_HTT"]
             torch.baddbmm(total_HTT, k_BHT.permute(1, 2, 0), q_BHT.transpose(0, 1), out=total_HTT)
 
@@ -216,3 +218,10 @@ class HeadSums:
 
 
 SiteSums = ChannelSums | HeadSums | PatchSums
+
+
+def twin(sums: SiteSums) -> SiteSums:
+    """The same sums of their own, between two batches."""
+    other = copy(sums)
+    other.totals = {name: total.clone() for name, total in sums.totals.items()}
+    return other

@@ -28,8 +28,10 @@ from .repeat import command_again
 
 if TYPE_CHECKING:
     from calib.collect import Precision
+    from calib.input_set import InputSet
     from corp_deploy.reduction.calibrate import Statistics
     from corp_deploy.reduction.moments_files import Restriction
+    from corp_deploy.store.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +91,21 @@ class PartsChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassChoice:
-    """How the model is run over the images, and after how many of them the state is saved (None: never)."""
+    """How the model is run over the images, after how many of them the state is saved (None: never), and after which
+    numbers moments are written.
+    """
 
     batch_size: int
     device: str
     checkpoint_every: int | None
+    snapshots: tuple[int, ...]
+
+    def source(self, inputs: InputChoice, checkpoint: "Checkpoint") -> "InputSet":
+        """The inputs; drawn ones in an order drawn too, where their first ones have moments of their own."""
+        from calib.input_set import shuffled
+
+        source = inputs.open(checkpoint)
+        return shuffled(source, seed=inputs.seed) if self.snapshots and inputs.samples is not None else source
 
 
 statistics_options = value_options(
@@ -174,6 +186,13 @@ pass_options = value_options(
     click.option(
         "--checkpoint-every", type=Number(IMAGES), default=None, help="Save the state every N images, to go on from."
     ),
+    click.option(
+        "--snapshots",
+        type=Numbers(IMAGES, example="100,500,1000"),
+        default=(),
+        help="Ascending numbers of images after which the same pass writes their moments too, to OUTPUT's name with "
+        ".100 and so on before its suffix. With --samples the images are taken in an order drawn by --seed.",
+    ),
 )
 
 
@@ -214,6 +233,11 @@ def calibrate(
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
     takes it for the kept ones alone, exactly, and for every larger share; moments ranked by the same --moments merge.
 
+    With --snapshots 100,500,1000 the moments of the first 100, 500 and 1000 images are what a calibration on these
+    alone gives, so that one pass shows how many images are enough. A number that is a multiple of --batch-size needs no
+    second copy of the sums in memory. The dims of --attn are ranked by all images, and so are the halves of --groups
+    dealt; held-out images are the same for all. Images in the order of a sorted folder are not drawn: give --samples.
+
     With --merge-tokens the statistics are those of the model that merges so, each token counted as often as tokens
     stand in it; give reduce the same.
 
@@ -225,9 +249,9 @@ def calibrate(
     from corp_deploy.reduction.moments_files import (
         CalibrationRequest,
         CalibrationRun,
-        reference_of_summary,
         write_moments,
     )
+    from corp_deploy.reduction.summary import reference_of_summary
     from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
@@ -247,11 +271,12 @@ def calibrate(
     with ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = merging_checkpoint(model.load(out), merging)
-        source = inputs.open(checkpoint)
+        source = passes.source(inputs, checkpoint)
         run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
             save_every=passes.checkpoint_every,
+            snapshots=passes.snapshots,
             needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
@@ -263,6 +288,7 @@ def calibrate(
     if summaries:
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
-        lines = [line_of_moments(summary, source.noun) for summary in summaries]
+        every = [*record.get("snapshots", []), *summaries]
+        lines = [line_of_moments(summary, source.noun) for summary in every]
         lines += lines_of_overfitting(summaries[0])
         out.result(record, *lines, preprocessing_line(checkpoint))

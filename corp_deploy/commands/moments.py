@@ -22,7 +22,7 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
 
     from calib.combination import merge
     from calib.store import load, save
-    from corp_deploy.reduction.moments_files import summary_of_moments
+    from corp_deploy.reduction.summary import summary_of_moments
 
     if len(parts) < 2:
         raise click.UsageError("one file is nothing to merge; give two or more")

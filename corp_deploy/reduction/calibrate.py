@@ -17,6 +17,7 @@ from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
+from calib.snapshots import Snapshots
 from corp_deploy.families.family import example_of, family_of, sites_of
 from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.families.modules import device as device_of
@@ -118,11 +119,13 @@ def calibrate(
     statistics: Statistics | None = None,
     saved: ResumeFile | None = None,
     ranks: Ranks = calib_calibrate.ALONE,
+    snapshots: Snapshots | None = None,
     done: Callable[[int], None] | None = None,
 ) -> Moments:
     """The moments of the chosen sites, with the lineage that ties them to this model and these images.
 
-    `saved` makes an interrupted run go on where it was. The checkpoint's model stays where it is; on another device a
+    `saved` makes an interrupted run go on where it was; `snapshots` are given moments of the first images with their
+    lineage. The checkpoint's model stays where it is; on another device a
     copy of it is run. Raises BadInput where there is no site or too little memory.
     """
     statistics = statistics or Statistics()
@@ -136,7 +139,13 @@ def calibrate(
         token_weights=partial(family_of(there.model).token_weights, there.model),
     )
 
-    def take() -> Moments:
+    lineage = lineage_for_moments(checkpoint, images)
+
+    def take(seen: Sequence[tuple[float, float]] = ()) -> Moments:
+        def of_first(count: int, moments: Moments) -> Moments:
+            own = {"images": images.subset(range(count)).digest, **_range_told(seen)}
+            return replace(moments, lineage={**moments.lineage, **own})
+
         return calib_calibrate.calibrate(
             there.model,
             sites,
@@ -144,9 +153,10 @@ def calibrate(
             batch_size=batch_size,
             device=device,
             options=options,
-            lineage=lineage_for_moments(checkpoint, images),
+            lineage=lineage,
             checkpoint=saved,
             ranks=ranks,
+            snapshots=None if snapshots is None else snapshots.changed(of_first),
             progress=done,
         )
 
@@ -155,10 +165,15 @@ def calibrate(
     if saved is not None or device != "cpu" or not pixels:
         return take()
     with _watched_range(there.model) as seen:
-        moments = take()
-    ranges = [pair for of_rank in ranks.gathered(seen) for pair in of_rank]
-    low, high = min(pair[0] for pair in ranges), max(pair[1] for pair in ranges)
-    return replace(moments, lineage={**moments.lineage, PIXEL_RANGE: f"{low!r}:{high!r}"})
+        moments = take(seen)
+    every = [pair for of_rank in ranks.gathered(seen) for pair in of_rank]
+    return replace(moments, lineage={**moments.lineage, **_range_told(every)})
+
+
+def _range_told(seen: Sequence[tuple[float, float]]) -> dict[str, str]:
+    if not seen:
+        return {}
+    return {PIXEL_RANGE: f"{min(low for low, _ in seen)!r}:{max(high for _, high in seen)!r}"}
 
 
 def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:

@@ -16,15 +16,25 @@ from calib.moments import Moments
 SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 
 
-def in_halves(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
-    """The moments of all images with those of one half beside them; `take` is given a half and its number, 0 or 1.
+def second_half(images: InputSet, groups_B: Tensor, *, seed: int) -> Tensor:
+    """Which images are in the second half, bool [count]. Raises BadInput where all are of one group."""
+    return half_of(groups_B, seed=seed, noun=images.noun)
 
-    Raises BadInput where all images are of one group.
-    """
-    second_B = half_of(groups_B, seed=seed, noun=images.noun)
-    first, second = (take(half, number) for number, half in enumerate(by_mask(images, second_B)))
+
+def of_halves(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
+    """The moments of all images, from those of both halves of them."""
     whole = merge(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
     groups = torch.tensor([group_of[each] for each in whole.image_ids.tolist()], dtype=torch.int64)
     lineage = {**whole.lineage, "images": images.digest}
     return replace(whole, lineage=lineage, group_ids=groups, half=second)
+
+
+def in_halves(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
+    """The moments of all images with those of one half beside them; `take` is given a half and its number, 0 or 1.
+
+    Raises BadInput where all images are of one group.
+    """
+    second_B = second_half(images, groups_B, seed=seed)
+    first, second = (take(half, number) for number, half in enumerate(by_mask(images, second_B)))
+    return of_halves(images, groups_B, first, second)

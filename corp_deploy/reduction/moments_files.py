@@ -16,50 +16,24 @@ from calib.distributed import Ranks
 from calib.groups import group_ids, parted_by_group
 from calib.input_set import InputSet, parted
 from calib.moments import Moments
-from calib.patch_moments import PatchMoments
 from calib.resume import ResumeFile
 from calib.sites import PatchTaps
+from calib.snapshots import Snapshots
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from ground.files import sha256_of_file
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
 from .halves import SUMS_HELD, in_halves
 from .kept_dims import kept_dims, kept_widths
 from .method import PRESETS
 from .overfitting import overfitting
+from .snapshots import SnapshotFiles, refuse_snapshots
+from .summary import summary_of_moments
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
-
-def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
-    """What a moments file holds, for people and machines."""
-    kinds, widths, chosen = [], set[int](), dict[str, list[int]]()
-    for name, site in moments.sites.items():  # each is read from the file when it is asked for
-        kinds.append(site.kind)
-        if isinstance(site, PatchMoments) and site.channels_GR is not None:
-            chosen[name] = [site.channels_GR.numel(), site.map_sum_GC.numel()]
-        widths |= set() if site.system_width is None else {site.system_width}
-    return {
-        "moments": str(path),
-        "sha256": sha256_of_file(path),
-        "size_bytes": path.stat().st_size,
-        "images": moments.images,
-        "mlp_sites": kinds.count("mlp"),
-        "attention_sites": kinds.count("attention"),
-        "convolutions": kinds.count("convolution"),
-        "system_widths": sorted(widths),
-        "patches_of": chosen,
-        "lineage": dict(moments.lineage),
-    }
-
-
-def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The record that tells which moments a result rests on, under the name that they go by."""
-    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}
 
 
 def held_out_path(moments: Path) -> Path:
@@ -104,12 +78,14 @@ class CalibrationRun:
     """By which processes, and who hears what.
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
+    The moments of the first `snapshots` images, ascending, are written beside those of all.
     `needed` hears the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not.
     """
 
     ranks: Ranks = ALONE
     unfinished: Path
     save_every: int | None = None
+    snapshots: tuple[int, ...] = ()
     needed: Callable[[int], None] = lambda size: None
     progress: Progress = _no_progress
     fitting: Callable[[float], str]
@@ -126,17 +102,27 @@ class CalibrationRun:
         for state in map(self.state, STATES):
             if state is not None:
                 state.of_rank(self.ranks).clear()
+        self.files(self.unfinished).clear()
+
+    def files(self, output: Path) -> SnapshotFiles:
+        """Of the snapshots."""
+        return SnapshotFiles(output=output, counts=self.snapshots)
+
+    def copies(self, request: CalibrationRequest, images: InputSet) -> int:
+        """How many times what one pass sums is held at once."""
+        inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
+        halves = request.groups is not None and request.device == "cpu"
+        return (SUMS_HELD if halves else 1) + inside
 
 
 FEWER_PATCHES = "--patch-memory {:.2g}: patches of the largest convolutions of fewer channels"
 
 
 def _refuse_too_large(
-    checkpoint: Checkpoint, request: CalibrationRequest, widths: Mapping[str, int], run: CalibrationRun
+    checkpoint: Checkpoint, request: CalibrationRequest, widths: Mapping[str, int], run: CalibrationRun, copies: int
 ) -> None:
     """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
     sites, available = chosen_sites(checkpoint, request.statistics), memory.bytes_available(request.device)
-    copies = SUMS_HELD if request.groups is not None and request.device == "cpu" else 1
     needed = {
         name: copies * size for name, size in memory_needed(checkpoint, sites, request.statistics, widths).items()
     }
@@ -164,6 +150,7 @@ def _take(
     statistics: Statistics,
     title: str,
     saved: ResumeFile | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Moments:
     """One pass."""
     with run.progress(title, len(run.ranks.share(images.count))) as done:
@@ -175,6 +162,7 @@ def _take(
             statistics=statistics,
             saved=saved,
             ranks=run.ranks,
+            snapshots=snapshots,
             done=done,
         )
 
@@ -208,13 +196,16 @@ def _take_halves(
     run: CalibrationRun,
     *,
     statistics: Statistics,
-    title: str,
+    output: Path,
 ) -> Moments:
     """A pass over either half of the groups, one after the other."""
+    snapshots = run.files(output).of_halves(images, groups_B, request.seed)
 
     def take(half: InputSet, number: int) -> Moments:
-        named, saved = f"{title}, half {number + 1}", run.state(HALVES[number])
-        return _take(checkpoint, half, request, run, statistics=statistics, title=named, saved=saved)
+        named, saved = f"{output.stem}, half {number + 1}", run.state(HALVES[number])
+        return _take(
+            checkpoint, half, request, run, statistics=statistics, title=named, saved=saved, snapshots=snapshots[number]
+        )
 
     return in_halves(images, groups_B, take, seed=request.seed)
 
@@ -241,6 +232,30 @@ def _parts(images: InputSet, request: CalibrationRequest) -> _Parts:
     return _Parts(fitted=fitted, groups_B=groups_B, held_out=held_out)
 
 
+def _fitted(
+    checkpoint: Checkpoint,
+    parts: _Parts,
+    request: CalibrationRequest,
+    run: CalibrationRun,
+    statistics: Statistics,
+    output: Path,
+) -> Moments:
+    """The moments of the images that are fitted to; snapshots of the first ones are written on the way."""
+    images = parts.fitted
+    if parts.groups_B is not None:
+        return _take_halves(checkpoint, images, parts.groups_B, request, run, statistics=statistics, output=output)
+    return _take(
+        checkpoint,
+        images,
+        request,
+        run,
+        statistics=statistics,
+        title=output.stem,
+        saved=run.state(),
+        snapshots=run.files(output).of_pass(),
+    )
+
+
 def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]:
     """What the file holds, by the rank that writes it."""
     if ranks.rank != 0:
@@ -258,22 +273,18 @@ def write_moments(
     where there is no site or too little memory.
     """
     parts = _parts(images, request)
+    refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:
         sites = chosen_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
-    _refuse_too_large(checkpoint, request, widths, run)
+    _refuse_too_large(checkpoint, request, widths, run, run.copies(request, parts.fitted))
     if restriction is not None:
         statistics = _restricted(checkpoint, parts.fitted, request, run, widths, output.stem)
-    if parts.groups_B is None:
-        moments = _take(
-            checkpoint, parts.fitted, request, run, statistics=statistics, title=output.stem, saved=run.state()
-        )
-    else:
-        moments = _take_halves(
-            checkpoint, parts.fitted, parts.groups_B, request, run, statistics=statistics, title=output.stem
-        )
+    moments = _fitted(checkpoint, parts, request, run, statistics, output)
     summaries = _written(moments, output, run.ranks)
+    if summaries and run.snapshots:
+        summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:

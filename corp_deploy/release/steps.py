@@ -26,6 +26,7 @@ from corp_deploy.proof.speed import measure
 from corp_deploy.proof.timed_inputs import TimedInputs
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.calibrate import Statistics
+from corp_deploy.reduction.summary import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
@@ -78,7 +79,7 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
     fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
     if run["summary"] is not None:
-        write_json(dirs.into / run["summary"], moments_files.reference_of_summary(fitted, run["output"]))
+        write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
 
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:

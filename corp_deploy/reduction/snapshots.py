@@ -1,0 +1,115 @@
+"""Files of the moments of the first images, at several numbers of them, written by the pass over all."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from calib.distributed import Ranks
+from calib.input_set import InputSet
+from calib.moments import Moments
+from calib.snapshots import Snapshots, refuse_counts
+from calib.store import load, save
+from ground.errors import BadInput
+
+from .halves import of_halves, second_half
+from .summary import summary_of_moments
+
+
+def snapshot_path(moments: Path, count: int) -> Path:
+    """Where the moments of the first `count` images stand: beside those of all."""
+    return moments.with_name(f"{moments.stem}.{count}{moments.suffix}")
+
+
+def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) -> None:
+    """Raise BadInput for numbers that don't ascend, for more than the images that are fitted to, and for several
+    processes, whose shares are no prefixes.
+    """
+    if not counts:
+        return
+    refuse_counts(counts)
+    if ranks.size > 1:
+        raise BadInput(
+            f"--snapshots: each of the {ranks.size} processes has a consecutive share of the {images.noun}, so none "
+            "has the first ones of all; calibrate with one process, without torchrun"
+        )
+    if counts[-1] > images.count:
+        raise BadInput(
+            f"--snapshots {counts[-1]}: expected at most {images.count}, the {images.noun} that are fitted to (without "
+            "those held out)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFiles:
+    """The files beside `output` of the moments of the first images, `counts` of them, ascending."""
+
+    output: Path
+    counts: tuple[int, ...]
+
+    def of_pass(self) -> Snapshots | None:
+        """Written by one pass over all images."""
+        if not self.counts:
+            return None
+        return Snapshots(
+            counts=self.counts,
+            write=lambda count, moments: save(moments, snapshot_path(self.output, count)),
+            written=lambda count: snapshot_path(self.output, count).is_file(),
+        )
+
+    def of_halves(self, images: InputSet, groups_B: Tensor, seed: int) -> tuple[Snapshots | None, Snapshots | None]:
+        """Written by a pass over either half, dealt as all images are: the first leaves its part for the second.
+
+        Raises BadInput where the first images are all of one half.
+        """
+        if not self.counts:
+            return None, None
+        second_B = second_half(images, groups_B, seed=seed)
+        parts = {count: int(second_B[:count].sum()) for count in self.counts}
+        for count, of_second in parts.items():
+            if of_second in (0, count):
+                raise BadInput(
+                    f"--snapshots {count}: the first {count} {images.noun} are all in one half of the groups, so "
+                    "nothing would judge what is fitted to them; take more, or draw their order with --samples"
+                )
+        return self._first({count - parts[count] for count in parts}), self._second(images, groups_B, parts)
+
+    def _first(self, counts: set[int]) -> Snapshots:
+        return Snapshots(
+            counts=tuple(sorted(counts)),
+            write=lambda count, moments: save(moments, self._unfinished(count)),
+            written=lambda count: self._unfinished(count).is_file(),
+        )
+
+    def _second(self, images: InputSet, groups_B: Tensor, parts: Mapping[int, int]) -> Snapshots:
+        def of(part: int) -> list[int]:
+            return [count for count in self.counts if parts[count] == part]
+
+        def write(part: int, second: Moments) -> None:
+            for count in of(part):
+                first, some = load(self._unfinished(count - part)), images.subset(range(count))
+                save(of_halves(some, groups_B[:count], first, second), snapshot_path(self.output, count))
+
+        def written(part: int) -> bool:
+            return all(snapshot_path(self.output, count).is_file() for count in of(part))
+
+        return Snapshots(counts=tuple(sorted(set(parts.values()))), write=write, written=written)
+
+    def _unfinished(self, count: int) -> Path:
+        """The first half's part of a snapshot, of so many of its images."""
+        return self.output.with_name(f"{self.output.stem}.{count}.half1.partial.safetensors")
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """What each file holds."""
+        paths = [snapshot_path(self.output, count) for count in self.counts]
+        return [summary_of_moments(load(path), path) for path in paths]
+
+    def clear(self) -> None:
+        """Remove what the first half left."""
+        ours = re.compile(re.escape(self.output.stem) + r"\.\d+\.half1\.partial\.safetensors")
+        for path in self.output.parent.iterdir() if self.counts else ():
+            if ours.fullmatch(path.name):
+                path.unlink()

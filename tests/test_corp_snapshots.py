@@ -1,0 +1,256 @@
+"""Moments of the first images, written by the pass over all, against calibrations on those images alone."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from calib import memory
+from calib.groups import by_mask, group_ids, half_of
+from calib.images import Images
+from calib.moments import Moments, SiteMoments
+from calib.patch_moments import PatchMoments
+from calib.snapshots import Snapshots
+from calib.store import load
+from calib.store import save as save_moments
+from corp_deploy.cli import main
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
+from tests import encoders, small_convnets, tiny
+
+COUNT, BATCH = 30, 12
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), root / "dense")
+    pixels = tiny.images(COUNT)
+    np.save(root / "images.npy", pixels)
+    for count in (5, 12, 21):
+        np.save(root / f"first{count}.npy", pixels[:count])
+    return root
+
+
+def calibrated(home: Path, images: str, output: Path, *words: object, code: int = 0) -> Result:
+    given = ["--model", home / "dense", "--images", home / images, "--batch-size", BATCH, "-o", output]
+    return run("calibrate", *given, *words, code=code)
+
+
+def tensors(site: SiteMoments) -> Iterator[tuple[str, object]]:
+    for field in fields(site):
+        yield field.name, getattr(site, field.name)
+
+
+def assert_equal(a: Moments, b: Moments, limit: float = 1e-9) -> None:
+    assert (a.images, a.image_ids.tolist()) == (b.images, b.image_ids.tolist())
+    assert list(a.sites) == list(b.sites)
+    for name in a.sites:
+        for (field, x), (_, y) in zip(tensors(a.sites[name]), tensors(b.sites[name]), strict=True):
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                assert float((x - y).double().norm()) <= limit * float(y.double().norm()), (name, field)
+            else:
+                assert x == y, (name, field)
+
+
+@pytest.mark.parametrize("words", [(), ("--attention-system",)])
+def test_a_snapshot_is_a_calibration_on_the_first_images(home: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    result = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, "--snapshots", "5,12,21,30", "--json")
+    record = json.loads(result.stdout)
+    assert [each["images"] for each in record["snapshots"]] == [5, 12, 21, 30]
+    for count in (5, 12, 21):
+        calibrated(home, f"first{count}.npy", tmp_path / "alone.safetensors", *words)
+        snapshot, alone = load(tmp_path / f"m.{count}.safetensors"), load(tmp_path / "alone.safetensors")
+        assert_equal(snapshot, alone)
+        assert snapshot.lineage == alone.lineage
+    calibrated(home, "images.npy", tmp_path / "without.safetensors", *words)
+    whole = (tmp_path / "without.safetensors").read_bytes()
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "m.30.safetensors").read_bytes() == whole
+
+
+def test_held_out_images_are_in_no_snapshot(home: Path, tmp_path: Path) -> None:
+    calibrated(home, "images.npy", tmp_path / "m.safetensors", "--hold-out", 6, "--snapshots", "10,24")
+    snapshot, held_out = load(tmp_path / "m.10.safetensors"), load(tmp_path / "m.held-out.safetensors")
+    assert not torch.isin(snapshot.image_ids, held_out.image_ids).any()
+    source = images_for_model(tiny.checkpoint().model, home / "images.npy")
+    fitted = [place for place in range(COUNT) if int(source.ids[place]) not in held_out.image_ids.tolist()]
+    alone = calibrate(tiny.checkpoint(), source.subset(fitted[:10]), batch_size=BATCH)
+    assert_equal(snapshot, alone)
+    over = calibrated(
+        home, "images.npy", tmp_path / "n.safetensors", "--hold-out", 6, "--snapshots", "10,25", code=2
+    ).stderr
+    assert "--snapshots 25: expected at most 24" in over
+
+
+def test_drawn_images_are_taken_in_an_order_drawn_too(home: Path, tmp_path: Path) -> None:
+    drawn = ("--samples", 20, "--seed", 3)
+    calibrated(home, "images.npy", tmp_path / "m.safetensors", *drawn, "--snapshots", "7")
+    generator = np.random.default_rng
+    places = np.sort(generator(3).choice(COUNT, 20, replace=False))[generator(3).permutation(20)]
+    source = images_for_model(tiny.checkpoint().model, home / "images.npy")
+    first = source.subset(places[:7].tolist())
+    assert_equal(load(tmp_path / "m.7.safetensors"), calibrate(tiny.checkpoint(), first, batch_size=BATCH))
+    calibrated(home, "images.npy", tmp_path / "sorted.safetensors", *drawn)
+    assert_equal(load(tmp_path / "m.safetensors"), load(tmp_path / "sorted.safetensors"), limit=1e-6)
+
+
+def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> None:
+    labels = tmp_path / "groups.json"
+    labels.write_text(json.dumps([f"photograph {place % 10}" for place in range(COUNT)]))
+    words = ("--groups", labels, "--snapshots", "5,6,21")
+    calibrated(home, "images.npy", tmp_path / "m.safetensors", *words)
+    source = images_for_model(tiny.checkpoint().model, home / "images.npy")
+    groups_B = group_ids(source, str(labels))
+    second_B = half_of(groups_B, seed=0)
+    for count in (5, 6, 21):
+        snapshot, first = load(tmp_path / f"m.{count}.safetensors"), source.subset(range(count))
+        assert_equal(snapshot, calibrate(tiny.checkpoint(), first, batch_size=BATCH), limit=2e-7)
+        _, second = by_mask(first, second_B[:count])
+        assert snapshot.half is not None
+        assert_equal(snapshot.half, calibrate(tiny.checkpoint(), second, batch_size=BATCH))
+        group_of = dict(zip(source.ids.tolist(), groups_B.tolist(), strict=True))
+        assert snapshot.group_ids.tolist() == [group_of[each] for each in snapshot.image_ids.tolist()]
+    assert not list(tmp_path.glob("*.partial.*"))
+
+
+def test_first_images_of_one_half_alone_are_refused(home: Path, tmp_path: Path) -> None:
+    words = ("--groups", "image", "--snapshots", "1")
+    message = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, code=2).stderr
+    assert "the first 1 images are all in one half of the groups" in " ".join(message.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_snapshots_of_documents(tmp_path: Path) -> None:
+    encoders.write_encoder(tmp_path / "hf", num_attention_heads=2)
+    documents = encoders.texts(20)
+    for name, lines in (("all", documents), ("first", documents[:7])):
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+        given = ("--model", f"hf:{tmp_path / 'hf'}", "--text", tmp_path / f"{name}.txt", "--attention-system")
+        wanted = ("--snapshots", "7") if name == "all" else ()
+        run("calibrate", *given, *wanted, "-o", tmp_path / f"{name}.safetensors")
+    assert_equal(load(tmp_path / "all.7.safetensors"), load(tmp_path / "first.safetensors"))
+
+
+def test_snapshots_of_convolutions(tmp_path: Path) -> None:
+    convnet = small_convnets.checkpoint("resnet18")
+    source = small_convnets.opened(convnet.model, 12, tmp_path)
+
+    def write(count: int, moments: Moments) -> None:
+        save_moments(moments, tmp_path / f"{count}.safetensors")
+
+    calibrate(convnet, source, batch_size=8, snapshots=Snapshots(counts=(3, 8, 11), write=write))
+    for count in (3, 8, 11):
+        snapshot = load(tmp_path / f"{count}.safetensors")
+        assert_equal(snapshot, calibrate(convnet, source.subset(range(count)), batch_size=8))
+        assert any(isinstance(site, PatchMoments) for site in snapshot.sites.values())
+
+
+def test_snapshots_of_restricted_systems(tmp_path: Path, home: Path) -> None:
+    calibrated(home, "images.npy", tmp_path / "ranks.safetensors")
+    kept = ("--attention-system", "--attn", 0.5, "--moments", tmp_path / "ranks.safetensors")
+    calibrated(home, "images.npy", tmp_path / "m.safetensors", *kept, "--snapshots", "5")
+    calibrated(home, "first5.npy", tmp_path / "alone.safetensors", *kept)
+    assert_equal(load(tmp_path / "m.5.safetensors"), load(tmp_path / "alone.safetensors"))
+
+
+def test_a_resumed_run_writes_the_same_snapshots(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = tmp_path / "groups.json"
+    labels.write_text(json.dumps([place % 10 for place in range(COUNT)]))
+    for name, grouped in (("plain", ()), ("grouped", ("--groups", labels))):
+        (tmp_path / name).mkdir()
+        words = (*grouped, "--snapshots", "5,21", "--checkpoint-every", 6, "--batch-size", 4)
+        calibrated(home, "images.npy", tmp_path / name / "m.safetensors", *words)
+        for stop in (8, 16, 24):
+            output = tmp_path / name / str(stop) / "m.safetensors"
+            output.parent.mkdir()
+            interrupted_after(stop, monkeypatch)
+            calibrated(home, "images.npy", output, *words, code=130)
+            monkeypatch.undo()
+            assert not output.exists()
+            calibrated(home, "images.npy", output, *words)
+            for file in ("m", "m.5", "m.21"):
+                there, uninterrupted = (at / f"{file}.safetensors" for at in (output.parent, tmp_path / name))
+                assert there.read_bytes() == uninterrupted.read_bytes(), (name, stop, file)
+            assert not list(output.parent.glob("*.partial.*"))
+
+
+def interrupted_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that is read, so that a half's pass is met too."""
+    read, seen = Images.read, 0
+
+    def stopping(self: Images, *words: Any, **named: Any) -> Iterator[Any]:
+        nonlocal seen
+        for batch in read(self, *words, **named):
+            if seen >= images:
+                raise KeyboardInterrupt
+            seen += len(batch.ids)
+            yield batch
+
+    monkeypatch.setattr(Images, "read", stopping)
+
+
+def test_a_lost_snapshot_or_another_list_of_them_ends_a_resumed_run(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "m.safetensors"
+    words = ("--checkpoint-every", 6, "--batch-size", 4, "--snapshots")
+    interrupted_after(20, monkeypatch)
+    calibrated(home, "images.npy", output, *words, "5,21", code=130)
+    monkeypatch.undo()
+    assert "snapshots was '5,21', now '5'" in said(calibrated(home, "images.npy", output, *words, "5", code=2))
+    (tmp_path / "m.5.safetensors").unlink()
+    assert "snapshot of the first 5: gone" in said(calibrated(home, "images.npy", output, *words, "5,21", code=2))
+
+
+def said(result: Result) -> str:
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ("0", "expected a whole number from 1"),
+        ("5,5", "a number stands there twice"),
+        ("21,5", "snapshots: got 21, 5, expected ascending counts from 1"),
+        ("5,31", "--snapshots 31: expected at most 30"),
+        ("5,x", "'x'"),
+    ],
+)
+def test_bad_numbers_are_refused_before_the_pass(home: Path, tmp_path: Path, counts: str, message: str) -> None:
+    result = calibrated(home, "images.npy", tmp_path / "m.safetensors", "--snapshots", counts, code=2)
+    assert message in said(result)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_copy_that_a_snapshot_inside_a_batch_needs_is_counted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = Statistics(patterns=("blocks.0.mlp",))
+    width = 192
+    one = 8 * (width**2 + 2 * width)
+    monkeypatch.setattr(memory, "bytes_available", lambda device: int(1.5 * one))
+    monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: int(1.5 * one))
+    source = images_for_model(tiny.checkpoint().model, home / "images.npy")
+    for count, fits in ((12, True), (13, False), (30, True)):
+        snapshots = Snapshots(counts=(count,), write=lambda _, moments: None)
+        given: dict[str, Any] = {"batch_size": BATCH, "statistics": statistics, "snapshots": snapshots}
+        if fits:
+            calibrate(tiny.checkpoint(), source, **given)
+        else:
+            with pytest.raises(BadInput, match="1 sites need"):
+                calibrate(tiny.checkpoint(), source, **given)
