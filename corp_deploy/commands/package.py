@@ -1,12 +1,13 @@
 """corp-deploy package, lint-repo and serve-version."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
-from ground.quantities import MODEL_VERSION
+from ground.quantities import ERROR, MODEL_VERSION, SECONDS
 
 from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
@@ -85,14 +86,86 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
 @click.option(
     "--model-version", type=Number(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
 )
+@click.option(
+    "--server", default=None, help="Roll this running server over too, such as http://127.0.0.1:8000 (explicit mode)."
+)
+@click.option(
+    "--samples",
+    type=DIRECTORY,
+    default=None,
+    help="With --server: the release whose sample images the new version is asked before any client can ask it.",
+)
+@click.option(
+    "--max-error",
+    type=Number(ERROR),
+    default=0.05,
+    show_default=True,
+    help="With --samples: the largest relative error of its answers to them, against the reduced model's in FP32.",
+)
+@click.option(
+    "--timeout", type=Number(SECONDS), default=120.0, show_default=True, help="With --server: seconds for each step."
+)
 @output_options
-def serve_version(repository: Path, name: str, model_version: int, out: Output) -> None:
+@click.pass_context
+def serve_version(
+    ctx: click.Context,
+    repository: Path,
+    name: str,
+    model_version: int,
+    server: str | None,
+    samples: Path | None,
+    max_error: float,
+    timeout: float,
+    out: Output,
+) -> None:
     """Roll back (or forward): have every variant of a model serve this version alone.
+
+    Without --server only the repository changes, for the next load. With it no request is dropped: the version is
+    loaded and warmed up under a name that no client knows, asked the samples, added beside the one that serves,
+    switched to when ready, and the old one unloads after its last request. Where a step fails the old one stays. While
+    a version loads or unloads the server calls itself not ready as a whole (/v2/health/ready): a probe that decides
+    about traffic should ask /v2/models/NAME/ready.
+
+    Exit codes: 0 served, 1 a step failed in the server.
 
     Example: corp-deploy serve-version repository --name vit --model-version 1
     """
     from export.triton.versions import serve_version as serve
 
-    changed = serve(repository, name, model_version)
-    record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}
-    out.result(record, f"{repository}: {', '.join(changed.models)} serve version {changed.version}")
+    if server is None:
+        for option in ("samples", "max_error", "timeout"):
+            if ctx.get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"--{option.replace('_', '-')} is for a running server: give --server")
+        changed = serve(repository, name, model_version)
+        record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}
+        out.result(record, f"{repository}: {', '.join(changed.models)} serve version {changed.version}")
+        return
+    from corp_deploy.release.served_samples import samples_of_release
+    from export.triton.rolling import roll
+    from export.triton.server import TritonServer
+
+    known = None if samples is None else samples_of_release(samples, max_error)
+    rolled = roll(repository, name, model_version, TritonServer(address=server, timeout_s=timeout), known)
+    served = rolled.served
+    record = {
+        "version": served.version,
+        "models": list(served.models),
+        "unchanged": list(served.unchanged),
+        "idle": list(rolled.idle),
+        "sample_errors": dict(rolled.errors),
+        "failure": rolled.failure,
+    }
+    lines = [
+        f"{server}: {model} serves version {served.version}{_told(rolled.errors, model)}" for model in served.models
+    ]
+    lines += [
+        f"{repository}: {model} is not loaded there, its config names version {served.version}" for model in rolled.idle
+    ]
+    lines += [] if rolled.failure is None else [f"{server}: {rolled.failure}"]
+    out.result(record, *lines)
+    if rolled.failure is not None:
+        ctx.exit(EXIT_FAILED)
+
+
+def _told(errors: Mapping[str, float], model: str) -> str:
+    return f"; relative error on the samples {errors[model]:.1e}" if model in errors else "; answers not compared"

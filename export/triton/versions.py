@@ -47,19 +47,23 @@ def config_path(model: Path, version: int) -> Path:
 
 def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
-    names = _known(repository, name)
-    able = [each for each in names if config_path(repository / each, version).is_file()]
-    if not able:
-        have = sorted({number for each in names for number in versions_of(repository / each)})
-        raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")
+    able, unchanged = able_models(repository, name, version)
     with ExitStack() as undo:
         for each in able:
             text = regular(config_path(repository / each, version)).read_text()
             install_undoably(text, repository / each / "config.pbtxt", undo)
         undo.pop_all()
-    return ServedVersion(
-        version=version, models=tuple(able), unchanged=tuple(each for each in names if each not in able)
-    )
+    return ServedVersion(version=version, models=able, unchanged=unchanged)
+
+
+def able_models(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The variants that have the version, and those that don't. Raises BadInput when none has it."""
+    names = _known(repository, name)
+    able = tuple(each for each in names if config_path(repository / each, version).is_file())
+    if not able:
+        have = sorted({number for each in names for number in versions_of(repository / each)})
+        raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")
+    return able, tuple(each for each in names if each not in able)
 
 
 def install_text(text: str, path: Path) -> None:

@@ -1,0 +1,198 @@
+"""Another version of a model in a running server, with no request refused and none answered by what was not checked.
+
+The order, for each variant that the server has loaded:
+
+1. stage: the version's files are copied beside under a name of their own, whole or not at all, and loaded. The server
+   warms it up by its config before it is ready. No client knows that name.
+2. check: samples are sent to it and its answers compared with the expected ones.
+3. add: the config names the versions served so far and the new one; the server loads the new one beside them.
+4. switch: the config names the new version alone; the server unloads the others after their last request.
+
+When a step fails the config is put back as it was and loaded again: what was served is served. The staged copy goes in
+any case. Two versions need room beside each other, for a moment three. A server takes this by its load API, which it
+has in explicit mode (--model-control-mode=explicit) alone; in poll mode an edited config is enough.
+"""
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+from ground.files import regular
+
+from .server import DATA_TYPES, ServerError, TritonServer
+from .versions import ServedVersion, able_models, config_path, install_text
+
+STAGED = "_staged"
+POLL_S = 0.1
+_SPECIFIC = re.compile(r"(?s)^version_policy\b.*?versions:\s*(?:\[[^\]]*\]|\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Inputs [N,...] of the model's only input, what the version answers to them [N,F] and how far it may be off."""
+
+    images: NDArray[Any]
+    answers: NDArray[Any]
+    max_relative_error: float
+
+    def __post_init__(self) -> None:
+        if self.images.dtype.name not in DATA_TYPES:
+            raise BadInput(f"samples of type {self.images.dtype}, expected one of {', '.join(DATA_TYPES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolled:
+    """What serves the version now, `idle` (not loaded in this server: config changed alone), and `failure`.
+
+    With a failure the models named in it and those after it serve what they served before.
+    """
+
+    served: ServedVersion
+    idle: tuple[str, ...] = ()
+    errors: Mapping[str, float]
+    failure: str | None = None
+
+
+def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> Rolled:
+    """Roll every variant of `name`. Raises BadInput for an unknown version, a server that is not there or has none of
+    the variants loaded.
+    """
+    able, unchanged = able_models(repository, name, version)
+    server.require_live()
+    try:
+        loaded = [model for model in able if server.ready_versions(model)]
+    except ServerError as error:
+        raise BadInput(f"server {server.address}: {error}; it does not list its models") from None
+    if not loaded:
+        raise BadInput(
+            f"server {server.address}: none of {', '.join(able)} is loaded there; leave out --server to change the "
+            f"repository alone, or start the server with --load-model={able[-1]}"
+        )
+    errors: dict[str, float] = {}
+    done: list[str] = []
+    failure = None
+    for model in loaded:
+        try:
+            errors |= _roll_model(repository / model, version, server, samples)
+        except ServerError as error:
+            failure = f"{model}: {error}; version {_listed(server, model)} is still served"
+            break
+        done.append(model)
+    idle = tuple(model for model in able if model not in loaded)
+    for model in idle if failure is None else ():
+        install_text(_pinned(repository / model, version), repository / model / "config.pbtxt")
+    served = ServedVersion(version=version, models=tuple(done), unchanged=unchanged)
+    return Rolled(served=served, idle=idle if failure is None else (), errors=errors, failure=failure)
+
+
+def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
+    """The relative error on the samples by model; nothing without samples. Raises ServerError with all put back."""
+    model, before = folder.name, server.ready_versions(folder.name)
+    config, pinned = folder / "config.pbtxt", _pinned(folder, version)
+    with _staged(folder, version, server) as staged:
+        errors = {} if samples is None else {model: _checked(server, staged, version, samples)}
+    former = regular(config).read_text()
+    try:
+        if before != (version,):
+            _load(server, model, config, _with_versions(pinned, sorted({*before, version})), version)
+        _load(server, model, config, pinned, version)
+    except BaseException:
+        install_text(former, config)
+        _restore(server, model, before)
+        raise
+    return errors
+
+
+def _load(server: TritonServer, model: str, config: Path, text: str, version: int) -> None:
+    install_text(text, config)
+    server.load(model)
+    _wait_until_ready(server, model, version)
+
+
+def _restore(server: TritonServer, model: str, before: tuple[int, ...]) -> None:
+    """Bring back what was served, where a half-done change took it; the error that led here is the one to tell."""
+    with suppress(ServerError):
+        if server.ready_versions(model) != before:
+            server.load(model)
+
+
+def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
+    until = time.monotonic() + server.timeout_s
+    while not server.is_ready(model, version):
+        if time.monotonic() > until:
+            raise ServerError(f"version {version} was not ready within {server.timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
+    """The version alone, loaded under another name; gone from server and disk afterwards."""
+    name = folder.name + STAGED
+    target = folder.parent / name
+    if target.exists():
+        raise BadInput(f"{target}: left by a roll that was killed, or another is under way; remove it when none is")
+    with tempfile.TemporaryDirectory(prefix=".staged-", dir=folder.parent.resolve().parent) as scratch:
+        copy = Path(scratch) / name
+        shutil.copytree(folder / str(version), copy / str(version))
+        text = re.sub(r'(?m)^name: "[^"]*"', f'name: "{name}"', _pinned(folder, version), count=1)
+        install_text(text, copy / "config.pbtxt")
+        copy.rename(target)
+    try:
+        server.load(name)
+        _wait_until_ready(server, name, version)
+        yield name
+    finally:
+        with suppress(ServerError):  # it never loaded, or the server is gone: what led here is the error to tell
+            server.unload(name)
+        shutil.rmtree(target)
+
+
+def _checked(server: TritonServer, model: str, version: int, samples: Samples) -> float:
+    """The relative error of the answers. Raises ServerError beyond the bound."""
+    names = server.input_names(model, version)
+    if len(names) != 1:
+        raise BadInput(f"samples are of one input, {model} takes {', '.join(names)}; leave out --samples")
+    rows = []
+    for image in samples.images:
+        outputs = server.infer(model, version, {names[0]: image[None]})
+        rows.append(np.concatenate([output.ravel() for output in outputs.values()]))
+    answers, expected = np.stack(rows), samples.answers.reshape(len(rows), -1)
+    if answers.shape != expected.shape:
+        raise ServerError(f"version {version} answers {answers.shape[1]} values to a sample, not {expected.shape[1]}")
+    error = float(np.linalg.norm(answers - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+    if not error <= samples.max_relative_error:
+        raise ServerError(
+            f"version {version} answers the samples with a relative error of {error:.2e}, at most "
+            f"{samples.max_relative_error:g} is expected"
+        )
+    return error
+
+
+def _pinned(folder: Path, version: int) -> str:
+    return regular(config_path(folder, version)).read_text()
+
+
+def _with_versions(text: str, versions: list[int]) -> str:
+    """The config with another list of versions. Raises BadInput for one that `package` did not write."""
+    policy = f"version_policy {{\n  specific {{\n    versions: [{', '.join(map(str, versions))}]"
+    changed, count = _SPECIFIC.subn(policy, text)
+    if count != 1:
+        raise BadInput("the version's config names no specific version_policy; package the version again")
+    return changed
+
+
+def _listed(server: TritonServer, model: str) -> str:
+    try:
+        return ", ".join(map(str, server.ready_versions(model))) or "none"
+    except ServerError:
+        return "unknown"

@@ -1,0 +1,130 @@
+"""A running inference server over the KServe HTTP protocol: what is loaded, load and unload, one request.
+
+Nothing but the given address is asked: no proxy, no redirect; every request has a time limit.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+from ground.text import printable
+
+MOST_BYTES = 2**28
+DATA_TYPES = {
+    "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "uint8": "UINT8",
+    "bool": "BOOL",
+}  # fmt: skip
+
+
+class ServerError(Exception):
+    """What the server refused, or that it gave no answer in time."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *words: Any) -> None:
+        """A redirect is the answer: another address is never asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonServer:
+    """The server at `address`, such as http://127.0.0.1:8000; a request waits `timeout_s` at most."""
+
+    address: str
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+            raise BadInput(f"server {self.address[:200]!r}: expected an address such as http://127.0.0.1:8000")
+
+    def require_live(self) -> None:
+        """Raise BadInput when nothing answers there, or it is not live."""
+        try:
+            self._ask("health/live")
+        except ServerError as error:
+            raise BadInput(f"server {self.address}: {error}; is it running?") from None
+
+    def ready_versions(self, model: str) -> tuple[int, ...]:
+        """The versions that answer requests now, rising; none of a model that is not loaded."""
+        index = self._ask("repository/index", {"ready": True})
+        entries = index if isinstance(index, list) else []
+        return tuple(sorted(int(each["version"]) for each in entries if _is_version_of(each, model)))
+
+    def is_ready(self, model: str, version: int) -> bool:
+        """Whether this version answers requests."""
+        try:
+            self._ask(f"models/{quote(model)}/versions/{version}/ready")
+        except ServerError:
+            return False
+        return True
+
+    def load(self, model: str) -> None:
+        """Load by the config that lies in its repository; returns when it stands. Raises ServerError."""
+        self._ask(f"repository/models/{quote(model)}/load", {})
+
+    def unload(self, model: str) -> None:
+        """Requests that it has are answered first."""
+        self._ask(f"repository/models/{quote(model)}/unload", {})
+
+    def infer(self, model: str, version: int, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float64]]:
+        """The outputs of one request by name. Raises ServerError."""
+        inputs = [
+            {
+                "name": name,
+                "datatype": DATA_TYPES[array.dtype.name],
+                "shape": list(array.shape),
+                "data": array.ravel().tolist(),
+            }
+            for name, array in feed.items()
+        ]
+        answer = self._ask(f"models/{quote(model)}/versions/{version}/infer", {"inputs": inputs})
+        try:
+            return {each["name"]: np.asarray(each["data"], float).reshape(each["shape"]) for each in answer["outputs"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"its answer is none of an inference ({error!s:.200})") from None
+
+    def input_names(self, model: str, version: int) -> tuple[str, ...]:
+        """As the loaded model names them."""
+        answer = self._ask(f"models/{quote(model)}/versions/{version}")
+        try:
+            return tuple(str(each["name"]) for each in answer["inputs"])
+        except (KeyError, TypeError) as error:
+            raise ServerError(f"its answer names no inputs ({error!s:.200})") from None
+
+    def _ask(self, path: str, content: object = None) -> Any:
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(f"{self.address.rstrip('/')}/v2/{path}", data=body)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+        try:
+            with opener.open(request, timeout=self.timeout_s) as response:
+                text = response.read(MOST_BYTES)
+        except urllib.error.HTTPError as error:
+            raise ServerError(_reason(error)) from None
+        except (OSError, ValueError) as error:
+            raise ServerError(f"no answer within {self.timeout_s:g} s or no connection ({error})") from None
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise ServerError("its answer is no JSON") from None
+
+
+def _is_version_of(entry: Any, model: str) -> bool:
+    known = isinstance(entry, dict) and entry.get("name") == model and entry.get("state") == "READY"
+    return known and str(entry.get("version", "")).isdigit()
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the server says, in one line."""
+    text = error.read(10_000).decode("utf-8", "replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["error"])
+    return printable(f"{error.code} {error.reason}: {text[:500]}")

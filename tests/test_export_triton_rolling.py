@@ -1,0 +1,203 @@
+"""Another version in a real server under load: every request answered, none wrong; a bad version is never served."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from export.triton.config import Serving
+from export.triton.package import Package
+from export.triton.repository import write_repository
+from export.triton.rolling import STAGED, Samples, roll
+from export.triton.server import ServerError, TritonServer
+from ground.errors import BadInput
+from tests.export_served import CLASSES, SHAPE, write_onnx
+from tests.triton_server import Server, lack
+
+REASON = lack()
+real = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+SERVING = Serving(preferred_batches=(4,), queue_delay_us=1000, max_batch=8, cpu_threads=1)
+RATE = 20
+
+
+@dataclass
+class Served:
+    server: Server
+    repository: Path
+    graphs: dict[int, Path]
+
+    @property
+    def client(self) -> TritonServer:
+        return TritonServer(address=f"http://{self.server.http_address}", timeout_s=30.0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("rolling")
+    graphs = {version: write_onnx(folder / f"{version}.onnx", seed=version) for version in (1, 2)}
+    write_repository(Package(name="vit", cpu_onnx=graphs[1], serving=SERVING), folder / "models")
+    with Server(folder / "models", folder) as server:
+        assert server.load("vit_cpu") is None
+        write_repository(Package(name="vit", version=2, cpu_onnx=graphs[2], serving=SERVING), folder / "models")
+        yield Served(server, folder / "models", graphs)
+
+
+def images(count: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((count, *SHAPE)).astype(np.float32)
+
+
+def answers(graph: Path, batch: NDArray[np.float32]) -> NDArray[np.float32]:
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(["logits"], {"images": batch})[0])
+
+
+def samples(graph: Path) -> Samples:
+    batch = images(4, seed=9)
+    return Samples(images=batch, answers=answers(graph, batch), max_relative_error=1e-3)
+
+
+@dataclass
+class Load:
+    """RATE requests a second, each in a thread of its own; what each got, in the order sent."""
+
+    served: Served
+    image: NDArray[np.float32] = field(default_factory=lambda: images(1, seed=3))
+    got: list[tuple[int, Any]] = field(default_factory=list)
+
+    def __enter__(self) -> "Load":
+        self._end = threading.Event()
+        self._clock = threading.Thread(target=self._send)
+        self._clock.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._clock.join()
+
+    def _send(self) -> None:
+        threads: list[threading.Thread] = []
+        begun = time.monotonic()
+        while not self._end.is_set():
+            threads.append(threading.Thread(target=self._ask, args=(len(threads),)))
+            threads[-1].start()
+            self._end.wait(max(begun + len(threads) / RATE - time.monotonic(), 0.0))
+        for thread in threads:
+            thread.join()
+
+    def _ask(self, place: int) -> None:
+        entry = {"name": "images", "datatype": "FP32", "shape": [1, *SHAPE], "data": self.image.ravel().tolist()}
+        try:
+            status, answer = self.served.server.ask("models/vit_cpu/infer", post=True, content={"inputs": [entry]})
+            self.got.append((place, answer["outputs"][0]["data"] if status == 200 else answer))
+        except OSError as error:
+            self.got.append((place, repr(error)))
+
+    def versions(self) -> list[int]:
+        """Which version each answer is of, in the order sent; 0 for none and for what no version answers."""
+        known = {version: answers(graph, self.image)[0] for version, graph in self.served.graphs.items()}
+        return [
+            next((v for v, wanted in known.items() if len(data) == CLASSES and np.allclose(data, wanted, atol=1e-4)), 0)
+            for _, data in sorted(self.got, key=lambda got: got[0])
+        ]
+
+
+def loaded(served: Served) -> tuple[int, ...]:
+    return served.client.ready_versions("vit_cpu")
+
+
+@real
+def test_rolling_forward_and_back_under_load_loses_no_request(served: Served) -> None:
+    with Load(served) as load:
+        time.sleep(0.3)
+        for version in (2, 1):
+            rolled = roll(served.repository, "vit", version, served.client, samples(served.graphs[version]))
+            assert rolled.failure is None
+            assert rolled.served.models == ("vit_cpu",)
+            assert rolled.errors["vit_cpu"] < 1e-5
+            assert loaded(served) == (version,)
+            time.sleep(0.3)
+    versions = load.versions()
+    assert len(versions) >= RATE
+    assert 0 not in versions, load.got
+    assert {1, 2} <= {*versions}
+    assert versions[0] == versions[-1] == 1
+    assert sorted(path.name for path in served.repository.iterdir()) == ["expected.json", "vit_cpu"]
+
+
+@real
+def test_a_version_that_answers_wrong_or_does_not_load_is_never_served(served: Served) -> None:
+    good, wrong = loaded(served), 2 if loaded(served) == (1,) else 1
+    config = (served.repository / "vit_cpu/config.pbtxt").read_text()
+    with Load(served) as load:
+        rolled = roll(served.repository, "vit", wrong, served.client, samples(served.graphs[good[0]]))
+        assert rolled.failure is not None
+        assert "answers the samples with a relative error" in rolled.failure
+        assert f"version {good[0]} is still served" in rolled.failure
+        code = served.repository / "vit_cpu" / str(wrong) / "model.py"
+        text = code.read_text()
+        code.write_text("raise RuntimeError('broken')\n")
+        broken = roll(served.repository, "vit", wrong, served.client)
+        code.write_text(text)
+        assert broken.failure is not None
+        assert "broken" in broken.failure
+    assert set(load.versions()) == set(good)
+    assert loaded(served) == good
+    assert (served.repository / "vit_cpu/config.pbtxt").read_text() == config
+    assert not (served.repository / f"vit_cpu{STAGED}").exists()
+
+
+@real
+def test_a_model_that_is_not_loaded_is_refused(served: Served, tmp_path: Path) -> None:
+    write_repository(Package(name="cat", cpu_onnx=served.graphs[1], serving=SERVING), tmp_path / "models")
+    with pytest.raises(BadInput, match="none of cat_cpu is loaded there"):
+        roll(tmp_path / "models", "cat", 1, served.client)
+    with pytest.raises(BadInput, match="has no version 7"):
+        roll(served.repository, "vit", 7, served.client)
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """Sends everybody elsewhere, or says that loading is not allowed as a server in poll mode does."""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", "http://127.0.0.1:9/")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = b'{"error": "explicit model load / unload is not allowed if polling is enabled"}'
+        self.send_response(503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Says nothing."""
+
+
+def test_another_address_is_never_asked_and_a_refusal_is_told() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Answers) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        client = TritonServer(address=f"http://127.0.0.1:{http.server_port}", timeout_s=5.0)
+        with pytest.raises(BadInput, match="302 Found"):
+            client.require_live()
+        with pytest.raises(ServerError, match="503 Service Unavailable: explicit model load"):
+            client.load("vit")
+        http.shutdown()
+        thread.join()
+    with pytest.raises(BadInput, match="is it running"):
+        client.require_live()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "file:///etc/passwd", "http://", "http://a/v2", ""])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(BadInput, match="expected an address such as"):
+        TritonServer(address=address)
