@@ -106,6 +106,11 @@ class Scored:
             for port, each in zip(self.ports, errors, strict=True)
         )
 
+    def agreement(self, answers: Sequence[Answer]) -> float | None:
+        """The least over the outputs; None for too few inputs."""
+        shares = [score.agreement for score in self._scores(answers) if score.agreement is not None]
+        return min(shares, default=None)
+
     def _accuracy(self, answers: Sequence[Answer]) -> float | None:
         """Of the first logits."""
         if self.labels_N is None:

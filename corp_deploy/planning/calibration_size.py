@@ -1,0 +1,236 @@
+"""How many calibration images are enough: one reduction from moments of ever more images, judged on others.
+
+What a fit loses on images that it has not seen falls as J_inf + c / N with the number N of images that it was made of.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from calib.input_set import InputSet
+from calib.moments import Moments
+from corp_deploy.reduction.method import Method
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.report import SiteReport
+from ground.errors import BadInput
+from perf.parity.measures import relative_errors
+
+from .sweep import Scored, outputs
+
+KIND = "corp-deploy/calibration-size"
+WITHIN = 0.05
+DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePoint:
+    """The model reduced from the moments of so many `images`.
+
+    `fitted` and `held_out` are losses summed over parts of sites, each a share of the part's dense variance, on the
+    images of the fit and on those held out. `relative_error` and `agreement` are of the output on judged inputs.
+    `over_largest`: this error over that of the largest number of images, by relative_error where inputs judge, else by
+    held_out; `low` and `high` bound it at 95 % over judged inputs, drawn in pairs (equal to it where none judge).
+    """
+
+    images: int
+    fitted: float
+    held_out: float | None
+    relative_error: float | None
+    agreement: float | None
+    over_largest: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeFit:
+    """The least-squares line loss(N) = `limit` + `slope` / N, and the largest distance of a point from it, relative to
+    the point.
+    """
+
+    limit: float
+    slope: float
+    residual: float
+
+    def images_within(self, share: float) -> int | None:
+        """How many images bring the loss within so large a share of its limit; None where it does not fall so."""
+        if self.limit <= 0.0 or self.slope <= 0.0:
+            return None
+        return int(np.ceil(round(self.slope / (share * self.limit), 6)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationSize:
+    """Points of ascending numbers of images, and the smallest number that is enough.
+
+    The rule: the least number from which on every number's error is at most 1 + `within` times that of the largest,
+    the upper bound of its interval included. None where that is the largest alone: more images may still pay.
+    `images_by_fit`: what the fitted line asks for to come within that share of endless images; None without one that
+    falls. The fit is of held_out, or of relative_error without held-out moments (`fit_of`).
+    """
+
+    points: tuple[SizePoint, ...]
+    within: float
+    sufficient: int | None
+    judged_by: str
+    fit_of: str
+    fit: SizeFit
+    images_by_fit: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """kind `corp-deploy/calibration-size`, version 1: `points` (the fields of SizePoint), `within`, `sufficient`,
+        `judged_by` (relative_error or held_out), `fit_of`, `fit` (limit, slope, residual) and `images_by_fit`.
+        """
+        return {"kind": KIND, "version": 1, **asdict(self)}
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        largest = self.points[-1].images
+        if self.sufficient is None:
+            known = "" if self.images_by_fit is None else f"; the fitted curve asks for about {self.images_by_fit:,}"
+            return f"{largest:,} images are not shown to be enough: fewer are more than {self.within:.0%} worse{known}"
+        return f"{self.sufficient:,} images are enough: no more than {self.within:.0%} worse than {largest:,}"
+
+
+def loss_of_sites(reports: Sequence[SiteReport]) -> tuple[float, float | None]:
+    """Shares of variance lost, summed over parts: on the images of the fit, and on those held out where they judge."""
+    fitted = sum(each.error / each.energy for each in reports if each.energy > 0.0)
+    judged = [each.held_out for each in reports if each.held_out is not None]
+    if not judged:
+        return fitted, None
+    return fitted, sum(each.error / each.energy for each in judged if each.energy > 0.0)
+
+
+def fit_of_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
+    """The line through losses over 1 / images by least squares, of two numbers of images or more."""
+    inverse, loss = 1.0 / np.asarray(images, dtype=np.float64), np.asarray(losses, dtype=np.float64)
+    slope, limit = np.polyfit(inverse, loss, 1)
+    away = np.abs(limit + slope * inverse - loss) / np.maximum(np.abs(loss), np.finfo(np.float64).tiny)
+    return SizeFit(limit=float(limit), slope=float(slope), residual=float(away.max()))
+
+
+def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
+    """Mean error over that of the largest number of images, with its 95 % interval over inputs drawn in pairs."""
+    if not largest_N.mean() > 0.0:
+        ratio = 1.0 if not errors_N.mean() > 0.0 else float("inf")
+        return ratio, ratio, ratio
+    picks = np.random.default_rng(SEED).integers(len(errors_N), size=(DRAWS, len(errors_N)))
+    below = largest_N[picks].mean(1)
+    drawn = errors_N[picks].mean(1)[below > 0.0] / below[below > 0.0]
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(errors_N.mean() / largest_N.mean()), float(low), float(high)
+
+
+def smallest_sufficient(points: Sequence[SizePoint], within: float) -> int | None:
+    """The least number of images from which on all are within the share of the largest; None for the largest alone."""
+    enough = None
+    for point in reversed(points[:-1]):
+        if point.high > 1.0 + within:
+            break
+        enough = point.images
+    return enough
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """Relative errors of the outputs of one reduced model, [N] each, and what they agree on."""
+
+    errors: tuple[Floats, ...]
+    agreement: float | None
+
+
+def _judged(model: nn.Module, scored: Scored | None) -> _Judged | None:
+    if scored is None:
+        return None
+    answers = outputs(model, scored.inputs, scored.batch_size)
+    of_ports = zip(scored.ports, scored.dense, answers, strict=True)
+    errors = tuple(relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports)
+    return _Judged(errors=errors, agreement=scored.agreement(answers))
+
+
+def _require_ascending(every: Sequence[Moments]) -> None:
+    counts = [each.images for each in every]
+    if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):
+        raise BadInput(
+            f"moments of {', '.join(map(str, counts)) or 'no'} images: expected two files or more with ascending "
+            "numbers of images, such as calibrate --snapshots 100,500 writes"
+        )
+
+
+def calibration_size(
+    model: nn.Module,
+    every: Sequence[Moments],
+    method: Method,
+    *,
+    held_out: Moments | None = None,
+    scored: Scored | None = None,
+    calibration: InputSet | None = None,
+    within: float = WITHIN,
+    done: Callable[[int], None] | None = None,
+) -> CalibrationSize:
+    """The curve of error against the number of calibration images, one uniform reduction for each of the moments.
+
+    `every`: moments of ascending numbers of images of one model. `held_out` moments, inputs with the dense answers
+    (`scored`), or both judge; none of them may be calibrated on. `calibration`: as in `sweep`. `done` hears how many
+    reductions are judged. Raises BadInput for numbers that don't ascend, where nothing judges, and as `reduce` does.
+    """
+    _require_ascending(every)
+    if held_out is None and scored is None:
+        raise BadInput("calibration size: nothing judges; give held-out moments (calibrate --hold-out N) or inputs")
+    losses, judged = [], list[_Judged]()
+    for number, moments in enumerate(every, start=1):
+        reduction = reduce(model, moments, method, held_out=held_out, images=calibration)
+        losses.append(loss_of_sites(reduction.sites))
+        if (by_inputs := _judged(reduction.model, scored)) is not None:
+            judged.append(by_inputs)
+        if done is not None:
+            done(number)
+    return _concluded([each.images for each in every], losses, judged, within)
+
+
+def _concluded(
+    images: Sequence[int], losses: Sequence[tuple[float, float | None]], judged: Sequence[_Judged], within: float
+) -> CalibrationSize:
+    worst = int(np.argmax([errors.mean() for errors in judged[-1].errors])) if judged else 0
+    errors = [each.errors[worst] for each in judged]
+    points = []
+    for place, (count, (fitted, held_out)) in enumerate(zip(images, losses, strict=True)):
+        ratio, low, high = ratio_to(errors[place], errors[-1]) if errors else _exact(held_out, losses[-1][1])
+        points.append(
+            SizePoint(
+                images=count,
+                fitted=fitted,
+                held_out=held_out,
+                relative_error=float(errors[place].mean()) if errors else None,
+                agreement=judged[place].agreement if judged else None,
+                over_largest=ratio,
+                low=low,
+                high=high,
+            )
+        )
+    by_sites = losses[0][1] is not None
+    curve = [loss for _, loss in losses if loss is not None] if by_sites else [float(each.mean()) for each in errors]
+    fit = fit_of_losses(images, curve)
+    return CalibrationSize(
+        points=tuple(points),
+        within=within,
+        sufficient=smallest_sufficient(points, within),
+        judged_by="relative_error" if errors else "held_out",
+        fit_of="held_out" if by_sites else "relative_error",
+        fit=fit,
+        images_by_fit=fit.images_within(within),
+    )
+
+
+def _exact(held_out: float | None, largest: float | None) -> tuple[float, float, float]:
+    assert held_out is not None
+    assert largest is not None
+    ratio = held_out / largest if largest > 0.0 else 1.0 if held_out == 0.0 else float("inf")
+    return ratio, ratio, ratio

@@ -1,0 +1,70 @@
+"""Error against the number of calibration images: the figure, from values, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .plots import Point, Series, curve
+from .svg import Drawing
+from .table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtImages:
+    """Losses of the fit on its own images and on others, the output's error and agreement, and the error over that of
+    the largest number of images with its interval; None: not judged.
+    """
+
+    images: int
+    fitted: float
+    held_out: float | None
+    relative_error: float | None
+    agreement: float | None
+    over_largest: float
+    low: float
+    high: float
+
+
+def images_plot(points: Sequence[AtImages]) -> Drawing:
+    """Losses summed over sites, on the images of the fit and on others; the output's error alone where no others."""
+
+    def series(name: str, tone: str, values: Sequence[float]) -> Series:
+        labelled = zip(points, values, strict=True)
+        spots = tuple(Point(label=f"{at.images:,}", value=value, low=value, high=value) for at, value in labelled)
+        return Series(name=name, tone=tone, points=spots)
+
+    others = [at.held_out for at in points if at.held_out is not None]
+    errors = [at.relative_error for at in points if at.relative_error is not None]
+    if others:
+        lines = [
+            series("images of the fit", "dense", [at.fitted for at in points]),
+            series("others", "reduced", others),
+        ]
+        title, unit = "Share of variance lost, summed over sites, against calibration images", "loss"
+    else:
+        lines = [series("output", "reduced", errors)]
+        title, unit = "Relative error of the output against calibration images", "error"
+    positive = all(point.value > 0.0 for each in lines for point in each.points)
+    return curve(lines, title=title, unit=unit, across="calibration images", log=positive)
+
+
+def images_table(points: Sequence[AtImages], *, sentence: str) -> Table:
+    """One row for each number of images; the sentence says which is enough."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = tuple(
+        (
+            f"{at.images:,}",
+            f"{at.fitted:.4g}",
+            shown(at.held_out, ".4g"),
+            shown(at.relative_error, ".4f"),
+            shown(at.agreement, ".2%"),
+            f"{at.over_largest:.3f} ({at.low:.3f} to {at.high:.3f})",
+        )
+        for at in points
+    )
+    columns = ("Images", "Loss, fitted", "Loss, held out", "Output error", "Agreement", "Over the largest")
+    return Table(key="calibration-size", title="Calibration images", columns=columns, rows=rows, note=sentence)
