@@ -224,6 +224,19 @@ def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) ->
     assert breakable(graph, ["blocks.0.attn"]) == ("blocks.0.attn",)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which would build engines")
+def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save(checkpoint, tmp_path / "m")
+    np.save(tmp_path / "images.npy", IMAGES)
+    words = ["--model", tmp_path / "m", "-o", tmp_path / "g.onnx", "--images", tmp_path / "images.npy", "--auto"]
+    for precision in ("mixed", "int8"):
+        asked = ["export", *map(str, words), "--precision", precision, "--engine", "tensorrt"]
+        result = CliRunner().invoke(main, asked)
+        assert result.exit_code == 4, result.output
+        assert "takes a GPU" in " ".join(result.output.split())
+        assert "leave --engine out" in " ".join(result.output.split())
+
+
 def test_by_command(checkpoint: Checkpoint, tmp_path: Path) -> None:
     save(checkpoint, tmp_path / "m")
     words = ["export", "--model", str(tmp_path / "m"), "-o", str(tmp_path / "g.onnx"), "--precision", "fp32,fp16"]

@@ -19,6 +19,8 @@ from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
+from perf.report import tables
+from perf.report.content import Content, ModelLine
 from perf.report.numbers import count, number, percent, size
 from perf.report.render import csv, html, junit, markdown
 
@@ -361,3 +363,9 @@ def test_a_feature_map_is_told_by_its_error_alone() -> None:
 
 def rows_of_record(parity: dict[str, Any]) -> list[list[str]]:
     return list(comma_separated.reader(io.StringIO(csv(record(parity=parity)))))
+
+
+def test_the_memory_of_engines_is_shown() -> None:
+    lines = (ModelLine(name="dense", device_memory_bytes=80_000_000), ModelLine(name="reduced"))
+    rows = tables.models(Content(title="t", models=lines, environment={}, lineage={})).rows
+    assert [row[:2] for row in rows] == [("Device memory", "80 MB")]

@@ -75,7 +75,7 @@ def _from_plan(path: Path) -> Artefact:
     if digest != record.plan_sha256:
         raise BadInput(f"{path}: its bytes are not those that {path.name}.json describes; build it again")
     source = Source(
-        label=f"{path.parent.name}/{path.name} {record.backend} {record.library_version} {record.precision}",
+        label=f"{Path(path.parent.name) / path.name} {record.backend} {record.library_version} {record.precision}",
         backend=record.backend,
         version=record.library_version,
         targets=record.targets,
@@ -100,7 +100,7 @@ def _from_plan(path: Path) -> Artefact:
 def _from_graph(path: Path) -> Artefact:
     candidate, proto, digest = candidate_from_path(path), load_onnx(path), sha256_of_file(path)
     source = Source(
-        label=candidate.label,
+        label=f"{Path(path.parent.name) / path.name} ONNX {facts_of_onnx(path).precision}",
         backend="onnxruntime",
         version=onnxruntime.__version__,
         targets=(),

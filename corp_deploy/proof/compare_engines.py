@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput, Missing, NotComparable
-from ground.feeds import batch_size, checked_feeds
+from ground.feeds import checked_feeds
 from perf.parity import structure, tolerance
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, LinkKind, Parity, link
@@ -101,7 +101,8 @@ def compare(
             by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
         findings += structure.outputs(each.source.label, answers, noun=golden.images.kind)
-        name = each.candidate.name if len(candidates) == 1 else f"{place + 1} {each.candidate.name}"
+        own_name = each.candidate.name.lstrip("-")  # of a file right here
+        name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
         for port in golden.outputs:
             links.append(
                 link(
@@ -136,4 +137,3 @@ def _require_outputs(golden: Golden, artefact: Artefact) -> None:
     own, expected = [port.name for port in artefact.outputs], [port.name for port in golden.outputs]
     if sorted(own) != sorted(expected):
         raise BadInput(f"{artefact.path}: gives {', '.join(own)}, expected {', '.join(expected)} as the reference does")
-    assert batch_size(golden.feeds), artefact

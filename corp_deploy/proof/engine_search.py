@@ -15,7 +15,7 @@ from export.engine.build import build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import record_of_plan
 from export.graph.fusion_breaks import breakable, modules_of_graph
-from ground.errors import BadInput
+from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
 from ground.ports import OutputPort
@@ -146,7 +146,13 @@ class _Trial:
 
 def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:
     """What engines say to these inputs, built by this backend on this machine. Raises Missing without a GPU."""
-    require_cuda()
+    try:
+        require_cuda()
+    except Missing as error:
+        raise Missing(
+            f"--engine builds and runs engines, which takes a GPU ({error}); run this where the GPU is, or leave "
+            "--engine out: --auto then judges the graphs"
+        ) from error
 
     def answers(graph: Path) -> Outputs:
         batch = min(BATCH, batch_size(feeds))

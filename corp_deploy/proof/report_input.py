@@ -77,6 +77,7 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
             "params": subject.params,
             "macs": subject.macs,
             "size_bytes": subject.size_bytes,
+            "device_memory_bytes": max((subject.device_memory or {}).values(), default=None),
             **facts,
         }
         for subject, facts in zip(bench.subjects, known, strict=True)

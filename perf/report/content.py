@@ -37,12 +37,15 @@ class SiteLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLine:
-    """One model; what is not known is None. Agreement is with the dense model."""
+    """One model; what is not known is None. Agreement is with the dense model. `device_memory_bytes`: an engine's
+    weights and activations, in its largest profile.
+    """
 
     name: str
     params: int | None = None
     macs: int | None = None
     size_bytes: int | None = None
+    device_memory_bytes: int | None = None
     accuracy: float | None = None
     agreement: float | None = None
 

@@ -45,6 +45,7 @@ def models(content: Content) -> Table:
         ("Parameters", lambda m: m.params, count),
         ("Multiply-adds", lambda m: m.macs, count),
         ("File size", lambda m: m.size_bytes, size),
+        ("Device memory", lambda m: m.device_memory_bytes, size),
         ("Accuracy", lambda m: m.accuracy, percent),
         ("Agreement", lambda m: m.agreement, percent),
     )  # fmt: skip
