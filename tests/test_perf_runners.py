@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -86,6 +87,75 @@ def test_onnx_runner_never_falls_back_to_the_cpu(tmp_path: Path, provider: str) 
         require_provider(["CPUExecutionProvider"], provider)  # type: ignore[arg-type]
     with pytest.raises(Missing, match="got CPUExecutionProvider"):
         require_granted(["CPUExecutionProvider"], provider)  # type: ignore[arg-type]
+
+
+class Session:
+    """A session that gives the providers it was told to give, however it was asked."""
+
+    given: tuple[str, ...] = ()
+    asked: dict[str, object]
+
+    def __init__(self, path: str, options: object, **asked: object) -> None:
+        type(self).asked = asked
+
+    def get_providers(self) -> list[str]:
+        return list(self.given)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, session: Callable[..., object]) -> None:
+    """An ONNX Runtime that has every provider, on a machine with a GPU."""
+    errors = dict.fromkeys(
+        ("InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented", "RuntimeException"), KeyError
+    )
+    state = SimpleNamespace(onnxruntime_pybind11_state=SimpleNamespace(Fail=RuntimeError, **errors))
+    settings: list[tuple[str, str]] = []
+    options = SimpleNamespace(add_session_config_entry=lambda *entry: settings.append(entry), settings=settings)
+    whole = SimpleNamespace(
+        get_available_providers=lambda: list(onnx_runner.PROVIDERS.values()),
+        SessionOptions=lambda: options,
+        InferenceSession=session,
+        capi=state,
+    )
+    monkeypatch.setattr(onnx_runner, "_onnxruntime", lambda: whole)
+    monkeypatch.setattr(onnx_runner, "open_stream", lambda: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_session_on_another_provider_is_missing_and_none_is_tried_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    class OnCpu(Session):
+        given = ("CPUExecutionProvider",)
+
+    stand_in(monkeypatch, OnCpu)
+    with pytest.raises(Missing, match=r"asked ONNX Runtime for \w+ExecutionProvider and got CPUExecutionProvider"):
+        OnnxRunner(onnx_file(tmp_path / "m.onnx"), provider=provider).__enter__()  # type: ignore[arg-type]
+    assert OnCpu.asked["enable_fallback"] == 0
+    asked: Any = OnCpu.asked["providers"]
+    assert [name for name, _ in asked] == [{"cuda": "CUDA", "tensorrt": "Tensorrt"}[provider] + "ExecutionProvider"]
+
+
+def test_nodes_that_a_provider_leaves_to_the_cpu_are_missing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: str, options: SimpleNamespace, **asked: object) -> None:
+        assert ("session.disable_cpu_ep_fallback", "1") in options.settings
+        raise RuntimeError(
+            "This session contains graph nodes that are assigned to the default CPU EP, but fallback to CPU EP has "
+            "been explicitly disabled by the user."
+        )
+
+    stand_in(monkeypatch, refused)
+    with pytest.raises(Missing, match="CUDAExecutionProvider, which leaves nodes of this graph to the CPU"):
+        OnnxRunner(onnx_file(tmp_path / "m.onnx"), provider="cuda").__enter__()
+
+
+def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
+    """Where they are changed, such a graph would pass for one that can't be loaded."""
+    import onnxruntime
+
+    library = next((Path(onnxruntime.__file__).parent / "capi").glob("onnxruntime_pybind11_state*"))
+    assert onnx_runner.LEFT_TO_CPU.encode() in library.read_bytes()
 
 
 def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:

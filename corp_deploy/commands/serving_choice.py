@@ -78,10 +78,10 @@ serving_options = value_options(
     ),
     click.option(
         "--cpu-backend",
-        type=click.Choice(["python", "onnxruntime"]),
+        type=click.Choice(["python", "onnxruntime", "openvino"]),
         default="python",
         show_default=True,
-        help="What runs the graph on the CPU: ONNX Runtime in the Python backend, or the server's own backend.",
+        help="What runs the graph on the CPU: ONNX Runtime in the Python backend, or a backend of the server's own.",
     ),
     click.option("--cpu-threads", type=Number(THREADS), default=None, help="Threads of one operator on the CPU."),
     click.option(

@@ -260,6 +260,7 @@ def package(recipe: Recipe, root: Path) -> Invocation:
         "name": recipe.package.name,
         "model_version": 1,
         "labels": path_from(root, recipe.package.labels),
+        "cpu_backend": "openvino" if recipe.served_on_cpu == "openvino" else None,
         "output": REPOSITORY,
     }
     return Invocation(command="package", arguments=(".",), options=options)

@@ -179,7 +179,7 @@ def _package_stage(recipe: Recipe, root: Path) -> Stage:
         run=command_step(package),
         reads=(*graphs_of(recipe, "reduced"), *records),
         outside={} if labels is None else {"package.labels": labels},
-        settings={"package.name": recipe.package.name, "versions": tool()},
+        settings={"package.name": recipe.package.name, "cpu_backend": package["cpu_backend"], "versions": tool()},
         command=str(package),
     )
 

@@ -140,6 +140,11 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return _rules("gate.fail_if", self.gate.fail_if, self.bench.batches)
 
     @property
+    def served_on_cpu(self) -> TargetName | None:
+        """The first target on the CPU, which a server's CPU model is made for; None where there is none."""
+        return next((target.name for target in self.targets if target.name in ON_CPU), None)
+
+    @property
     def targets(self) -> tuple[Target, ...]:
         """In the order in which they are written."""
         return tuple(

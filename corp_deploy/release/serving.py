@@ -89,6 +89,29 @@ def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> 
     return {variant: Expected(measured_on=where, latencies=_latencies(bench), top1_agreement=agreement)}
 
 
+def _served_so(bench: Bench, serving: Serving) -> bool:
+    """Whether figures of a CPU are those of what will serve there."""
+    backend = bench.subjects[1].describe.get("backend")
+    on_cpu = bench.subjects[1].describe.get("device") == "cpu"
+    return not on_cpu or (backend == "openvino") == (serving.cpu_backend == "openvino")
+
+
+def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
+    """The graph that was measured in OpenVINO and what it was computed in; the FP32 one where none was."""
+    for path in (directory / BENCH, directory / "bench.openvino.json"):
+        told = load_bench(path).subjects[1].describe if path.is_file() else {}
+        if told.get("backend") != "openvino":
+            continue
+        graph = directory / "reduced" / str(told["model"])
+        if told["computed_in"] == "bf16":
+            return graph, replace(serving, cpu_bf16=True), []
+        if told["computed_in"] == "fp32" and graph.is_file():
+            return graph, serving, []
+        note = f"{graph.name} was measured in {told['computed_in']}, which the server's OpenVINO can't be asked for"
+        return fp32, serving, [f"{note}: {fp32.name} is served in its place"]
+    return fp32, serving, []
+
+
 def package_of_directory(
     directory: Path,
     *,
@@ -110,7 +133,10 @@ def package_of_directory(
         raise BadInput(f"{fp32}: no such graph; export the reduced model into {directory}/reduced first")
     plans, notes, left_out = _plans(directory / "reduced")
     cpu = fp32
-    if (quantised := quantised_graph(directory, "onnxruntime-cpu")) is not None:
+    if serving.cpu_backend == "openvino":
+        cpu, serving, own_notes = _in_openvino(directory, fp32, serving)
+        notes += own_notes
+    elif (quantised := quantised_graph(directory, "onnxruntime-cpu")) is not None:
         cpu, note = to_serve(directory, "onnxruntime-cpu", quantised)
         notes, left_out = ([*notes, note], {*left_out, quantised.name}) if note is not None else (notes, left_out)
     expected: dict[str, Expected] = {}
@@ -119,7 +145,7 @@ def package_of_directory(
         bench = load_bench(directory / BENCH)
         knee = summarise(bench).preferred_batch_size
         preferred = () if knee is None or knee == 1 else (knee,)
-        if str(bench.subjects[1].describe.get("model", "")) not in left_out:
+        if _served_so(bench, serving) and str(bench.subjects[1].describe.get("model", "")) not in left_out:
             expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(

@@ -31,6 +31,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
+from export.triton.config import Serving
 from export.triton.repository import write_repository
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
@@ -42,7 +43,7 @@ from perf.report.render import html
 from perf.timing.laps import Plan
 
 from .incremental import StageDirs
-from .serving import package_of_directory
+from .serving import AS_MEASURED, package_of_directory
 
 DRAWN = ("samples", "seed")
 LIMITS = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart")
@@ -171,7 +172,12 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
     labels = None if run["labels"] is None else dirs.root / run["labels"]
     (directory,) = run.arguments
     what, _ = package_of_directory(
-        dirs.root / directory, name=run["name"], version=run["model_version"], labels=labels, server=None
+        dirs.root / directory,
+        name=run["name"],
+        version=run["model_version"],
+        labels=labels,
+        server=None,
+        serving=AS_MEASURED if run["cpu_backend"] is None else Serving(cpu_backend=run["cpu_backend"]),
     )
     write_repository(what, dirs.into / run["output"])
 

@@ -11,7 +11,12 @@ from .signature import Signature, Tensor
 LABELS_NAME = "labels.txt"
 DEFAULT_MAX_BATCH = 8
 POLICIES = ("latest", "all", "specific")
-THREAD_KEYS = {"python": "intra_op_threads", "onnxruntime": "intra_op_thread_count"}  # the latter is the server's own
+# Of the last two the server's own.
+THREAD_KEYS = {
+    "python": "intra_op_threads",
+    "onnxruntime": "intra_op_thread_count",
+    "openvino": "INFERENCE_NUM_THREADS",
+}
 CPU_BACKENDS = tuple(THREAD_KEYS)
 
 
@@ -23,7 +28,8 @@ class Serving:
     batch. `max_batch` limits graphs with an open batch, a plan always gets its profiles' maximum; None takes the plan's
     maximum, or 8 without plans. `graph_batches` are the sizes at which CUDA graphs were measured (plans only).
     `policy` latest serves the newest version, all every one, specific the one just written. `cpu_backend` python runs
-    ONNX Runtime inside the Python backend, onnxruntime uses the server's own backend.
+    ONNX Runtime inside the Python backend, onnxruntime and openvino use the server's own backends; `cpu_bf16` has the
+    latter compute in BF16.
     """
 
     preferred_batches: tuple[int, ...] = ()
@@ -34,6 +40,7 @@ class Serving:
     policy: str = "latest"
     cpu_backend: str = "python"
     cpu_threads: int | None = None
+    cpu_bf16: bool = False
 
     def __post_init__(self) -> None:
         for name in ("preferred_batches", "graph_batches"):
@@ -48,6 +55,8 @@ class Serving:
             raise BadInput(f"version policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         if self.cpu_backend not in CPU_BACKENDS:
             raise BadInput(f"CPU backend {self.cpu_backend!r} is unknown; choose {' or '.join(CPU_BACKENDS)}")
+        if self.cpu_bf16 and self.cpu_backend != "openvino":
+            raise BadInput(f"BF16 on the CPU is for the CPU backend openvino, got {self.cpu_backend}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +76,16 @@ class Variant:
 def config_text(variant: Variant, serving: Serving, version: int, *, labelled: bool) -> str:
     """config.pbtxt with one warm-up request for every batch size that a profile names or the batcher prefers.
 
-    A fixed batch is no batching to Triton: max_batch_size 0 and dims with the batch in front.
+    A fixed batch is no batching to Triton: max_batch_size 0 and dims with the batch in front. So is the OpenVINO
+    backend's: it would compute the largest batch for every request.
     """
     batched = variant.max_batch > 0
     fields: dict[str, Plain] = {"name": variant.name, "backend": variant.backend}
     platform = {"tensorrt": "tensorrt_plan", "onnxruntime": "onnxruntime_onnx"}.get(variant.backend)
     if platform is not None:
         fields["platform"] = platform
+    if variant.backend == "openvino":
+        fields["default_model_filename"] = "model.onnx"  # where it would look for model.xml
     fields["max_batch_size"] = variant.max_batch
     fields["input"] = [_tensor(tensor, batched) for tensor in variant.signature.inputs]
     label_file: dict[str, Plain] = {"label_filename": f"{version}/{LABELS_NAME}"} if labelled else {}
@@ -94,11 +106,22 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
         fields["optimization"] = {"cuda": {"graphs": True, "graph_spec": specs}}
     if variant.cc_filenames:
         fields["cc_model_filenames"] = [{"key": key, "value": name} for key, name in variant.cc_filenames.items()]
-    if variant.threads is not None:
-        key = THREAD_KEYS[variant.backend]
-        fields["parameters"] = {"key": key, "value": {"string_value": str(variant.threads)}}
+    if parameters := _parameters(variant, serving):
+        fields["parameters"] = [{"key": key, "value": {"string_value": text}} for key, text in parameters.items()]
     fields["model_warmup"] = [_warmup(variant, size) for size in warmup_batches(variant, serving)]
     return pbtxt_from(fields)
+
+
+def _parameters(variant: Variant, serving: Serving) -> dict[str, str]:
+    """What a backend is told by keys of its own."""
+    parameters = {}
+    if variant.backend == "openvino":
+        parameters = {"NUM_STREAMS": str(serving.instances), "PERFORMANCE_HINT": "LATENCY"}
+        if serving.cpu_bf16:
+            parameters["HINT_BF16"] = "YES"
+    if variant.threads is not None:
+        parameters[THREAD_KEYS[variant.backend]] = str(variant.threads)
+    return parameters
 
 
 def policy_fields(policy: str, version: int) -> dict[str, Plain]:
@@ -139,7 +162,7 @@ def _warmup(variant: Variant, size: int) -> Plain:
             "key": tensor.name,
             "value": {
                 "data_type": Name(tensor.data_type),
-                "dims": list(tensor.dims(batched=batched)),
+                "dims": [max(size, 1) for size in tensor.dims(batched=batched)],
                 "zero_data": True,
             },
         }

@@ -9,6 +9,7 @@ from ground.errors import BadInput
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import own_limits
 from .lint_files import DEFAULT_FILES, lint_version
+from .lint_openvino import openvino_limits
 from .pbtxt import Message, ParseError, parse
 from .schema import misused_fields
 from .server_releases import ServerRelease, server_release
@@ -53,6 +54,9 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
         yield finding(path, ERROR, what, "correct or remove it", line)
     for complaint in own_limits(config):
         yield from_complaint(path, complaint)
+    if _backend(config) == "openvino":
+        for complaint in openvino_limits(config):
+            yield from_complaint(path, complaint)
     yield from _identity(model, config, path)
     backend = _backend(config)
     if backend in DEFAULT_FILES:

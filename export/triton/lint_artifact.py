@@ -80,7 +80,7 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Com
     if fixed is not None and limit > 0:
         fault = f"max_batch_size is {limit}, but {source} takes batches of {fixed} only"
         yield _error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
-    elif fixed is None and limit == 0:
+    elif fixed is None and limit == 0 and config.text("backend") != "openvino":
         fault = f"max_batch_size is 0, but the batch of {source} is open"
         yield _warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
     elif largest is not None and limit > largest:

@@ -14,7 +14,12 @@ from .pbtxt import Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
 
-DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python": "model.py"}
+DEFAULT_FILES = {
+    "tensorrt": "model.plan",
+    "onnxruntime": "model.onnx",
+    "python": "model.py",
+    "openvino": "model.xml",
+}
 
 
 def lint_version(
@@ -30,6 +35,9 @@ def lint_version(
             continue
         if backend == "tensorrt":
             yield from _lint_plan(folder / name, config, path, release)
+        if name.endswith(".xml") and not (folder / name).with_suffix(".bin").is_file():
+            fault = f"{Path(name).with_suffix('.bin')} with the weights of {name} is missing in {folder.name}/"
+            yield finding(folder, ERROR, fault, "save the model again, or serve model.onnx")
     graph = _graph_file(folder, config, backend)
     if graph is not None:
         yield from _lint_graph(graph, config, path, release if backend == "onnxruntime" else None)
@@ -50,8 +58,9 @@ def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
 def _graph_file(folder: Path, config: Message, backend: str) -> Path | None:
     if backend == "tensorrt":
         return None
-    name = config.text("default_model_filename", "model.onnx") if backend == "onnxruntime" else "model.onnx"
-    return folder / name if (folder / name).is_file() else None
+    own = backend in ("onnxruntime", "openvino")
+    name = config.text("default_model_filename", DEFAULT_FILES[backend]) if own else "model.onnx"
+    return folder / name if name.endswith(".onnx") and (folder / name).is_file() else None
 
 
 def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:

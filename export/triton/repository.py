@@ -16,6 +16,11 @@ from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server
 from .variants import Model, checked_record, models_of
 from .versions import config_path, install_text, install_undoably, model_names, versions_of
 
+CHOOSES_BF16 = (
+    "the server's OpenVINO computes in BF16 on a CPU that has it, and its backend has no key against that; where FP32 "
+    "is needed there, serve with the CPU backend python or onnxruntime"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedVersion:
@@ -131,10 +136,13 @@ def _own_warnings(
             warnings.append(
                 f"{package.name}: the plan was built from another ONNX than {package.onnx}; the script takes the latter"
             )
-    fixed = [model.variant for model in models if model.variant.max_batch == 0]
+    fixed = [model.variant for model in models if model.variant.signature.fixed_batch is not None]
     for variant in fixed:
         took = f"takes batches of {variant.signature.fixed_batch} only"
         warnings.append(f"{variant.name}: it {took}, so it is served without batching; export with an open batch")
+    for variant in (model.variant for model in models):
+        if variant.backend == "openvino" and not package.serving.cpu_bf16:
+            warnings.append(f"{variant.name}: {CHOOSES_BF16}")
     for model in models:
         smallest = model.variant.signature.smallest_batch
         if smallest > 1:

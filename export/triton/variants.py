@@ -114,12 +114,14 @@ def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None)
     if any(size == -1 for tensor in signature.inputs for size in tensor.dims(batched=True)):
         raise BadInput(f"{path}: sizes behind the batch are open ({signature.inputs}); export it with fixed ones")
     on_cpu = suffix == "cpu"
+    backend = package.serving.cpu_backend if on_cpu else "onnxruntime"
+    batches = signature.fixed_batch is None and backend != "openvino"
     return Variant(
         name=f"{package.name}_{suffix}",
-        backend=package.serving.cpu_backend if on_cpu else "onnxruntime",
+        backend=backend,
         kind="KIND_CPU" if on_cpu else "KIND_GPU",
         signature=signature,
-        max_batch=0 if signature.fixed_batch is not None else limit or DEFAULT_MAX_BATCH,
+        max_batch=limit or DEFAULT_MAX_BATCH if batches else 0,
         cc_filenames={},
         threads=package.serving.cpu_threads if on_cpu else None,
     )

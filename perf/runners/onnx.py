@@ -27,6 +27,8 @@ PROVIDERS: dict[Provider, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+# What it says of a graph that a provider doesn't take whole where the CPU may not have the rest.
+LEFT_TO_CPU = "fallback to CPU EP has been explicitly disabled"
 DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
 
@@ -78,10 +80,18 @@ class OnnxRunner:
         if self.provider != "cpu":
             self._stream = open_stream()
         try:
-            self._session = ort.InferenceSession(str(self.path), options, providers=self._providers())
+            # Its Python part would open the session again, or go on at a call, with another provider than asked for.
+            self._session = ort.InferenceSession(
+                str(self.path), options, providers=self._providers(), enable_fallback=0
+            )
         except _ort_errors(ort) as error:
             if is_out_of_memory(error):
                 raise
+            if LEFT_TO_CPU in str(error):
+                raise Missing(
+                    f"{self.path}: asked ONNX Runtime for {PROVIDERS[self.provider]}, which leaves nodes of this graph "
+                    f"to the CPU: time it with provider cpu, or build an engine of it ({error!s:.300})"
+                ) from error
             raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error}") from error
         require_granted(self._session.get_providers(), self.provider)
         self.inputs, self.outputs = self._input_ports(), self._output_ports()
