@@ -13,7 +13,16 @@ from typing import Any
 
 import click
 
-from benchmarks import bf16_page, convnets_page, engines_page, heads_page, polish_page, quantised_page, sparsity_page
+from benchmarks import (
+    bf16_page,
+    convnets_page,
+    engines_page,
+    heads_page,
+    openvino_page,
+    polish_page,
+    quantised_page,
+    sparsity_page,
+)
 from benchmarks.coverage.page import coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.markdown import table
@@ -235,6 +244,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bf16.json": bf16_page.bf16,
     "quantised.json": quantised_page.quantised,
     "cpu_latency.json": cpu_latency,
+    "openvino.json": openvino_page.openvino,
     "calibration_small.json": calibration,
     "calibration_base.json": calibration,
     "passes.json": passes,

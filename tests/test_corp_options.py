@@ -40,7 +40,7 @@ from tests import tiny
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
-    "backend": ("onnxruntime", "openvino", "torch"),
+    "backend": ("onnxruntime", "openvino", "torch", "aotinductor"),
     "device": ("cpu", "cuda"),
     "provider": ("cpu", "cuda", "tensorrt"),
     "dtype": ("fp32", "fp16", "bf16"),
@@ -90,7 +90,7 @@ def refused(result: Result, axis: Axis, option: str, value: object) -> None:
     assert able or "nothing honours it" in said
 
 
-# Bench: what each way is asked with, and the runner that gets what is honoured.
+# Bench: what each way is asked with, and the runner that gets what is honoured; packages have a file of their own.
 
 ASKED: dict[str, tuple[str, dict[str, str]]] = {
     "torch-cpu": ("dense", {"backend": "torch"}),
@@ -104,7 +104,7 @@ ASKED: dict[str, tuple[str, dict[str, str]]] = {
 }
 PAIRS = [
     (way, option, value)
-    for way in BENCH.ways
+    for way in ASKED
     for option, values in VALUES.items()
     for value in values
     if option not in ASKED[way][1]
@@ -488,4 +488,4 @@ def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
 def test_help_tells_who_honours_an_option() -> None:
     said = " ".join(run("bench", "--help").stdout.split())
     assert BENCH.help("dtype") in said
-    assert "For torch on the CPU, torch on a GPU, OpenVINO on the CPU." in said
+    assert "For torch on the CPU, torch on a GPU, a package of AOTInductor, OpenVINO on the CPU." in said

@@ -31,10 +31,11 @@ run_options = value_options(
     _run_options,
     click.option(
         "--backend",
-        type=click.Choice(["onnxruntime", "openvino", "torch"]),
+        type=click.Choice(["onnxruntime", "openvino", "torch", "aotinductor"]),
         default="onnxruntime",
         show_default=True,
-        help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino.",
+        help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino, compiled first "
+        "for aotinductor.",
     ),
     click.option(
         "--device",
@@ -170,7 +171,8 @@ def bench(
 ) -> None:
     """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
 
-    Both are .onnx files, .plan engines or model directories.
+    Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code
+    (--trust-code, with --images FILE.npy of what they take).
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """

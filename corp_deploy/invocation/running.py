@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from perf.runners.module import Mode, Precision
     from perf.runners.onnx import Provider
 
-Backend = Literal["onnxruntime", "openvino", "torch"]
+Backend = Literal["onnxruntime", "openvino", "torch", "aotinductor"]
 Device = Literal["cpu", "cuda"]
 
 
@@ -18,8 +18,8 @@ Device = Literal["cpu", "cuda"]
 class RunOptions:
     """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
 
-    `backend` is for model directories: torch, or onnxruntime (the default) or openvino after an export to FP32, which
-    is for graphs, too. See BENCH.
+    `backend` is for model directories: torch, aotinductor after compiling a package, or onnxruntime (the default) or
+    openvino after an export to FP32, which is for graphs, too. See BENCH.
     """
 
     backend: Backend | None = None

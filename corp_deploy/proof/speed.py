@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,16 +31,9 @@ from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
+from .contender import Contender
 from .timed_inputs import TimedInputs, feeds_to_time, listed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One of the two as perf's subject, what it takes, its fixed batch if any."""
-
-    subject: Subject
-    inputs: tuple[Port, ...]
-    static_batch: int | None
+from .torch_package import compiled_contender, contender_from_package
 
 
 def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunOptions) -> Contender:
@@ -151,11 +144,15 @@ def way_to_run(path: Path, running: RunOptions) -> str:
         return backend
     if path.suffix == ".onnx" and path.is_file():
         return _runtime_of_graphs(running)
+    if path.suffix == ".pt2" and path.is_file():
+        return "aotinductor-file"
     if not path.is_dir():
         raise BadInput(
-            f"{path}: expected an .onnx file, a .plan, a directory written by corp-deploy or a snapshot of one of "
-            "timm's repositories"
+            f"{path}: expected an .onnx file, a .plan, a .pt2 of AOTInductor, a directory written by corp-deploy or a "
+            "snapshot of one of timm's repositories"
         )
+    if running.backend == "aotinductor":
+        return "aotinductor"
     return f"torch-{running.device or 'cpu'}" if running.backend == "torch" else _runtime_of_graphs(running)
 
 
@@ -176,7 +173,9 @@ def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
     return "cuda" if one.honours["device"] == ("cuda",) else "cpu"
 
 
-def _contender(name: str, path: Path, running: RunOptions, scratch: Path) -> Contender:
+def _contender(name: str, path: Path, running: RunOptions, scratch: Path, fed: TimedInputs) -> Contender:
+    if path.suffix == ".pt2":
+        return contender_from_package(name, path, fed.images, running)
     if path.suffix == ".plan":
         return _from_engine(name, path, running)
     if path.suffix == ".onnx":
@@ -187,6 +186,8 @@ def _contender(name: str, path: Path, running: RunOptions, scratch: Path) -> Con
             path = scratch / name / path.name
             save(checkpoint, path)
         return _from_module(name, checkpoint, path / WEIGHTS, running)
+    if running.backend == "aotinductor":
+        return compiled_contender(name, checkpoint, scratch / f"{name}.pt2", running, path.name)
     graph = scratch / f"{name}.onnx"
     export_checkpoint(checkpoint, graph, precision="fp32")
     return _from_onnx(name, graph, running)
@@ -227,13 +228,13 @@ def measure(
     """
     if names[0] == names[1]:
         raise BadInput(f"both models are called {names[0]!r}; give each a name of its own")
-    running = running or RunOptions()
+    running, fed = running or RunOptions(), fed or TimedInputs()
     device = _device_of_both(dense, reduced, running)
     with tempfile.TemporaryDirectory() as scratch:
         both = zip(names, (dense, reduced), strict=True)
-        one, other = (_contender(name, path, running, Path(scratch)) for name, path in both)
+        one, other = (_contender(name, path, running, Path(scratch), fed) for name, path in both)
         _refuse_unequal(one, other, batches)
-        feeds = feeds_to_time(fed or TimedInputs(), one.inputs, (dense, reduced), max(batches))
+        feeds = feeds_to_time(fed, one.inputs, (dense, reduced), max(batches))
         timed_tests: list[StructuralTest] = []
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(

@@ -1,0 +1,159 @@
+"""Runs a package that AOTInductor compiled from a torch program (.pt2), on the CPU.
+
+Such a package is native code: whoever loads one runs it. It is loaded by torch's loader of packages alone, as readers
+of programs may take a .pt2 for a pickle.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ground.errors import BadInput, is_out_of_memory
+from ground.feeds import Feeds, Outputs, checked_feeds, noise_of_ports
+from ground.ports import OutputPort, Port
+from perf.record.runs import Flat
+from perf.timing.laps import Bound
+
+from .graph_borders import role_of_rank
+from .memory import Gauge, resident_gauge
+from .protocol import HostBound
+
+# Read by the compiled code at its first call: what has other sizes than it was compiled for is refused, not misread.
+CHECKED = "AOTI_RUNTIME_CHECK_INPUTS"
+
+
+@dataclass(slots=True)
+class PackageRunner:
+    """A compiled program that takes one tensor [B, ...] for each of `inputs` in their order.
+
+    Args:
+        path: the package; the caller has made sure that its code may be run.
+        inputs: what it takes, as a package doesn't tell.
+        outputs: what it gives; where nobody tells, an input is run to see, and they are called output_0, output_1, ...
+        batch: which batches it was compiled for, in words, for the record.
+        precision: what its weights are held in, for the record.
+        threads: torch's threads, put back on leaving; compiled loops keep the number that they were compiled with.
+    """
+
+    path: Path
+    inputs: tuple[Port, ...]
+    outputs: tuple[OutputPort, ...] = ()
+    batch: str = "unknown"
+    precision: str = "unknown"
+    threads: int | None = None
+    label: str = ""
+    _compiled: Any = field(default=None, init=False, repr=False)
+    _threads_before: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"threads: at least 1, got {self.threads}")
+
+    def __enter__(self) -> Self:
+        if not self.path.is_file():
+            raise BadInput(f"{self.path}: no such package")
+        os.environ[CHECKED] = "1"
+        if self.threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+        try:
+            self._compiled = torch._inductor.aoti_load_package(str(self.path))
+        except (RuntimeError, ValueError, KeyError, OSError) as error:
+            self._leave()
+            raise BadInput(
+                f"{self.path}: torch {torch.__version__} cannot load this package: {_short(error)}"
+            ) from error
+        if not self.outputs:
+            answer = self._run(self._tensors(noise_of_ports(self.inputs, 1, seed=0)))
+            self.outputs = tuple(
+                OutputPort(name=f"output_{index}", role=role_of_rank(tensor.ndim))
+                for index, tensor in enumerate(_each(answer))
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._compiled = None
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        batch = self._tensors(feeds)
+        return self._named(self._run(batch))
+
+    def bind(self, feeds: Feeds) -> Bound:
+        batch = self._tensors(feeds)
+        self._run(batch)
+        compiled = self._compiled
+
+        def call() -> Any:
+            with torch.inference_mode():
+                return compiled(*batch)
+
+        return HostBound(call, outputs=self._named)
+
+    def gauge(self) -> Gauge | None:
+        return resident_gauge()
+
+    def describe(self) -> Flat:
+        assert self._compiled is not None, "describe() before the runner was entered"
+        return {
+            "backend": "aotinductor",
+            "version": torch.__version__,
+            "device": "cpu",
+            "precision": self.precision,
+            "mode": "package",
+            "compiled_batch": self.batch,
+            "compiled_for": str(self._compiled.get_metadata().get("AOTI_CPU_ISA", "unknown")),
+            "cuda_graph": False,
+            "flush_l2": False,
+            "threads": torch.get_num_threads(),
+            "clock": "host",
+            "model": self.label or self.path.name,
+        }
+
+    def _tensors(self, feeds: Feeds) -> tuple[torch.Tensor, ...]:
+        checked = checked_feeds(feeds, self.inputs, where=str(self.path))
+        return tuple(torch.from_numpy(array) for array in checked.values())
+
+    def _run(self, batch: tuple[torch.Tensor, ...]) -> Any:
+        """Raises BadInput for a batch that it was not compiled for."""
+        try:
+            with torch.inference_mode():
+                answer = self._compiled(*batch)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            fed = ", ".join(str(list(tensor.shape)) for tensor in batch)
+            raise BadInput(
+                f"{self.path}: it doesn't run on {fed}: (a) it was compiled for another batch or size, compile it with "
+                f"a dynamic batch or measure that one, (b) its code is wrong; {_short(error)}"
+            ) from error
+        for tensor in _each(answer):
+            if tensor.ndim == 0 or len(tensor) != len(batch[0]):
+                raise BadInput(
+                    f"{self.path}: answers {list(tensor.shape)} to a batch of {len(batch[0])}; compile it with a "
+                    "dynamic batch, or measure the one that it was compiled for"
+                )
+        return answer
+
+    def _named(self, answer: Any) -> Outputs:
+        arrays = [np.asarray(tensor.float().numpy(), dtype=np.float32) for tensor in _each(answer)]
+        return dict(zip([port.name for port in self.outputs], arrays, strict=True))
+
+
+def _each(answer: Any) -> tuple[torch.Tensor, ...]:
+    return (answer,) if isinstance(answer, torch.Tensor) else tuple(answer)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,188 @@
+"""Packages of AOTInductor: never loaded untrusted, refused where they don't fit, their answers those of the model."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+from corp_deploy.cli import main
+from corp_deploy.invocation.table import BENCH
+from corp_deploy.proof import torch_package
+from corp_deploy.proof.torch_package import compile_package, port_of_images
+from corp_deploy.store.checkpoint import save
+from ground.errors import BadInput
+from ground.ports import OutputPort, image_port
+from perf.runners.torch_package import CHECKED, PackageRunner
+from tests import tiny
+
+IMAGES = np.random.default_rng(0).standard_normal((3, 3, 4, 4)).astype(np.float32)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+class Compiled:
+    """A package of one batch or of any, as torch's loader gives it."""
+
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
+
+    def get_metadata(self) -> dict[str, str]:
+        return {"AOTI_CPU_ISA": "AVX2"}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        if self.batch is not None and len(images) != self.batch:
+            raise RuntimeError(f"input_handles[0]: unmatched dim value at 0, expected: {self.batch}")
+        return torch.stack([flat.sum(1), flat.square().sum(1)], dim=1)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    (tmp_path / "m.pt2").write_bytes(b"code")
+    return tmp_path / "m.pt2"
+
+
+def loads(monkeypatch: pytest.MonkeyPatch, batch: int | None = None) -> list[str]:
+    loaded: list[str] = []
+
+    def load(path: str) -> Compiled:
+        loaded.append(path)
+        return Compiled(batch)
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
+    monkeypatch.setenv(CHECKED, "0")
+    return loaded
+
+
+def test_a_package_is_run_and_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads(monkeypatch)
+    before = torch.get_num_threads()
+    with PackageRunner(package, (image_port((3, 4, 4)),), threads=1) as runner:
+        answers = runner({"images": IMAGES})["output_0"]
+        told = runner.describe()
+        bound = runner.bind({"images": IMAGES})
+        assert bound.laps(2, lambda: 0).calls == 2
+        assert runner.outputs == (OutputPort(name="output_0", role="logits"),)
+    flat = IMAGES.reshape(3, -1).astype(np.float64)
+    np.testing.assert_allclose(answers, np.stack([flat.sum(1), (flat**2).sum(1)], axis=1), rtol=1e-5, atol=1e-5)
+    assert (told["backend"], told["compiled_for"], told["compiled_batch"]) == ("aotinductor", "AVX2", "unknown")
+    assert torch.get_num_threads() == before
+
+
+def test_a_batch_that_it_was_not_compiled_for_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    loads(monkeypatch, batch=2)
+    outputs = (OutputPort(name="logits", role="logits"),)
+    with PackageRunner(package, (image_port((3, 4, 4)),), outputs) as runner:
+        assert os.environ[CHECKED] == "1", "the compiled code would read past the end"
+        assert runner({"images": IMAGES[:2]})["logits"].shape == (2, 2)
+        with pytest.raises(BadInput, match=r"doesn't run on \[3, 3, 4, 4\].*compiled for another batch"):
+            runner({"images": IMAGES})
+
+
+def test_what_is_no_package_is_refused(package: Path) -> None:
+    with pytest.raises(BadInput, match=r"m\.pt2: torch .* cannot load this package"):
+        PackageRunner(package, (image_port((3, 4, 4)),)).__enter__()
+    with pytest.raises(BadInput, match="no such package"):
+        PackageRunner(package.with_name("none.pt2"), ()).__enter__()
+    with pytest.raises(BadInput, match="threads"):
+        PackageRunner(package, (), threads=0)
+
+
+def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loads(monkeypatch)
+    np.save(package.parent / "images.npy", IMAGES)
+    quick = ["--batch", "2", "--time-limit", "0.2", "--min-rounds", "6", "--block-ms", "2"]
+    words = ["bench", package, package, *quick, "-o", package.parent / "b.json"]
+    refused = run(*words, "--images", package.parent / "images.npy")
+    assert refused.exit_code == 2
+    assert "is code" in refused.stderr
+    assert "--trust-code" in refused.stderr
+    assert loaded == []
+    untold = run(*words, "--trust-code")
+    assert untold.exit_code == 2
+    assert "a package doesn't tell what it takes" in " ".join(untold.stderr.split())
+    assert loaded == []
+    done = run(*words, "--images", package.parent / "images.npy", "--trust-code")
+    assert done.exit_code == 0, done.output
+    assert set(loaded) == {str(package)}
+    cast = run(*words, "--images", package.parent / "images.npy", "--trust-code", "--dtype", "bf16")
+    assert cast.exit_code == 2
+    assert "a package is compiled in its precision" in " ".join(cast.stderr.split())
+    assert BENCH.ways["aotinductor"].takes("dtype", "bf16")
+
+
+def test_inputs_of_a_package_are_those_of_an_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", IMAGES)
+    assert port_of_images(tmp_path / "x.npy", tmp_path / "m.pt2") == image_port((3, 4, 4))
+    (tmp_path / "bad.npy").write_bytes(b"no array")
+    with pytest.raises(BadInput, match="can't be read as an array"):
+        port_of_images(tmp_path / "bad.npy", tmp_path / "m.pt2")
+    with pytest.raises(BadInput, match=r"expected --images FILE\.npy .* got none"):
+        port_of_images(None, tmp_path / "m.pt2")
+
+
+def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    save(tiny.checkpoint(), tmp_path / "dense")
+    words = ["bench", tmp_path / "dense", tmp_path / "dense", "--backend", "aotinductor", "--batch", 1]
+    done = run(*words, "-o", tmp_path / "b.json")
+    assert done.exit_code == 4
+    assert "needs a C++ compiler" in " ".join(done.stderr.split())
+
+
+class Small(nn.Module):
+    """max(W x, 0) summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(48, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.layer(images.flatten(1)).relu()
+        return out
+
+
+def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that is handed to the compiler, which takes a minute of its own: run as it stands."""
+    programs: list[Any] = []
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda program, package_path: programs.append(program)
+    )
+    family = SimpleNamespace(exportable=lambda model: model)
+    monkeypatch.setattr(torch_package, "family_of", lambda model: family)
+    monkeypatch.setattr(torch_package, "input_ports", lambda model: (image_port((3, 4, 4)),))
+    module = Small().eval()
+    whole: Any = SimpleNamespace(model=module)
+    weight, bias = (tensor.detach().double().numpy() for tensor in (module.layer.weight, module.layer.bias))
+    before = torch.get_num_threads()
+    for precision, bound in (("fp32", 1e-5), ("bf16", 0.1)):
+        compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1)  # type: ignore[arg-type]
+        program = programs.pop()
+        (limits,) = program.range_constraints.values()
+        assert (limits.lower, limits.upper) == (1, torch_package.LARGEST_BATCH)
+        held = {tensor.dtype for tensor in program.state_dict.values()}
+        assert held == {torch.float32 if precision == "fp32" else torch.bfloat16}
+        for count in (1, 3):
+            (got,) = program.module()(torch.from_numpy(IMAGES[:count]))
+            expected = np.maximum(IMAGES[:count].reshape(count, -1) @ weight.T + bias, 0.0)
+            assert got.dtype == torch.float32
+            np.testing.assert_allclose(got.detach().numpy(), expected, rtol=bound, atol=bound)
+    assert torch.get_num_threads() == before
+    assert module.layer.weight.dtype == torch.float32, "the caller's model stays"
+
+
+def test_a_package_without_a_compiler_of_its_own_still_runs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads(monkeypatch)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with PackageRunner(package, (image_port((3, 4, 4)),)) as runner:
+        assert runner({"images": IMAGES})["output_0"].shape == (3, 2)
