@@ -149,6 +149,7 @@ def verify(
     from corp_deploy.proof.candidates import candidate_from_path, with_runtimes
     from corp_deploy.proof.chain import prove
     from corp_deploy.proof.record import EXIT_CODES, save_proof
+    from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.views.parity import located_lines, parity_table
 
     of_engines = asked.is_of_engines(model.model)
@@ -159,13 +160,16 @@ def verify(
     output = asked.record_of(candidates)
     dense = model.load(out)
     steps = with_runtimes([candidate_from_path(path) for path in candidates], runtime)
+    if asked.polygraphy is not None:
+        require_second_opinion(steps)
     if "batch" in explicit_options():
         _refuse_other_batches(steps, asked.batch)
+    proof_inputs = inputs.open(dense)
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,
             steps,
-            inputs.open(dense),
+            proof_inputs,
             batches=asked.batch,
             limits=limits,
             moments=None if inputs.moments is None else load_moments(inputs.moments),
@@ -173,7 +177,12 @@ def verify(
             done=done,
         )
     save_proof(proof, output)
+    again: list[str] = []
+    if asked.polygraphy is not None:
+        there = asked.polygraphy
+        again = [f"in {there}:", *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batch))]
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    out.result(proof.parity.to_json(), parity_table(proof.parity), *located_lines(proof.parity), proof.parity.line)
+    lines = [*located_lines(proof.parity), *again, proof.parity.line]
+    out.result(proof.parity.to_json(), parity_table(proof.parity), *lines)
     ctx.exit(EXIT_CODES[proof.parity.verdict])

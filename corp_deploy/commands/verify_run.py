@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRun:
     """Batch sizes and where the record goes. Of engines also `write_golden`: where inputs and answers go for another
-    environment; `other_graph`: whether engines of different graphs are meant.
+    environment; `other_graph`: whether engines of different graphs are meant. Of models `polygraphy`: where inputs and
+    answers go for that tool.
     """
 
     output: Path | None
     batch: tuple[int, ...]
     write_golden: Path | None
     other_graph: bool
+    polygraphy: Path | None
 
     def is_of_engines(self, reference: str) -> bool:
         """Whether the reference is an engine, a graph or golden answers, and no model."""
@@ -174,5 +176,12 @@ run_options = value_options(
         "--other-graph",
         is_flag=True,
         help="Compare engines although they were built of different graphs; the record tells both digests.",
+    ),
+    click.option(
+        "--polygraphy",
+        type=DIRECTORY,
+        default=None,
+        help="Also write inputs and golden answers of every graph as Polygraphy's JSON, with the lines that repeat the "
+        "comparison there (extra interop). Engines are never loaded by it: it lets a plan run host code.",
     ),
 )

@@ -259,6 +259,7 @@ _OF_MODELS = (
     "text",
     "trust_code",
     "runtime",
+    "polygraphy",
 )
 # By what everything is held against.
 VERIFY_REFERENCE = Axis(

@@ -1,7 +1,7 @@
 """The parity chain: dense torch -> reduced torch -> ONNX FP32 -> FP16 or BF16 -> engine, on real inputs, by links."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import numpy as np
@@ -38,10 +38,11 @@ EACH_SIZE, SLOTS, EXTREME_INPUTS = 4, 8, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The parity record, and per-image figures for the file beside it."""
+    """The parity record, per-image figures for the file beside it, and of a chain every step's answers by label."""
 
     parity: Parity
     figures: dict[str, NDArray[np.generic]]
+    answers: Mapping[str, Outputs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +252,7 @@ def prove(
             **_labelled(by_label, proof_inputs.labels, ports),
         ),
         figures=_figures(by_label, rules),
+        answers=by_label,
     )
 
 

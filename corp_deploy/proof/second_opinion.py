@@ -1,0 +1,221 @@
+"""Inputs and golden answers of a proof as Polygraphy reads them, with the lines that repeat its comparisons there.
+
+Engines are left out: Polygraphy's loader lets a plan run code of its own on the host.
+"""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from ground.errors import BadInput, Missing
+from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.files import replacing, write_text
+from perf.parity.parity import Link
+
+from .candidates import Candidate
+from .chain import Proof
+
+SCRIPT, README = "compare.sh", "README.md"
+
+
+def require_second_opinion(candidates: Sequence[Candidate]) -> None:
+    """Raise Missing without Polygraphy, and BadInput where no candidate is a graph, before anything is proved."""
+    try:
+        import polygraphy.json  # noqa: F401
+    except ImportError as error:
+        raise Missing("--polygraphy: Polygraphy is not installed; install the extra `interop`") from error
+    if not any(each.form == "graph" for each in candidates):
+        raise BadInput("--polygraphy: none of the candidates is an ONNX graph, which is what Polygraphy runs; give one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """One graph held against its golden answers: the names of its files in the directory begin with `stem`. `good`: the
+    graph that it is held against, else itself; `shapes` of the first inputs; the mean absolute difference that each
+    output may have.
+    """
+
+    graph: str
+    good: str
+    stem: str
+    shapes: Mapping[str, Sequence[int]]
+    atol: Mapping[str, float]
+
+    @property
+    def inputs(self) -> str:
+        return f"{self.stem}.inputs.json"
+
+    @property
+    def first(self) -> str:
+        return f"{self.stem}.first.json"
+
+    @property
+    def golden(self) -> str:
+        return f"{self.stem}.golden.json"
+
+    def run(self) -> str:
+        """The line that repeats it."""
+        bounds = [f"{name}:{bound:.6g}" for name, bound in self.atol.items()]
+        return shlex.join([*_run(self.graph, self.inputs, self.golden), *bounds])
+
+    def debug(self) -> list[str]:
+        """The lines that keep what the good graph has inside on the first batch, hold this one's inside against it, and
+        cut out what fails.
+        """
+        layers, both = f"{self.stem}.layers.json", f"{self.stem}.layers.inputs.json"
+        bound = f"{max(self.atol.values(), default=1e-5):.6g}"
+        shapes = [f"{name}:[{','.join(map(str, shape))}]" for name, shape in self.shapes.items()]
+        every = ["--onnx-outputs", "mark", "all"]
+        kept = ["polygraphy", "run", self.good, "--onnxrt", *every, "--load-inputs", self.first, "--save-outputs"]
+        cut = ["polygraphy", "debug", "reduce", self.graph, "-o", f"{self.stem}.smallest.onnx", "--mode", "bisect"]
+        check = [*_run("polygraphy_debug.onnx", both, layers), bound]
+        lines = [
+            [*kept, layers],
+            [*_run(self.graph, self.first, layers), bound, *every],
+            ["polygraphy", "data", "merge", self.first, layers, "-o", both],
+            [*cut, "--model-input-shapes", *shapes, "--load-inputs", both, "--check", *check],
+        ]
+        return [shlex.join(line) for line in lines]
+
+
+def _run(model: str, inputs: str, golden: str) -> list[str]:
+    files = ["--load-inputs", inputs, "--load-outputs", golden]
+    return ["polygraphy", "run", model, "--onnxrt", *files, "--check-error-stat", "mean", "--rtol", "0", "--atol"]
+
+
+def _names(path: Path) -> tuple[list[str], list[str]]:
+    """Of what a graph reads and gives."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    weights = {each.name for each in graph.initializer}
+    return [each.name for each in graph.input if each.name not in weights], [each.name for each in graph.output]
+
+
+def _renamed(arrays: Feeds | Outputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Under the graph's names; one array alone may have another."""
+    if len(arrays) == 1 and len(names) == 1:
+        return dict(zip(names, arrays.values(), strict=True))
+    return {name: np.asarray(arrays[name]) for name in names if name in arrays}
+
+
+def _iterations(arrays: Feeds | Outputs, batch: int, *, fixed: bool) -> list[dict[str, NDArray[Any]]]:
+    """Batch by batch; the last one is smaller, or filled up with repeats where the graph's batch is fixed."""
+    count, parts = batch_size(arrays), []
+    for start in range(0, count, batch):
+        rows = np.arange(start, start + batch if fixed else min(start + batch, count)).clip(max=count - 1)
+        parts.append({name: np.ascontiguousarray(array) for name, array in rows_of(arrays, rows).items()})
+    return parts
+
+
+def _bounds(links: Sequence[Link], golden: Outputs, own: Sequence[str]) -> dict[str, float]:
+    """Of each output that has one: a mean of relative errors e keeps the mean absolute difference of all inputs within
+    e times the largest root mean square of an input's answer.
+    """
+    bounds = {}
+    for link in links:
+        name = link.output or next(iter(golden))
+        if link.tolerance.max_relative_error is None or name not in golden:
+            continue
+        rows = golden[name].reshape(len(golden[name]), -1).astype(np.float64)
+        shown = own[0] if len(own) == 1 and len(golden) == 1 else name
+        bounds[shown] = link.tolerance.max_relative_error * float(np.sqrt(np.square(rows).mean(1)).max())
+    return bounds
+
+
+def write_second_opinion(
+    proof: Proof, candidates: Sequence[Candidate], feeds: Feeds, directory: Path, *, batch: int
+) -> list[str]:
+    """Write inputs and golden answers of every graph's link, batches of `batch` or the one that it fixes, and the
+    script and the README of the lines that compare them; returns the run lines.
+
+    Raises Missing without Polygraphy.
+    """
+    require_second_opinion(candidates)
+    directory.mkdir(parents=True, exist_ok=True)
+    graphs = [each for each in candidates if each.form == "graph" and each.runtime is None]
+    comparisons = [_written(proof, graphs, place, feeds, directory, batch) for place in range(len(graphs))]
+    left_out = [str(each.path) for each in candidates if each.form == "engine"]
+    lines = [each.run() for each in comparisons]
+    write_text(directory / SCRIPT, "\n".join(["#!/bin/sh", "set -e", 'cd "$(dirname "$0")"', *lines, ""]))
+    write_text(directory / README, _readme(comparisons, left_out))
+    return lines
+
+
+def _written(
+    proof: Proof, graphs: Sequence[Candidate], place: int, feeds: Feeds, directory: Path, batch: int
+) -> _Comparison:
+    candidate = graphs[place]
+    own_inputs, own_outputs = _names(candidate.path)
+    links = [each for each in proof.parity.links if each.candidate == candidate.label and each.kind != "whole"]
+    golden = proof.answers[links[0].reference]
+    size, fixed = candidate.batch or batch, candidate.batch is not None
+    fed = _iterations(_renamed(feeds, own_inputs), size, fixed=fixed)
+    before = next((each.path for each in graphs if each.label == links[0].reference), candidate.path)
+    comparison = _Comparison(
+        graph=os.path.relpath(candidate.path, directory),
+        good=os.path.relpath(before, directory),
+        stem=f"{place + 1}-{candidate.path.stem}",
+        shapes={name: array.shape for name, array in fed[0].items()},
+        atol=_bounds(links, golden, own_outputs),
+    )
+    answers = _iterations(_renamed(golden, own_outputs), size, fixed=fixed)
+    _save(fed, answers, links[0].reference, directory, comparison)
+    return comparison
+
+
+def _save(
+    fed: list[dict[str, NDArray[Any]]],
+    answers: list[dict[str, NDArray[Any]]],
+    reference: str,
+    directory: Path,
+    comparison: _Comparison,
+) -> None:
+    from polygraphy.comparator import RunResults
+    from polygraphy.json import save_json
+    from polygraphy.logger import G_LOGGER
+
+    results = RunResults()
+    results.add(answers, runtime=[0.0] * len(answers), runner_name=reference)
+    with G_LOGGER.verbosity(G_LOGGER.ERROR):
+        for name, parts in ((comparison.inputs, fed), (comparison.first, fed[:1])):
+            with replacing(directory / name) as temporary:
+                save_json(parts, str(temporary))
+        with replacing(directory / comparison.golden) as temporary:
+            results.save(str(temporary))
+
+
+def _readme(comparisons: Sequence[_Comparison], left_out: Sequence[str]) -> str:
+    runs = "\n".join(each.run() for each in comparisons)
+    debugging = "\n\n".join("\n".join(each.debug()) for each in comparisons)
+    engines = f"\nNot compared here: {', '.join(left_out)}.\n" if left_out else ""
+    return f"""# The same comparison in Polygraphy
+
+Inputs and golden answers of `verify`, of each graph those of the step that it is held against. Run in this directory;
+`sh {SCRIPT}` runs all of it and ends with another status than 0 at the first graph that differs.
+
+```sh
+{runs}
+```
+
+`--trt` in place of `--onnxrt` builds an engine of the graph and compares that. The bound of each output is that of
+verify's link as a mean absolute difference: its relative error times the largest root mean square of an answer. What is
+within verify's over all inputs is within this over all of them; a batch alone may lie beside it. ONNX Runtime computes
+FP16 graphs in float32 on a CPU, where nothing overflows; verify rounds as they are typed.
+
+Where a line fails: keep what the graph that it is held against has inside (or itself, for `--trt` in the second line),
+hold this one's against it to see the first tensor that differs, and have the nodes that fail cut out, for which
+Polygraphy needs the package onnx-graphsurgeon. `polygraphy debug build GRAPH --until 10 --check polygraphy run ...`
+tries an engine's tactics in the same way.
+
+```sh
+{debugging}
+```
+
+Give no engine of others to Polygraphy: its loader lets a plan run code of its own on this machine.
+{engines}"""

@@ -1,0 +1,123 @@
+"""verify --polygraphy: what it writes, read and compared by Polygraphy's own command line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from onnx import numpy_helper
+
+from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import export_checkpoint
+from tests import tiny
+
+COUNT, BATCH = 20, 8
+polygraphy_json = pytest.importorskip("polygraphy.json", reason="the extra `interop` (Polygraphy) is not installed")
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+def polygraphy(line: str, directory: Path) -> "subprocess.CompletedProcess[str]":
+    """The command line's own main, by this interpreter."""
+    words = line.replace("'", "").split()
+    assert words[0] == "polygraphy", line
+    program = "import sys; from polygraphy.tools import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", program, *words[1:]], cwd=directory, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, dense = tmp_path_factory.mktemp("home"), tiny.checkpoint()
+    save(dense, root / "dense")
+    for precision in ("fp32", "fp16"):
+        export_checkpoint(dense, root / f"{precision}.onnx", precision=precision)
+    np.save(root / "images.npy", tiny.images(COUNT))
+    words = ("--images", root / "images.npy", "--batch", f"1,{BATCH}", "-o", root / "parity.json")
+    result = run("verify", root / "dense", root / "fp32.onnx", root / "fp16.onnx", *words, "--polygraphy", root / "p")
+    (root / "printed.txt").write_text(result.stdout)
+    return root
+
+
+def lines_of(home: Path, place: int) -> tuple[str, list[str]]:
+    """The comparison of a graph, and the lines that debug it."""
+    script = [line for line in (home / "p" / "compare.sh").read_text().splitlines() if line.startswith("polygraphy")]
+    readme = [line for line in (home / "p" / "README.md").read_text().splitlines() if line.startswith("polygraphy")]
+    own = [line for line in readme[len(script) :] if f"{place + 1}-" in line]
+    assert set(script) <= set(readme)
+    return script[place], own
+
+
+def test_inputs_and_golden_answers_are_those_of_the_proof(home: Path) -> None:
+    pixels = np.load(home / "images.npy")
+    fed = polygraphy_json.load_json(str(home / "p" / "1-fp32.inputs.json"))
+    (name,) = fed[0]
+    assert [len(part[name]) for part in fed] == [8, 8, 4]
+    assert np.array_equal(np.concatenate([part[name] for part in fed]), pixels)
+    golden = polygraphy_json.load_json(str(home / "p" / "1-fp32.golden.json"))
+    ((_, iterations),) = golden.items()
+    with torch.inference_mode():
+        expected = tiny.checkpoint().model(torch.from_numpy(pixels)).numpy()
+    assert np.allclose(np.concatenate([part["logits"] for part in iterations]), expected, atol=1e-5)
+    links = json.loads((home / "parity.json").read_text())["links"]
+    wide = np.sqrt(np.square(expected.astype(np.float64)).mean(1)).max()
+    bound = links[0]["tolerance"]["max_relative_error"] * wide
+    assert float(lines_of(home, 0)[0].rpartition("logits:")[2]) == pytest.approx(bound, rel=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_printed_line_passes_in_their_tool(home: Path, place: int) -> None:
+    line, _ = lines_of(home, place)
+    assert line in (home / "printed.txt").read_text()
+    compared = polygraphy(line, home / "p")
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert "Passed: 3/3 iterations" in compared.stdout
+
+
+def test_a_damaged_graph_fails_there_and_inside(home: Path) -> None:
+    model = onnx.load(str(home / "fp32.onnx"))
+    weight = [each for each in model.graph.initializer if len(each.dims) == 2][-1]
+    values = numpy_helper.to_array(weight).copy()
+    values[:, 0] += 0.5
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    onnx.save(model, str(home / "damaged.onnx"))
+    line, (kept, inside, merged, cut) = lines_of(home, 0)
+    assert polygraphy(line.replace("fp32.onnx", "damaged.onnx"), home / "p").returncode == 1
+    for good in (kept, inside, merged):
+        done = polygraphy(good, home / "p")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert polygraphy(inside.replace("fp32.onnx", "damaged.onnx"), home / "p").returncode == 1
+    done = polygraphy(cut.replace("../fp32.onnx", "../damaged.onnx"), home / "p")
+    if done.returncode != 0:
+        assert "'onnx_graphsurgeon' is required" in done.stdout + done.stderr
+        pytest.skip("polygraphy debug reduce needs onnx-graphsurgeon, which is not installed")
+    assert len(onnx.load(str(home / "p" / "1-fp32.smallest.onnx")).graph.node) < len(model.graph.node)
+
+
+def test_what_it_cannot_write_is_refused_before_the_proof(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "dense", tmp_path / "reduced")
+    words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
+    said = run("verify", home / "dense", tmp_path / "reduced", *words, code=2).stderr
+    assert "none of the candidates is an ONNX graph" in " ".join(said.split())
+    said = run("verify", home / "fp32.onnx", home / "fp16.onnx", *words, code=2).stderr
+    assert "--polygraphy" in said
+    assert not (tmp_path / "parity.json").exists()
+    assert not (tmp_path / "p").exists()
+
+
+def test_without_polygraphy_the_remedy_is_said(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polygraphy.json", None)
+    words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
+    said = run("verify", home / "dense", home / "fp32.onnx", *words, code=4).stderr
+    assert "install the extra `interop`" in said
+    assert not list(tmp_path.iterdir())
