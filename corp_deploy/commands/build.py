@@ -16,6 +16,7 @@ from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
 from .options import FILE, command_line, explicit_options, output_options, value_options
+from .stopwatch import stopwatch_on
 
 if TYPE_CHECKING:
     from export.engine.build import Engine
@@ -161,14 +162,16 @@ def build(graph: Path, output: Path, engine: EngineChoice, out: Output) -> None:
     from export.engine.build import write_engine
 
     lines: tuple[str, ...] = ()
-    with out.progress("building", None, unit="steps") as done:
+    watch = stopwatch_on()
+    with out.progress("building", None, unit="steps") as done, watch.of("build"):
         if engine.compatibility is None:
             built = engine.build(graph, done)
             write_engine(built, output)
         else:
             built = build_priced(graph, engine.options(), output)
             lines = bench_lines(built.record, output)
-    out.result(json.loads(built.record.to_json()), engine_table(built.record), f"{output}: written", *lines)
+    record = json.loads(built.record.to_json()) | {"effort": watch.as_json()}
+    out.result(record, engine_table(built.record), f"{output}: written", *lines, *watch.lines)
 
 
 @click.command()

@@ -25,6 +25,7 @@ from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number, Numbers
 from .options import FILE, batch_size_option, explicit_options, output_options, value_options
 from .repeat import command_again
+from .stopwatch import stopwatch_on
 
 if TYPE_CHECKING:
     from calib.collect import Precision
@@ -281,7 +282,9 @@ def calibrate(
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
         )
-        summaries = write_moments(checkpoint, source, request, run, output)
+        watch = stopwatch_on(passes.device)
+        with watch.of("calibrate"):
+            summaries = write_moments(checkpoint, source, request, run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
         run.clear()
@@ -291,4 +294,4 @@ def calibrate(
         every = [*record.get("snapshots", []), *summaries]
         lines = [line_of_moments(summary, source.noun) for summary in every]
         lines += lines_of_overfitting(summaries[0])
-        out.result(record, *lines, preprocessing_line(checkpoint))
+        out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(checkpoint), *watch.lines)

@@ -16,6 +16,7 @@ from .input_choice import InputChoice, drawing_options, images_option, input_cho
 from .model_choice import ModelChoice, model_options
 from .options import FILE, Words, command_line, explicit_options, output_options, value_options
 from .quantised_choice import QuantisedGraphs, YardstickChoice, quantised_options
+from .stopwatch import stopwatch_on
 
 if TYPE_CHECKING:
     from corp_deploy.proof.engine_search import Mended
@@ -220,7 +221,8 @@ def export_command(
     quantised = None
     if precision.quantised:
         quantised = QuantisedGraphs(checkpoint, precision.inputs, quantisation, graphs, _yardstick(precision))
-    with out.progress("exporting", len(precision.precisions), unit="graphs") as done:
+    watch = stopwatch_on()
+    with out.progress("exporting", len(precision.precisions), unit="graphs") as done, watch.of("export"):
         found = precision.found(checkpoint, graphs)
         kept = {name: each.kept for name, each in found.items()}
         for name, path in precision.paths(output, kept).items():
@@ -235,4 +237,5 @@ def export_command(
         if not sites and f".{name}" in output.suffixes:
             out.warn(f"{output}: an {PRECISIONS[name].pure} graph, although its name says {name}")
     every = dict.fromkeys(site for sites in kept.values() for site in sites)
-    out.result({"written": rows, "kept_fp32": list(every)}, *graph_lines(rows, kept=kept if precision.auto else {}))
+    record = {"written": rows, "kept_fp32": list(every), "effort": watch.as_json()}
+    out.result(record, *graph_lines(rows, kept=kept if precision.auto else {}), *watch.lines)

@@ -20,6 +20,7 @@ from .model_choice import ModelChoice, model_options
 from .options import DIRECTORY, FILE, output_options
 from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
+from .stopwatch import stopwatch_on
 
 IMAGES_HELP = (
     "Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that merge "
@@ -88,7 +89,8 @@ def reduce_command(
         judges = None
         if reduction.within is not None and images is not None:
             judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
-        with out.progress(title, None, unit="sites" if judges is None else "models") as done:
+        watch = stopwatch_on(device)
+        with out.progress(title, None, unit="sites" if judges is None else "models") as done, watch.of("reduce"):
             result, plan = reduce_checkpoint(
                 dense,
                 moments,
@@ -119,4 +121,4 @@ def reduce_command(
     others = ["tokens merged"] * ("merging" in record) + ["weights sparse"] * ("sparsity" in record)
     done_words = others + [result.coverage.verdict] * (bool(result.coverage.reduced) or not others)
     written = f"{output}: reduced model written, {', '.join(done_words)}"
-    out.result(record, *reduction_shown(result, plan), *measured, written)
+    out.result(record | {"effort": watch.as_json()}, *reduction_shown(result, plan), *measured, written, *watch.lines)
