@@ -8,6 +8,7 @@ nine solves); each is the median over rounds in which all are measured one after
 """
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,21 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 
 from calib.collect import collect
+from calib.moments import Moments
+from calib.store import save
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
-from corp_deploy.planning.sweep import Scored, SweepRequest, outputs, sweep
+from corp_deploy.planning.sweep import Swept, sweep
+from corp_deploy.planning.sweep_scores import scored_inputs
+from corp_deploy.planning.sweep_trials import SweepRequest
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import lineage_of_model
+from corp_deploy.store.inputs import images_for_model, lineage_of_model
 from ground.files import write_json
-from ground.ports import LOGITS
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.875)
 
@@ -57,7 +62,30 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     moments = collect(model, calibration_taps(model, vit.sites(model)), batches, device="cpu", lineage=lineage)
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)
-    scored = Scored(inputs=held_out, ports=(LOGITS,), dense=outputs(model, held_out, 8), labels_N=None, batch_size=8)
+    with tempfile.TemporaryDirectory() as folder:
+        swept = _swept(checkpoint, moments, held_out, Path(folder))
+        return _timed(model_name, swept, moments, rounds) | {
+            "images": images,
+            "scored_images": scored_images,
+            "pass_seconds": pass_seconds,
+        }
+
+
+def _swept(checkpoint: Checkpoint, moments: Moments, held_out: torch.Tensor, folder: Path) -> Swept:
+    """As the command opens them."""
+    save(moments, folder / "m.safetensors")
+    np.save(folder / "held-out.npy", held_out.numpy())
+    source = images_for_model(checkpoint.model, folder / "held-out.npy")
+    return Swept(
+        dense=checkpoint,
+        moments=(folder / "m.safetensors",),
+        source=source,
+        scored=scored_inputs(checkpoint.model, source, None, 8),
+    )
+
+
+def _timed(model_name: str, swept: Swept, moments: Moments, rounds: int) -> dict[str, Any]:
+    model = swept.dense.model
     wanted = [SweepRequest(preset="best", method=choices_at(sparsity)) for sparsity in SPARSITIES]
     found = []
     for _ in range(rounds):
@@ -65,14 +93,11 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
         one = seconds(partial(reduce, model, moments, wanted[0].method))
         nine = sum(seconds(partial(reduce, model, moments, each.method, eliminations=known)) for each in wanted[1:])
         apart = one + sum(seconds(partial(reduce, model, moments, each.method)) for each in wanted[1:])
-        whole = seconds(partial(sweep, model, moments, wanted, scored))
+        whole = seconds(partial(sweep, swept, wanted))
         found.append({"one": one, "nine": nine, "ten_apart": apart, "sweep": whole})
     return {
         "model": model_name,
-        "images": images,
-        "scored_images": scored_images,
         "sparsities": SPARSITIES,
-        "pass_seconds": pass_seconds,
         "rounds": found,
         "ratio": statistics.median(row["sweep"] / (row["one"] + row["nine"]) for row in found),
         "of_ten_apart": statistics.median(row["sweep"] / row["ten_apart"] for row in found),

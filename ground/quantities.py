@@ -5,6 +5,7 @@ from ground.quantity import Count, Real
 IMAGES = Count(low=1, high=10**9)
 BAD_IMAGES = Count(low=0, high=10**9)
 SEED = Count(low=0, high=2**32 - 1)
+JOBS = Count(low=1, high=256)
 WORKERS = Count(low=0, high=256)
 THREADS = Count(low=1, high=1024)
 STREAMS = Count(low=1, high=1024)

@@ -23,7 +23,7 @@ from corp_deploy.planning import carry_out, within
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
 from corp_deploy.planning.request import WithinRequest
-from corp_deploy.planning.sweep import SweepPoint, sentence_of_sweep, smallest_by_error
+from corp_deploy.planning.sweep_points import SweepPoint, sentence_of_sweep, smallest_by_error
 from corp_deploy.planning.width_plan import WidthPlan
 from corp_deploy.planning.within import STEPS, smallest_within
 from corp_deploy.reduction.calibrate import calibrate

@@ -24,7 +24,7 @@ from corp_deploy.planning.budget import uniform as evenly
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.head_choice import choose_heads
 from corp_deploy.planning.probe import Probe
-from corp_deploy.planning.sweep import outputs
+from corp_deploy.planning.sweep_scores import outputs
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.proof.mixed_precision import Mixed
 from corp_deploy.reduction.method import method_from_preset

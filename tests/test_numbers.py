@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import export.engine.options
 from corp_deploy.cli import main
 from corp_deploy.commands.numbers import Alignment, Channels, Number, Numbers, Profile
-from corp_deploy.commands.options import JsonObject, OutputNames, Words
+from corp_deploy.commands.options import JsonObject, OutputNames, Paths, Words
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe, schema_of, typed_value
 from ground import errors, quantities
 from ground.errors import BadInput
@@ -20,7 +20,7 @@ from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text
 
 NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
-WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Words)
+WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Paths, Words)
 # fmt: off
 TEXTS = {
     "break_fusion", "dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model",

@@ -88,6 +88,23 @@ class Words(click.ParamType[tuple[str, ...]]):
         return tuple(dict.fromkeys(words))
 
 
+class Paths(click.ParamType[tuple[Path, ...]]):
+    """Different paths, separated by commas."""
+
+    name = "file,file,..."
+
+    def __init__(self, each: RegularPath) -> None:
+        self.each = each
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
+        if isinstance(value, tuple):
+            return value
+        paths = tuple(self.each.convert(part, param, ctx) for part in str(value).split(","))
+        if len(set(paths)) != len(paths):
+            self.fail(f"{value!r} names a file twice", param, ctx)
+        return paths
+
+
 def _trust(context: click.Context, _: click.Parameter, trust: bool) -> bool:
     """For as long as the command is at work."""
     context.with_resource(trusting_code(trust))

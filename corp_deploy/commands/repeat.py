@@ -1,7 +1,7 @@
 """The command at work as a line to type again, with something added."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import click
@@ -28,8 +28,18 @@ def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
         yield max(names, key=len).lstrip("-"), value
 
 
+def _again(without: Collection[str], added: Mapping[str, Any]) -> Invocation:
+    context = click.get_current_context()
+    options = dict(_as_printed(context)) | {name.replace("_", "-"): value for name, value in added.items()}
+    left = {name: value for name, value in options.items() if name.replace("-", "_") not in without}
+    return Invocation(command=str(context.info_name), options=left)
+
+
 def command_again(**added: Any) -> str:
     """What was typed for this command, and what is added to it."""
-    context = click.get_current_context()
-    options = dict(_as_printed(context)) | added
-    return str(Invocation(command=str(context.info_name), options=options))
+    return str(_again((), added))
+
+
+def words_again(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
+    """The same as the words behind the program's name, without some options."""
+    return _again(without, added).words[1:]

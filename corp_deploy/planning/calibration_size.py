@@ -14,15 +14,15 @@ from torch import nn
 
 from calib.input_set import InputSet
 from calib.moments import Moments
+from corp_deploy.proof.report_input import SIZE_KIND
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from ground.errors import BadInput
 from perf.parity.measures import relative_errors
 
-from .sweep import Scored, outputs
+from .sweep_scores import Scored, outputs
 
-KIND = "corp-deploy/calibration-size"
 WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
 Floats = NDArray[np.float64]
@@ -84,10 +84,11 @@ class CalibrationSize:
     images_by_fit: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """kind `corp-deploy/calibration-size`, version 1: `points` (the fields of SizePoint), `within`, `sufficient`,
-        `judged_by` (relative_error or held_out), `fit_of`, `fit` (limit, slope, residual) and `images_by_fit`.
+        """kind `corp-deploy/calibration-size`, version 1: `sentence`, `points` (the fields of SizePoint), `within`,
+        `sufficient`, `judged_by` (relative_error or held_out), `fit_of`, `fit` (limit, slope, residual) and
+        `images_by_fit`.
         """
-        return {"kind": KIND, "version": 1, **asdict(self)}
+        return {"kind": SIZE_KIND, "version": 1, "sentence": self.sentence, **asdict(self)}
 
     @property
     def sentence(self) -> str:

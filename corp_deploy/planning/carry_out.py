@@ -55,7 +55,7 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
     }
 
 
-def _reduced_checkpoint(
+def reduced_checkpoint(
     dense: Checkpoint,
     reduction: Reduction,
     planned: WidthPlan,
@@ -182,7 +182,7 @@ def reduce_as_asked(
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     planned = _with_words(planned, dense.model, moments, asked)
-    return _as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
+    return as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
 
 
 def _within(
@@ -211,14 +211,14 @@ def _within(
         )
 
     def reduced(planned: WidthPlan) -> Reduction:
-        return _as_planned(
+        return as_planned(
             merging_as_planned(dense, planned.merging), moments, asked, planned, images=fitted, held_out=held_out
         )
 
     return smallest_within(within, planner, judging, reduced, done=done)
 
 
-def _as_planned(
+def as_planned(
     dense: Checkpoint,
     moments: Moments,
     asked: ReductionRequest,
@@ -304,7 +304,7 @@ def reduce_checkpoint(
     reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
-        written = _reduced_checkpoint(dense, reduction, planned, asked, moments, held_out)
+        written = reduced_checkpoint(dense, reduction, planned, asked, moments, held_out)
         theirs = None if asked.save_as is None else transformers_form(written)
         save(written, directory)
         if theirs is not None:

@@ -1,277 +1,281 @@
-"""Many sparsities from the same moments: what each costs, how far it is from the dense model, and the best of them."""
+"""Many models from the same moments: each reduced, judged and timed beside the dense one, trial by trial.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+What a trial leaves is on disk as soon as it is there (see sweep_trials), so that a sweep that was stopped goes on where
+it stood. Several processes share the trials, one at a time each; then the first process of every machine times those of
+its machine, one after the other.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import nn
-
+from calib.calibrate import ALONE
+from calib.distributed import Ranks
 from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, joined, pieces, run_model
 from calib.moments import Moments
-from corp_deploy.families.family import output_ports
+from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.kind import Order
-from corp_deploy.reduction.method import Method
-from corp_deploy.reduction.model import Reduction, reduce
-from ground.errors import BadInput
-from ground.ports import OutputPort
-from perf.parity.measures import measures
+from corp_deploy.reduction.model import Reduction
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import model_digest
+from ground.files import sha256_of_file
+from perf.timing.environment import version
 
-from .budget import allocate
-from .curves import CostCurve, cost_curves, eliminations
-from .probe import Probe
+from .budget_planner import BudgetPlanner, budget_planner
+from .carry_out import as_planned, reduced_checkpoint
+from .curves import eliminations
+from .request import Budget, ReductionRequest
+from .sweep_points import SweepPoint, with_fronts
+from .sweep_scores import Scored, outputs
+from .sweep_speed import Bench, EngineTarget, SpeedTarget, is_leader, this_machine
+from .sweep_trials import SweepRequest, TrialFolder, key_of
+from .width_plan import WidthPlan
 
-Answer = NDArray[np.float32]
-KIND = "corp-deploy/sweep"
-PROBE_IMAGES = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputScore:
-    """How far one of several outputs is from the dense one."""
-
-    name: str
-    relative_error: float
-    agreement: float | None
+Done = Callable[[str, int], None]
+TRIALS = "trials"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepPoint:
-    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense
-    outputs. No agreement: too few inputs for embeddings to have neighbours.
-
-    `sites_reduced` became smaller; `sites_refused` were asked to and can't. Of several outputs error and agreement are
-    those of the worst, and `outputs` has each.
+class Swept:
+    """What a sweep is about: the dense model, its moments by file, the inputs that judge and those that merged channels
+    and budgets look at.
     """
 
-    preset: str
-    mlp_sparsity: float
-    attention_sparsity: float
-    conv_sparsity: float
-    geometry: str
-    budget: float | None
-    macs: int
-    macs_share: float
-    parameters: int
-    relative_error: float
-    agreement: float | None
-    accuracy: float | None
-    sites_reduced: int
-    sites_refused: int
-    on_front: bool = False
-    outputs: tuple[OutputScore, ...] = ()
+    dense: Checkpoint
+    moments: tuple[Path, ...]
+    source: InputSet
+    scored: Scored
+    calibration: InputSet | None = None
 
     @property
-    def by_output(self) -> str:
-        """The error of each output, where there are several."""
-        return ", ".join(f"{each.name} {each.relative_error:.4f}" for each in self.outputs)
-
-    def as_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if not self.outputs:
-            del fields["outputs"]
-        return fields
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRequest:
-    """One model to try: a preset at uniform sparsities, or at a share of the dense MACs to keep."""
-
-    preset: str
-    method: Method
-    budget: float | None = None
+    def identity(self) -> dict[str, Any]:
+        """What all trials share, beside their moments."""
+        labels = self.scored.labels_N
+        return {
+            "dense": model_digest(self.dense.model),
+            "inputs": self.scored.digest,
+            "labels": None if labels is None else labels.tolist(),
+            "calibration": None if self.calibration is None else self.calibration.digest,
+            "batch_size": self.scored.batch_size,
+            "version": version("corp-deploy"),
+        }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """Inputs with each of the dense model's outputs [N, ...] for them, and labels where there are any."""
-
-    inputs: Inputs
-    ports: tuple[OutputPort, ...]
-    dense: tuple[Answer, ...]
-    labels_N: NDArray[np.int64] | None
-    batch_size: int
-
-    def _scores(self, answers: Sequence[Answer]) -> tuple[OutputScore, ...]:
-        errors = [
-            measures(dense, answer, role=port.role)
-            for port, dense, answer in zip(self.ports, self.dense, answers, strict=True)
-        ]
-        return tuple(
-            OutputScore(name=port.name, relative_error=each.relative_error, agreement=each.agreement)
-            for port, each in zip(self.ports, errors, strict=True)
-        )
-
-    def agreement(self, answers: Sequence[Answer]) -> float | None:
-        """The least over the outputs; None for too few inputs."""
-        shares = [score.agreement for score in self._scores(answers) if score.agreement is not None]
-        return min(shares, default=None)
-
-    def _accuracy(self, answers: Sequence[Answer]) -> float | None:
-        """Of the first logits."""
-        if self.labels_N is None:
-            return None
-        own = next((place for place, port in enumerate(self.ports) if port.role == "logits"), 0)
-        return float((answers[own].argmax(1) == self.labels_N).mean())
-
-    def trial(self, request: SweepRequest, reduction: Reduction, dense_macs: int) -> SweepPoint:
-        """Score one reduced model."""
-        model = reduction.model
-        method = request.method
-        answers = outputs(model, self.inputs, self.batch_size)
-        scores, cost = self._scores(answers), macs(model)
-        agreements = [score.agreement for score in scores if score.agreement is not None]
-        return SweepPoint(
-            preset=request.preset,
-            budget=request.budget,
-            mlp_sparsity=method.mlp_sparsity or 0.0,
-            attention_sparsity=method.attention_sparsity or 0.0,
-            conv_sparsity=method.conv_sparsity or 0.0,
-            geometry=method.geometry,
-            macs=cost,
-            macs_share=cost / dense_macs,
-            parameters=parameters(model),
-            relative_error=max(score.relative_error for score in scores),
-            agreement=min(agreements, default=None),
-            accuracy=self._accuracy(answers),
-            sites_reduced=len(reduction.coverage.reduced),
-            sites_refused=len(reduction.coverage.refused),
-            outputs=scores if len(scores) > 1 else (),
-        )
-
-
-def outputs(model: nn.Module, inputs: Inputs, batch_size: int) -> tuple[Answer, ...]:
-    """Each output [N, ...] of all inputs."""
-    with torch.inference_mode():
-        rows = [[output.numpy() for output in as_tuple(run_model(model, part))] for part in pieces(inputs, batch_size)]
-    return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
-
-
-def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
-    """All of the inputs with the dense model's outputs for them."""
-    inputs = joined(list(source.batches(batch_size)))
-    dense = outputs(model, inputs, batch_size)
-    return Scored(inputs=inputs, ports=output_ports(model), dense=dense, labels_N=labels_N, batch_size=batch_size)
-
-
-def _front(trials: Sequence[SweepPoint]) -> set[int]:
-    """Positions of the trials that no other one beats in MACs and error at once."""
-    order = sorted(range(len(trials)), key=lambda n: (trials[n].macs, trials[n].relative_error))
-    front: set[int] = set()
-    best = float("inf")
-    for position in order:
-        if trials[position].relative_error < best:
-            best = trials[position].relative_error
-            front.add(position)
-    return front
-
-
-def sweep(
-    model: nn.Module,
-    moments: Moments,
-    requests: Iterable[SweepRequest],
-    scored: Scored,
-    *,
-    calibration: InputSet | None = None,
-    done: Callable[[int], None] | None = None,
-) -> list[SweepPoint]:
-    """Reduce and score every choice with the costly work shared: one elimination per MLP serves every width, one set
-    of probes every budget of a geometry. `calibration`: the images that presets which merge channels are fitted to.
-    Raises BadInput for moments of another model and budgets out of reach.
+@dataclass(slots=True)
+class Work:
+    """What the reductions of a sweep share: one elimination per MLP serves every width, one set of probes every budget
+    of a geometry.
     """
-    known: dict[float, dict[str, Order]] = {}
-    curves: dict[str, list[CostCurve]] = {}
-    dense_macs = macs(model)
-    trials: list[SweepPoint] = []
-    for request in requests:
+
+    swept: Swept
+    loaded: dict[int, Moments] = field(default_factory=dict)
+    known: dict[tuple[int, float], dict[str, Order]] = field(default_factory=dict)
+    planners: dict[str, BudgetPlanner] = field(default_factory=dict)
+
+    def moments(self, place: int) -> Moments:
+        if place not in self.loaded:
+            self.loaded = {place: load_moments(self.swept.moments[place])}  # one at a time: they are large
+        return self.loaded[place]
+
+    def _eliminations(self, request: SweepRequest) -> dict[str, Order]:
+        method, at = request.method, (request.moments, request.method.ridge_rel)
+        if method.mlp_selection == "obs" and at not in self.known:
+            self.known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
+        return self.known.get(at, {})
+
+    def _planned(self, request: SweepRequest) -> WidthPlan:
         method = request.method
-        if method.mlp_selection == "obs" and method.ridge_rel not in known:
-            known[method.ridge_rel] = eliminations(model, moments, method)
-        shared = known.get(method.ridge_rel, {})
-        widths = None
-        if request.budget is not None:
-            if method.geometry not in curves:
-                few = next(pieces(scored.inputs, PROBE_IMAGES))
-                probe = Probe(model=model, moments=moments, method=method, inputs=few, eliminations=shared)
-                curves[method.geometry] = cost_curves(probe, "macs")
-            widths = allocate(curves[method.geometry], dense_macs, request.budget).widths
-        reduction = reduce(model, moments, method, widths=widths, eliminations=shared, images=calibration)
-        trials.append(scored.trial(request, reduction, dense_macs))
-        if done is not None:
-            done(len(trials))
-    front = _front(trials)
-    return [_marked(trial, position in front) for position, trial in enumerate(trials)]
+        if request.budget is None:
+            return WidthPlan(method=method, widths=None, said=(), eliminations=self._eliminations(request))
+        key = key_of(method=asdict(method), moments=request.moments)
+        if key not in self.planners:
+            moments = self.moments(request.moments)
+            self.planners[key] = budget_planner(self.swept.dense, moments, method, self.swept.source, currency="macs")
+        return self.planners[key].tried_at(request.budget)
+
+    def reduce(self, request: SweepRequest) -> tuple[Reduction, Checkpoint]:
+        """As `reduce` does it when asked for the same."""
+        dense, planned = self.swept.dense, self._planned(request)
+        budget = None if request.budget is None else Budget(currency="macs", share=request.budget)
+        asked = ReductionRequest(preset=request.preset, method=request.method, budget=budget, allow_partial=True)
+        moments = self.moments(request.moments)
+        reduction = as_planned(dense, moments, asked, planned, images=self.swept.calibration, held_out=None)
+        path = self.swept.moments[request.moments]
+        return reduction, reduced_checkpoint(dense, reduction, planned, asked, path, None)
 
 
-def _marked(trial: SweepPoint, on_front: bool) -> SweepPoint:
-    return replace(trial, on_front=on_front)
+def _counts(reduction: Reduction) -> dict[str, int]:
+    return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused)}
 
 
-def smallest_that_agrees(trials: Sequence[SweepPoint], least: float) -> SweepPoint:
-    """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
-    shares = {place: trial.agreement for place, trial in enumerate(trials) if trial.agreement is not None}
-    if not shares:
-        raise BadInput(
-            "--min-agreement: too few inputs for embeddings to have neighbours, so none can agree; give more"
-        )
-    agreeing = [trials[place] for place, share in shares.items() if share >= least]
-    if not agreeing:
-        best = trials[max(shares, key=shares.__getitem__)]
-        raise BadInput(
-            f"no trial agrees on {least:.2%} of the images, the best reaches {max(shares.values()):.2%} "
-            f"({best.preset}, {best.macs_share:.2f} of the MACs); sweep lower sparsities or lower --min-agreement"
-        )
-    return min(agreeing, key=lambda trial: (trial.macs, trial.relative_error))
-
-
-ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2)
-
-
-def smallest_by_error(trials: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
-    """For round errors the trial of least MACs that errs no more; of errors with the same trial the least alone."""
-    smallest: dict[float, SweepPoint] = {}
-    for error in ERRORS:
-        holding = [trial for trial in trials if trial.relative_error <= error]
-        best = min(holding, key=lambda trial: (trial.macs, trial.relative_error), default=None)
-        if best is not None and best not in smallest.values():
-            smallest[error] = best
-    return smallest
-
-
-def sentence_of_sweep(trials: Sequence[SweepPoint]) -> str:
-    """What of the MACs which error takes, by the trials themselves: nothing is read in between them."""
-    smallest = smallest_by_error(trials)
-    if not smallest:
-        least = min(trials, key=lambda trial: trial.relative_error)
-        by_output = f" ({least.by_output})" if least.outputs else ""
-        return (
-            f"no model tried errs {ERRORS[-1]:.0%} or less; the least is {least.relative_error:.1%}{by_output} at "
-            f"{least.macs_share:.2f} of the MACs"
-        )
-    by_error = ", ".join(
-        f"{trial.macs_share:.2f} at {error:.0%}{f' ({trial.by_output})' if trial.outputs else ''}"
-        for error, trial in smallest.items()
-    )
-    of_worst = " of the worst output" if trials[0].outputs else ""
-    return (
-        f"share of the MACs that an error{of_worst} takes, the smallest model tried for each: {by_error}; the edge "
-        "between two is found by reduce --within 'error 0.05'"
+def _point(
+    swept: Swept, request: SweepRequest, reduced: Checkpoint, images: int, seconds: dict[str, float]
+) -> SweepPoint:
+    """A reduced model, judged."""
+    started, method, scored = perf_counter(), request.method, swept.scored
+    answers = outputs(reduced.model, scored.inputs, scored.batch_size)
+    scores, right, cost = scored.scores(answers), scored.accuracies(answers), macs(reduced.model)
+    agreements = [score.agreement for score in scores if score.agreement is not None]
+    return SweepPoint(
+        preset=request.preset,
+        knobs=dict(request.knobs or {}),
+        images=images,
+        budget=request.budget,
+        mlp_sparsity=method.mlp_sparsity or 0.0,
+        attention_sparsity=method.attention_sparsity or 0.0,
+        conv_sparsity=method.conv_sparsity or 0.0,
+        geometry=method.geometry,
+        macs=cost,
+        macs_share=cost / macs(swept.dense.model),
+        parameters=parameters(reduced.model),
+        relative_error=max(score.relative_error for score in scores),
+        agreement=min(agreements, default=None),
+        accuracy=None if right is None else right.top1,
+        top5=None if right is None else right.top5,
+        sites_reduced=reduced.lineage["sweep_sites"]["reduced"],
+        sites_refused=reduced.lineage["sweep_sites"]["refused"],
+        outputs=scores if len(scores) > 1 else (),
+        seconds={**seconds, "score": perf_counter() - started},
     )
 
 
-def record_of_sweep(trials: Sequence[SweepPoint], answer: SweepPoint | None) -> dict[str, Any]:
-    """The sweep as JSON values."""
-    return {
-        "kind": KIND,
-        "version": 1,
-        "trials": [trial.as_json() for trial in trials],
-        "smallest_that_agrees": None if answer is None else answer.as_json(),
-        "smallest_by_error": [
-            {"error": error, "macs_share": trial.macs_share, "relative_error": trial.relative_error}
-            for error, trial in smallest_by_error(trials).items()
-        ],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRun:
+    """How a sweep is carried out: where its trials are kept (None: nowhere), what they are timed in and built for, with
+    which other processes; `keep_models`: the reduced models stay. `done` is told which phase has how many trials.
+    """
+
+    folder: Path | None = None
+    speed: SpeedTarget | None = None
+    engine: EngineTarget | None = None
+    ranks: Ranks = ALONE
+    keep_models: bool = False
+    command: tuple[str, ...] = ()
+    done: Done | None = None
+
+    def told(self, phase: str, count: int) -> None:
+        if self.done is not None:
+            self.done(phase, count)
+
+
+def sweep(swept: Swept, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
+    """Every trial, in the order asked for; those that stand in the folder already are not made again. Raises BadInput
+    for moments of another model and budgets out of reach.
+    """
+    run = run or SweepRun()
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch) if run.folder is None else run.folder / TRIALS
+        folders = _folders(swept, requests, root)
+        bench = Bench(swept.dense, Path(scratch), run.speed, run.engine, keep_plans=run.keep_models)
+        _reduce_all(swept, requests, folders, bench, run)
+        run.ranks.gathered(None)  # nobody times while another computes
+        _time_all(folders, bench, run)
+        points = [_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)]
+        # Machines need no common disk: what one of them has read, all have.
+        every = run.ranks.gathered(points)
+        if not run.keep_models and run.ranks.rank == 0:
+            for folder in folders:
+                folder.drop_reduced()
+    found = [next(filter(None, column), None) for column in zip(*every, strict=True)]
+    return with_fronts([point for point in found if point is not None])
+
+
+def _folders(swept: Swept, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
+    identity, digests = swept.identity, [sha256_of_file(path) for path in swept.moments]
+    keys = [
+        key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
+        for each in requests
+    ]
+    return [
+        TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key) for each, key in zip(requests, keys, strict=True)
+    ]
+
+
+def _mine(unfinished: Sequence[int], ranks: Ranks) -> list[int]:
+    """This process's share of the trials that are not finished, by every process's reading of the same list."""
+    everywhere = ranks.gathered(list(unfinished))
+    left = [place for place in everywhere[0] if all(place in one for one in everywhere)]
+    return left[ranks.rank :: ranks.size]
+
+
+def _reduce_all(
+    swept: Swept, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
+) -> None:
+    """Reduce, judge and build what is not there yet."""
+    work = Work(swept=swept)
+
+    def finished(folder: TrialFolder) -> bool:
+        scored, timed = folder.scores() is not None, not bench.wants_timing(folder)
+        kept = not run.keep_models or folder.has_reduced()
+        return scored and kept and not bench.wants_engine(folder) and (timed or folder.has_reduced())
+
+    left = [place for place, folder in enumerate(folders) if not finished(folder)]
+    mine = _mine(left, run.ranks)
+    run.told("reducing", len(folders) - len(left))
+    for count, place in enumerate(mine, start=1):
+        _reduce_one(work, requests[place], folders[place], bench)
+        run.told("reducing", len(folders) - len(left) + count)
+
+
+def _reduce_one(work: Work, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
+    seconds: dict[str, float] = {}
+    reduced = folder.reduced() if folder.model.is_dir() else None
+    if reduced is None:
+        started = perf_counter()
+        reduction, made = work.reduce(request)
+        seconds["reduce"] = perf_counter() - started
+        about = {"sweep_trial": folder.key, "sweep_sites": _counts(reduction)}
+        reduced = replace(made, lineage={**made.lineage, **about})
+        folder.write_reduced(reduced)
+    if folder.scores() is None:
+        images = work.moments(request.moments).images
+        folder.write_scores(_point(work.swept, request, reduced, images, seconds))
+    if bench.wants_engine(folder):
+        bench.build(folder, reduced)
+
+
+def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> None:
+    """Time the trials of this machine, which are those that its processes made."""
+    if run.speed is None:
+        return
+    left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
+    mine = _of_machine(left, run.ranks)
+    run.told("timing", len(folders) - len(left))
+    for count, place in enumerate(mine, start=1):
+        bench.time(folders[place], command=run.command)
+        run.told("timing", len(folders) - len(left) + count)
+
+
+def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
+    """Those of the trials that this process times: of the machines that see a trial's model one, by its first process,
+    as two that time on one machine would time each other.
+    """
+    own = this_machine()
+    seen = [(machine, place) for machine, places in ranks.gathered((own, list(left))) for place in places]
+    mine = []
+    for place in left:
+        machines = sorted({machine for machine, at in seen if at == place})
+        if is_leader() and machines[place % len(machines)] == own:
+            mine.append(place)
+    return mine
+
+
+def _whole(folder: TrialFolder, bench: Bench, request: SweepRequest) -> SweepPoint | None:
+    """All that the trial's files say; None where it was made elsewhere."""
+    point = folder.scores()
+    if point is None:
+        return None
+    engine_key, timing_key = bench.keys_of(folder)
+    built, timing = folder.engine(engine_key), folder.timing(timing_key)
+    seconds = dict(point.seconds)
+    if built is not None:
+        seconds["build"] = built.seconds
+        point = replace(point, engine=built.figures)
+    if timing is not None:
+        seconds["bench"] = timing.seconds
+        point = replace(point, speeds=timing.speeds, size_bytes=timing.size_bytes)
+    return replace(point, seconds=seconds, knobs=dict(request.knobs or {}))

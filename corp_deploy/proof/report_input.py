@@ -1,6 +1,7 @@
 """What a directory of results holds, gathered for the report: bench, parity, reduction, effects and lineage."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from perf.report.content import EffectLine
 from .reduction_record import ReductionRecord, reduction_of
 
 EFFECTS_KIND = "corp-deploy/effects"
+SIZE_KIND, SIZE_FILE = "corp-deploy/calibration-size", "calibration-size.json"
 REPORTS = "corp-deploy report "
 Record = TypeVar("Record")
 
@@ -34,6 +36,19 @@ def _optional(path: Path, load: Callable[[Path], Record]) -> Record | None:
 def json_of_file(path: Path, kind: str) -> dict[str, Any]:
     """A record of this kind as JSON values: whoever shows it types it."""
     return record_from_file(path, dict[str, Any], kind=kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """Of a calibration-size record what a report shows; its points are read where they are shown."""
+
+    sentence: str
+    points: tuple[dict[str, Any], ...]
+
+
+def _size_lines(path: Path) -> dict[str, Any]:
+    size = record_from_file(path, _Size, kind=SIZE_KIND)
+    return {"sentence": size.sentence, "points": list(size.points)}
 
 
 def _site_line(site: SiteReport) -> dict[str, Any]:
@@ -127,6 +142,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
         "parity": parity and json_of_file(directory / "parity.json", "parity"),
         "gate": _optional(directory / "gate.json", lambda path: json_of_file(path, "gate")),
         "history": _optional(directory / "history.json", lambda path: json_of_file(path, "history")),
+        "calibration_size": _optional(directory / SIZE_FILE, _size_lines),
         "sites": [_site_line(site) for site in reduction.sites],
         "coverage": reduction.coverage and reduction.coverage.verdict,
         "models": _models(bench, parity),

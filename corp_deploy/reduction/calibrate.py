@@ -176,6 +176,6 @@ def _range_told(seen: Sequence[tuple[float, float]]) -> dict[str, str]:
     return {PIXEL_RANGE: f"{min(low for low, _ in seen)!r}:{max(high for _, high in seen)!r}"}
 
 
-def ranks_of_this_run(device: str) -> AbstractContextManager[Ranks]:
+def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:
     """The processes of torchrun when it started this one, else this process alone."""
-    return joined_ranks(device) if under_torchrun() else nullcontext(calib_calibrate.ALONE)
+    return joined_ranks(device, timeout_s=timeout_s) if under_torchrun() else nullcontext(calib_calibrate.ALONE)

@@ -7,10 +7,24 @@ from dataclasses import fields
 
 from rich.table import Table
 
-from corp_deploy.planning.sweep import SweepPoint
+from corp_deploy.planning.sweep_points import Span, SpeedAtBatch, SweepPoint, batches_of
 from perf.report.plots import Spot, scatter
 
 LEAST_ERROR = 1e-6
+NESTED = ("outputs", "speeds", "engine", "knobs", "seconds", "fronts")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
+    """p50 and speed-up with its interval."""
+    if speed is None or speed.p50_ms is None:
+        return "-", "-" if speed is None else speed.message or "-"
+    gain = speed.speedup
+    told = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f}-{gain.high:.2f})"
+    return f"{speed.p50_ms.value:.3g}", told + " disturbed" * speed.disturbed
 
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
@@ -21,11 +35,16 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     conv = any(trial.conv_sparsity for trial in trials)
     linear = not conv or any(trial.mlp_sparsity or trial.attention_sparsity for trial in trials)
     sites = ["MLP", "Q/K"] * linear + ["conv"] * conv
-    names = "preset", *sites, "budget", *["heads"] * linear, "MACs", "parameters", "relative error"
-    table = Table(*names, *several, "agreement", "accuracy", "")
+    counts = len({trial.images for trial in trials}) > 1
+    top5 = any(trial.top5 is not None for trial in trials)
+    names = ("preset", *["images"] * counts, *sites, "budget", *["heads"] * linear, "MACs", "parameters")
+    accuracies = ["accuracy", *["Top-5"] * top5]
+    table = Table(*names, "relative error", *several, "agreement", *accuracies, "")
     for trial in trials:
+        knobs = "".join(f"\n{name} {how}" for name, how in trial.knobs.items())
         table.add_row(
-            trial.preset,
+            trial.preset + knobs,
+            *[f"{trial.images}"] * counts,
             *[f"{trial.mlp_sparsity:g}", f"{trial.attention_sparsity:g}"] * linear,
             *[f"{trial.conv_sparsity:g}"] * conv,
             "-" if trial.budget is None else f"{trial.budget:g}",
@@ -34,23 +53,73 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
             f"{trial.parameters:,}",
             f"{trial.relative_error:.4f}",
             *(f"{score.relative_error:.4f}" for score in trial.outputs),
-            "-" if trial.agreement is None else f"{trial.agreement:.2%}",
-            "-" if trial.accuracy is None else f"{trial.accuracy:.2%}",
+            _share(trial.agreement),
+            _share(trial.accuracy),
+            *[_share(trial.top5)] * top5,
             "*" if trial.on_front else "",
         )
     return table
 
 
+def sweep_speeds(trials: Sequence[SweepPoint]) -> Table | None:
+    """How fast each trial is beside the dense model, and what its engine is like, where any was timed or built; stars
+    are the batch sizes at which no other is faster and nearer to the dense model.
+    """
+    batches, engines = batches_of(trials), any(trial.engine for trial in trials)
+    if not batches and not engines:
+        return None
+    timed = [name for batch in batches for name in (f"p50 ms b{batch}", f"speed-up b{batch}", "")]
+    table = Table("trial", *timed, *["engine MB", "fused"] * engines)
+    for trial in trials:
+        figures: list[str] = []
+        for batch in batches:
+            figures += [*_figures(trial.speed_at(batch)), "*" if batch in trial.fronts else ""]
+        engine = trial.engine
+        built = ["-", "-"] if engine is None else [f"{engine.plan_bytes / 1e6:.1f}", _fused(trial)]
+        table.add_row(trial.words, *figures, *(built if engines else ()))
+    return table
+
+
+def _fused(trial: SweepPoint) -> str:
+    engine = trial.engine
+    if engine is None or engine.fused_attention is None:
+        return "-"
+    return f"{engine.fused_attention} of {engine.attention_sites}"
+
+
+def _at(prefix: str, span: Span | None, batch: int) -> dict[str, object]:
+    """A value and its interval as columns."""
+    values = (None, None, None) if span is None else (span.value, span.low, span.high)
+    return {f"{prefix}{end}@b{batch}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
+
+
+def _row(trial: SweepPoint, batches: Sequence[int]) -> dict[str, object]:
+    row: dict[str, object] = {
+        each.name: getattr(trial, each.name) for each in fields(SweepPoint) if each.name not in NESTED
+    }
+    row |= {name: trial.knobs.get(name) for name in ("select", "repair", "qk")}
+    row |= {f"relative_error {score.name}": score.relative_error for score in trial.outputs}
+    for batch in batches:
+        speed = trial.speed_at(batch)
+        row |= _at("p50_ms", None if speed is None else speed.p50_ms, batch)
+        row[f"p90_ms@b{batch}"] = None if speed is None else speed.p90_ms
+        row |= _at("images_per_s", None if speed is None else speed.images_per_s, batch)
+        row |= _at("dense_p50_ms", None if speed is None else speed.dense_p50_ms, batch)
+        row |= _at("speedup", None if speed is None else speed.speedup, batch)
+        row[f"disturbed@b{batch}"] = None if speed is None else speed.disturbed
+        row[f"on_front@b{batch}"] = batch in trial.fronts
+    if trial.engine is not None:
+        row |= {"plan_bytes": trial.engine.plan_bytes, "fused_attention": trial.engine.fused_attention}
+    return row | {f"seconds_{name}": value for name, value in trial.seconds.items()}
+
+
 def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
     """All figures, unrounded."""
+    rows = [_row(trial, batches_of(trials)) for trial in trials]
     out = io.StringIO()
-    names = [field.name for field in fields(SweepPoint) if field.name != "outputs"]
-    several = [f"relative_error {score.name}" for trial in trials[:1] for score in trial.outputs]
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*names, *several])
-    for trial in trials:
-        errors = [score.relative_error for score in trial.outputs]
-        writer.writerow([*(getattr(trial, name) for name in names), *errors])
+    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
@@ -58,7 +127,7 @@ def sweep_plot(trials: Sequence[SweepPoint]) -> str:
     """Relative logit error (logarithmic) against the share of MACs that stays, as an SVG file; the front is filled."""
     clouds: dict[str, list[Spot]] = {}
     for trial in trials:
-        tip = f"{trial.preset}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"
+        tip = f"{trial.words}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"
         spot = Spot(across=trial.macs_share, value=trial.relative_error, filled=trial.on_front, tip=tip)
         clouds.setdefault(trial.preset, []).append(spot)
     title = "Relative logit error against the share of MACs kept"

@@ -14,6 +14,8 @@ from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
 from perf.stats.trend import Trend
 
+from .images_plot import AtImages
+
 Part = TypeVar("Part")
 
 
@@ -99,6 +101,14 @@ class GateLines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesLines:
+    """How many calibration images are enough, in a sentence, and what each number of them gave."""
+
+    sentence: str
+    points: tuple[AtImages, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
     """Everything a report may show; parts that were not made are None or empty."""
 
@@ -115,6 +125,7 @@ class Content:
     ways: tuple[WayLine, ...] = ()
     merging: MergingLines | None = None
     history: Trend | None = None
+    calibration_size: ImagesLines | None = None
     environment: Mapping[str, str]
     lineage: Mapping[str, str]
     commands: tuple[str, ...] = ()
@@ -122,8 +133,9 @@ class Content:
 
 def content_from_record(record: Mapping[str, Any]) -> Content:
     """`record` has the keys title, bench, parity, gate, history (records as read from JSON, or None), sites, models,
-    effects, ways, merging (tokens by block, or None), environment, lineage (flat mappings), coverage (how many sites
-    were changed, in words) and commands (lines); every key but title may be missing.
+    effects, ways, merging (tokens by block, or None), calibration_size (its sentence and points, or None), environment,
+    lineage (flat mappings), coverage (how many sites were changed, in words) and commands (lines); every key but title
+    may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
@@ -157,6 +169,7 @@ def _content(record: Mapping[str, Any]) -> Content:
         ways=_typed(record, "ways", tuple[WayLine, ...], ()),
         merging=record.get("merging") and _typed(record, "merging", MergingLines, {}),
         history=_of_kind(record, "history", Trend),
+        calibration_size=record.get("calibration_size") and _typed(record, "calibration_size", ImagesLines, {}),
         environment=_flat(_typed(record, "environment", dict[str, Any], bench.environment if bench else {})),
         lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
         commands=_typed(record, "commands", tuple[str, ...], ()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from perf.parity.parity import Parity
 from perf.stats.stats import Interval
@@ -12,16 +11,8 @@ from perf.stats.summary import Side, Summary, SummaryRow
 
 from . import plots
 from .content import Content, SiteLine
+from .figure import Figure
 from .plots import BoundedValue, Change, Gain, Point, Samples, Series
-from .svg import Drawing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A plot with the sentence that says how to read it."""
-
-    caption: str
-    drawing: Drawing
 
 
 def speed_figures(content: Content) -> list[Figure]:

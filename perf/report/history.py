@@ -8,7 +8,7 @@ from perf.stats.changes import ChangePoint
 from perf.stats.stats import Interval
 from perf.stats.trend import BatchTrend, Trend
 
-from .figures import Figure
+from .figure import Figure
 from .plots import Point, Series
 from .svg import Drawing
 from .table import Table

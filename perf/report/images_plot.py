@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .figure import Figure
 from .plots import Point, Series, curve
 from .svg import Drawing
 from .table import Table
@@ -47,6 +48,13 @@ def images_plot(points: Sequence[AtImages]) -> Drawing:
         title, unit = "Relative error of the output against calibration images", "error"
     positive = all(point.value > 0.0 for each in lines for point in each.points)
     return curve(lines, title=title, unit=unit, across="calibration images", log=positive)
+
+
+def images_figure(points: Sequence[AtImages]) -> Figure:
+    """The plot with how to read it."""
+    return Figure(
+        caption="Where the lines meet, more images of the same kind bring nothing.", drawing=images_plot(points)
+    )
 
 
 def images_table(points: Sequence[AtImages], *, sentence: str) -> Table:

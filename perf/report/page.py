@@ -5,16 +5,18 @@ The templates escape every word that they are given; only drawings (see svg) com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .content import Content
-from .figures import Figure, fidelity_figures, speed_figures
+from .figure import Figure
+from .figures import fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
 from .history import history_figures
+from .images_plot import images_figure
 from .table import Table
 from .tables import tables
 
@@ -67,6 +69,11 @@ def html_from_content(content: Content) -> str:
     )
 
 
+def html_from_sections(title: str, lead: str, sections: Sequence[Section]) -> str:
+    """One self-contained page of a title, a sentence and sections."""
+    return _environment().get_template("sections.html").render(title=title, lead=lead, sections=sections)
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -116,6 +123,9 @@ def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
 
 
 def _own_figures(content: Content, key: str) -> tuple[Figure, ...]:
+    size = content.calibration_size
+    if key == "calibration-size" and size is not None:
+        return (images_figure(size.points),)
     return tuple(history_figures(content.history)) if key == "history" else ()
 
 

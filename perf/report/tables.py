@@ -8,6 +8,7 @@ from perf.stats.summary import Side, SummaryRow
 
 from .content import Content, ModelLine, SiteLine
 from .history import history_table
+from .images_plot import images_table
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
 from .parity_tables import accuracy, links, located, maps, structure
 from .table import PAIR, Table
@@ -23,6 +24,7 @@ def tables(content: Content) -> dict[str, Table]:
         latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
         gate(content),
         history_table(content.history),
+        _images(content),
         links(content),
         maps(content),
         located(content),
@@ -36,6 +38,12 @@ def tables(content: Content) -> dict[str, Table]:
         pairs("lineage", "Lineage", content.lineage),
     ]
     return {table.key: table for table in every if table.rows}
+
+
+def _images(content: Content) -> Table:
+    """How many calibration images are enough."""
+    size = content.calibration_size
+    return images_table(() if size is None else size.points, sentence="" if size is None else size.sentence)
 
 
 def models(content: Content) -> Table:

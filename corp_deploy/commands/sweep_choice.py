@@ -1,0 +1,229 @@
+"""Which models a sweep tries, as it is asked for on the command line."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.invocation.table import ATTENTION, FITTED, PRESET
+from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
+from ground.errors import BadInput
+from ground.quantities import SHARE_KEPT, SHARE_REMOVED
+
+from .input_choice import InputChoice
+from .numbers import WIDTHS, Alignment, Numbers
+from .options import ANY_PATH, FILE, Words, explicit_options, usage_errors, value_options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from corp_deploy.planning.sweep_points import SweepPoint
+    from corp_deploy.planning.sweep_trials import SweepRequest
+
+Knobs = Mapping[str, str]
+KNOBS = ("select", "repair", "qk")
+NO_KNOBS: Knobs = MappingProxyType({})
+KINDS = {"mlp": "channels", "attn": "heads", "conv": "convolutions"}
+"""Of sites, by the part that they are told apart by."""
+REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
+
+
+def _choice(preset: str, knobs: Knobs) -> MethodChoice:
+    select, repair = ({"channels": knobs[name]} if name in knobs else None for name in ("select", "repair"))
+    return MethodChoice(preset=preset, select=select, repair=repair, qk=knobs.get("qk"))
+
+
+def _takes(preset: str, knobs: Knobs, option: str) -> bool:
+    axis, way = _choice(preset, knobs).of_preset
+    return axis.ways[way].takes(option, True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepChoice:
+    """Which models are tried: every preset, with every ranking, repair and treatment of queries and keys, at every
+    share removed from `parts`, of which the model has those `there`; and preset best at every budget.
+    """
+
+    sparsity: tuple[float, ...]
+    macs: tuple[float, ...]
+    parts: str
+    preset: tuple[str, ...]
+    heads: str
+    align: dict[str, int]
+    calibration_images: Path | None
+    calibration_text: Path | None
+    select: tuple[str, ...] = ()
+    repair: tuple[str, ...] = ()
+    qk: tuple[str, ...] = ()
+    there: tuple[str, ...] = ("mlp", "attn")
+
+    def __post_init__(self) -> None:
+        merging = [name for name in self.preset if PRESETS[name].merges]
+        if merging and self.calibration.path is None:
+            raise click.UsageError(
+                f"preset {merging[0]} is fitted to the calibration images; give --calibration-images, or "
+                "--calibration-text for a text encoder"
+            )
+
+    @property
+    def calibration(self) -> InputChoice:
+        """What presets that merge channels are fitted to."""
+        return InputChoice(images=self.calibration_images, text=self.calibration_text)
+
+    @property
+    def knobs(self) -> Sequence[Knobs]:
+        """What is tried otherwise than presets say, each with each; one of nothing where nothing is."""
+        every = [(name, getattr(self, name)) for name in KNOBS if getattr(self, name)]
+        return [
+            dict(zip((name for name, _ in every), hows, strict=True))
+            for hows in product(*(values for _, values in every))
+        ]
+
+    def touches_attention(self, preset: str, knobs: Knobs = NO_KNOBS) -> bool:
+        return self._tries("attn") and _takes(preset, knobs, "attn")
+
+    def touches_convolutions(self, preset: str, knobs: Knobs = NO_KNOBS) -> bool:
+        return self._tries("conv") and _takes(preset, knobs, "conv")
+
+    def _tries(self, part: str) -> bool:
+        """Whether shares are removed from such parts, as far as the model has them."""
+        return self.parts in ("joint", part) and part in self.there
+
+    def refuse_ignored(self, options: dict[str, Any]) -> None:
+        """Raise BadInput for one of these options that no preset of the sweep honours."""
+        about = {name: value for name, value in options.items() if name in ("parts", "heads", "qk", *FITTED)}
+        ways = [_choice(preset, knobs).of_preset for preset in self.preset for knobs in self.knobs]
+        axis = replace(PRESET, ways={name: way for each, _ in ways for name, way in each.ways.items()})
+        axis.refuse([("", name) for _, name in ways], about)
+        every = [(preset, knobs) for preset in self.preset for knobs in self.knobs]
+        touching = any(self.touches_attention(*each) for each in every) or bool(self.macs)
+        if self.parts == "attn" and (self.select or self.repair):
+            option = "--select" if self.select else "--repair"
+            raise BadInput(f"{option} is of channels, which --parts attn leaves alone; leave one of the two away")
+        ATTENTION.refuse([("", "reduced" if touching else "kept")], about)
+
+    def _request(
+        self, preset: str, knobs: Knobs, share: float | None, budget: float | None = None, moments: int = 0
+    ) -> "SweepRequest":
+        from corp_deploy.planning.sweep_trials import SweepRequest
+
+        choice = replace(
+            _choice(preset, knobs),
+            mlp=share if self._tries("mlp") else None,
+            attn=share if self.touches_attention(preset, knobs) else None,
+            conv=share if self.touches_convolutions(preset, knobs) else None,
+            heads=self.heads,
+            align=self.align,
+        )
+        return SweepRequest(preset=preset, method=choice.method, budget=budget, knobs=dict(knobs), moments=moments)
+
+    def of_model(self, model: "nn.Module") -> "SweepChoice":
+        """With the parts that the model has. Raises BadInput for what is asked of others."""
+        from corp_deploy.families.idle_options import kinds_of, refuse_idle_options
+
+        for part, kind in KINDS.items():
+            refuse_idle_options(model, kind, {"--parts": self.parts if self.parts == part else None})
+        refuse_idle_options(model, "heads", {"--heads": None if self.heads == "padded" else self.heads})
+        there = tuple(part for part, kind in KINDS.items() if kind in kinds_of(model))
+        return replace(self, there=there)
+
+    def requests(self, moments: int = 1) -> "list[SweepRequest]":
+        """In the order in which they are tried and shown, of each of so many moments."""
+        every = [(preset, knobs) for preset in self.preset for knobs in self.knobs]
+        return [
+            request
+            for place in range(moments)
+            for request in (
+                *(self._request(*each, share, moments=place) for each in every for share in self.sparsity),
+                *(self._request("best", NO_KNOBS, None, budget, moments=place) for budget in self.macs),
+            )
+        ]
+
+    def words_of(self, point: "SweepPoint", inputs: InputChoice, options: dict[str, Any]) -> str:
+        """What to add to reduce for the model of this point; `options` are those that were typed."""
+        touches = point.budget is not None or self.touches_attention(point.preset, point.knobs)
+        words = [f"--preset {point.preset}", *(f"--{name} {how}" for name, how in point.knobs.items())]
+        if point.budget is not None:
+            words.append(f"--macs {point.budget:g}")
+        else:
+            words += [f"--mlp {point.mlp_sparsity:g}"] * self._tries("mlp")
+            words += [f"--attn {point.attention_sparsity:g}"] * touches
+            words += [f"--conv {point.conv_sparsity:g}"] * self.touches_convolutions(point.preset, point.knobs)
+            words += ["--allow-partial"] * bool(point.sites_refused)
+        if "heads" in options and touches:
+            words.append(f"--heads {self.heads}")
+        if "align" in options:
+            words.append(f"--align {','.join(f'{site}={width}' for site, width in self.align.items())}")
+        return " ".join([*words, *self._words_of_inputs(point, inputs)])
+
+    def _words_of_inputs(self, point: "SweepPoint", inputs: InputChoice) -> Sequence[str]:
+        """A budget tries sites on the inputs that the sweep was scored on; merged channels are fitted to their own."""
+        if point.budget is None:
+            merges = PRESETS[point.preset].merges and self.calibration.path is not None
+            return [self.calibration.words] * merges
+        drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
+        return [inputs.words, *drawn]
+
+
+def _sweep_choice(**options: Any) -> SweepChoice:
+    explicit = explicit_options()
+    choice = SweepChoice(**options)
+    with usage_errors():
+        choice.refuse_ignored(explicit)
+    return choice
+
+
+sweep_options = value_options(
+    "sweep",
+    _sweep_choice,
+    click.option(
+        "--calibration-images",
+        type=ANY_PATH,
+        default=None,
+        help="Those of the moments, for presets grail-fold and fold.",
+    ),
+    click.option("--calibration-text", type=FILE, default=None, help="The same of a text encoder."),
+    click.option("--sparsity", type=REMOVED, default="0.3,0.5,0.7", show_default=True, help="Shares removed."),
+    click.option(
+        "--macs", type=KEPT, default=(), help="Budgets too: shares of the dense MACs to keep, with preset best."
+    ),
+    click.option(
+        "--parts",
+        type=click.Choice(["joint", "mlp", "attn", "conv"]),
+        default="joint",
+        show_default=True,
+        help="What the shares are removed from.",
+    ),
+    click.option("--preset", type=Words(*PRESETS), default="best,none", show_default=True, help="One or several."),
+    click.option(
+        "--select",
+        type=Words(*MLP_RANKINGS),
+        default=(),
+        help="Rankings of channels to try with every preset, as reduce --select; default: the preset's own.",
+    ),
+    click.option(
+        "--repair",
+        type=Words(*CHANNEL_REPAIRS),
+        default=(),
+        help="Repairs of channels to try with every preset, as reduce --repair; default: the preset's own.",
+    ),
+    click.option(
+        "--qk",
+        type=Words(*QK_RECOVERIES),
+        default=(),
+        help="What becomes of queries and keys, as reduce --qk, to try with every preset; default: the preset's own.",
+    ),
+    click.option(
+        "--heads",
+        type=click.Choice(["padded", "square", "ragged"]),
+        default="padded",
+        show_default=True,
+        help="Geometry.",
+    ),
+    click.option("--align", type=Alignment(), default=WIDTHS, show_default=True, help="Multiples of widths."),
+)

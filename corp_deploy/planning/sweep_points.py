@@ -1,0 +1,289 @@
+"""What a sweep says of every model it tried: what it costs, how far it is from the dense model, how fast it is; and
+which of them no other one beats. PURE.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ground.errors import BadInput
+from ground.records import Figure, json_from_record
+from perf.stats.stats import Interval
+from perf.stats.summary import SummaryRow
+
+KIND, VERSION = "corp-deploy/sweep", 2  # version 1 had no speeds and no dense model
+ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputScore:
+    """How far one of several outputs is from the dense one."""
+
+    name: str
+    relative_error: float
+    agreement: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A measured value with its 95 % interval, whose ends are endless where there were too few rounds."""
+
+    value: float
+    low: Figure
+    high: Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedAtBatch:
+    """A reduced model beside the dense one at one batch size, interleaved in one process; times in milliseconds.
+
+    `speedup` is dense over reduced; `noise` that of the dense model over itself. `disturbed`: other programs had the
+    machine.
+    """
+
+    batch: int
+    p50_ms: Span | None
+    p90_ms: float | None
+    images_per_s: Span | None
+    dense_p50_ms: Span | None
+    dense_p90_ms: float | None
+    dense_images_per_s: Span | None
+    speedup: Span | None
+    noise: Span | None
+    disturbed: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """An engine built of the reduced model: size in bytes, attentions that run as one fused kernel (None: unknown)."""
+
+    backend: str
+    targets: tuple[str, ...]
+    plan_bytes: int
+    kernels: int | None
+    attention_sites: int
+    fused_attention: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint:
+    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense
+    outputs. No agreement: too few inputs for embeddings to have neighbours.
+
+    `knobs`: what is done otherwise than the preset says, by option. `images`: of the calibration. `sites_reduced`
+    became smaller; `sites_refused` were asked to and can't. Of several outputs error and agreement are those of the
+    worst, and `outputs` has each. `accuracy` and `top5` are shares of the labelled inputs. `on_front`: no other trial
+    has fewer MACs at less error; `fronts`: batch sizes at which none is faster and agrees more (errs less, where there
+    is no agreement; is more accurate, where there are labels). `size_bytes`: of what was timed.
+    """
+
+    preset: str
+    mlp_sparsity: float
+    attention_sparsity: float
+    conv_sparsity: float
+    geometry: str
+    budget: float | None
+    macs: int
+    macs_share: float
+    parameters: int
+    relative_error: float
+    agreement: float | None
+    accuracy: float | None
+    sites_reduced: int
+    sites_refused: int
+    top5: float | None = None
+    on_front: bool = False
+    knobs: Mapping[str, str] = field(default_factory=dict)
+    images: int | None = None
+    outputs: tuple[OutputScore, ...] = ()
+    speeds: tuple[SpeedAtBatch, ...] = ()
+    fronts: tuple[int, ...] = ()
+    size_bytes: int | None = None
+    engine: EngineFigures | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def by_output(self) -> str:
+        """The error of each output, where there are several."""
+        return ", ".join(f"{each.name} {each.relative_error:.4f}" for each in self.outputs)
+
+    @property
+    def words(self) -> str:
+        """What was asked for, in short."""
+        knobs = "".join(f" {name} {value}" for name, value in self.knobs.items())
+        if self.budget is not None:
+            return f"{self.preset}{knobs}, {self.budget:g} of the MACs"
+        shares = {"MLP": self.mlp_sparsity, "Q/K": self.attention_sparsity, "conv": self.conv_sparsity}
+        asked = ", ".join(f"{part} {share:g}" for part, share in shares.items() if share)
+        return f"{self.preset}{knobs}{f', {asked} removed' if asked else ''}"
+
+    def speed_at(self, batch: int) -> SpeedAtBatch | None:
+        return next((speed for speed in self.speeds if speed.batch == batch), None)
+
+    def as_json(self) -> dict[str, Any]:
+        fields: dict[str, Any] = json_from_record(self)
+        if not self.outputs:
+            del fields["outputs"]
+        return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DensePoint:
+    """The dense model of a sweep, on the same inputs."""
+
+    macs: int
+    parameters: int
+    inputs: int
+    accuracy: float | None = None
+    top5: float | None = None
+
+
+def _span(value: Interval | None) -> Span | None:
+    return None if value is None else Span(value=value.value, low=value.low, high=value.high)
+
+
+def speed_of_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
+    """One batch size of a bench record, as a sweep keeps it."""
+    one, other = row.sides[dense], row.sides[reduced]
+    return SpeedAtBatch(
+        batch=row.batch,
+        p50_ms=_span(other.p50_ms),
+        p90_ms=None if other.p90_ms is None else other.p90_ms.value,
+        images_per_s=_span(other.throughput),
+        dense_p50_ms=_span(one.p50_ms),
+        dense_p90_ms=None if one.p90_ms is None else one.p90_ms.value,
+        dense_images_per_s=_span(one.throughput),
+        speedup=_span(row.speedup),
+        noise=_span(row.noise),
+        disturbed=row.disturbed,
+        message=other.message or one.message or "",
+    )
+
+
+def front(points: Sequence[tuple[float, ...]]) -> set[int]:
+    """Positions of those that no other one beats: as good in every value, which are to be small, and better in one."""
+
+    def beaten(own: tuple[float, ...]) -> bool:
+        return any(all(a <= b for a, b in zip(other, own, strict=True)) and other != own for other in points)
+
+    return {place for place, own in enumerate(points) if not beaten(own)}
+
+
+def _lacking(point: SweepPoint) -> tuple[float, ...]:
+    """How far from the dense model: small is good."""
+    agreement = point.relative_error if point.agreement is None else 1.0 - point.agreement
+    return (agreement,) if point.accuracy is None else (agreement, 1.0 - point.accuracy)
+
+
+def with_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+    """Marked where they are the best of least MACs and error, and at every batch size of least time and lack.
+
+    Time is that of the dense model over the speed-up, which is paired: medians of trials measured minutes apart differ
+    by the machine's own drift.
+    """
+    by_macs = front([(point.macs, point.relative_error) for point in points])
+    marked = [replace(point, on_front=place in by_macs, fronts=()) for place, point in enumerate(points)]
+    for batch in batches_of(points):
+        timed = {
+            place: 1.0 / speed.speedup.value
+            for place, point in enumerate(points)
+            if (speed := point.speed_at(batch)) is not None and speed.speedup is not None
+        }
+        places = list(timed)
+        for position in front([(timed[place], *_lacking(points[place])) for place in places]):
+            place = places[position]
+            marked[place] = replace(marked[place], fronts=(*marked[place].fronts, batch))
+    return marked
+
+
+def batches_of(points: Sequence[SweepPoint]) -> tuple[int, ...]:
+    """Batch sizes at which any was measured."""
+    return tuple(dict.fromkeys(speed.batch for point in points for speed in point.speeds))
+
+
+def _require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPoint]:
+    known = [point for point in points if point.agreement is not None]
+    if not known:
+        raise BadInput(
+            "--min-agreement: too few inputs for embeddings to have neighbours, so none can agree; give more"
+        )
+    agreeing = [point for point in known if point.agreement is not None and point.agreement >= least]
+    if not agreeing:
+        best = max(known, key=lambda point: point.agreement or 0.0)
+        raise BadInput(
+            f"no trial agrees on {least:.2%} of the images, the best reaches {best.agreement:.2%} "
+            f"({best.preset}, {best.macs_share:.2f} of the MACs); sweep lower sparsities or lower --min-agreement"
+        )
+    return agreeing
+
+
+def smallest_that_agrees(points: Sequence[SweepPoint], least: float) -> SweepPoint:
+    """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
+    return min(_require_agreeing(points, least), key=lambda point: (point.macs, point.relative_error))
+
+
+def fastest_that_agrees(points: Sequence[SweepPoint], least: float) -> dict[int, SweepPoint]:
+    """By batch size the trial of largest measured speed-up among those that agree so much; none where none was
+    measured. Raises BadInput when none agrees.
+    """
+    agreeing = _require_agreeing(points, least)
+
+    def speedup(batch: int) -> Callable[[SweepPoint], float]:
+        def value(point: SweepPoint) -> float:
+            speed = point.speed_at(batch)
+            return -1.0 if speed is None or speed.speedup is None else speed.speedup.value
+
+        return value
+
+    best = {batch: max(agreeing, key=speedup(batch)) for batch in batches_of(agreeing)}
+    return {batch: point for batch, point in best.items() if speedup(batch)(point) > 0.0}
+
+
+def smallest_by_error(points: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
+    """For round errors the trial of least MACs that errs no more; of errors with the same trial the least alone."""
+    smallest: dict[float, SweepPoint] = {}
+    for error in ERRORS:
+        holding = [point for point in points if point.relative_error <= error]
+        best = min(holding, key=lambda point: (point.macs, point.relative_error), default=None)
+        if best is not None and best not in smallest.values():
+            smallest[error] = best
+    return smallest
+
+
+def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
+    """What of the MACs which error takes, by the trials themselves: nothing is read in between them."""
+    smallest = smallest_by_error(points)
+    if not smallest:
+        least = min(points, key=lambda point: point.relative_error)
+        by_output = f" ({least.by_output})" if least.outputs else ""
+        return (
+            f"no model tried errs {ERRORS[-1]:.0%} or less; the least is {least.relative_error:.1%}{by_output} at "
+            f"{least.macs_share:.2f} of the MACs"
+        )
+    by_error = ", ".join(
+        f"{point.macs_share:.2f} at {error:.0%}{f' ({point.by_output})' if point.outputs else ''}"
+        for error, point in smallest.items()
+    )
+    of_worst = " of the worst output" if points[0].outputs else ""
+    return (
+        f"share of the MACs that an error{of_worst} takes, the smallest model tried for each: {by_error}; the edge "
+        "between two is found by reduce --within 'error 0.05'"
+    )
+
+
+def record_of_sweep(
+    points: Sequence[SweepPoint], answer: SweepPoint | None, dense: DensePoint | None = None
+) -> dict[str, Any]:
+    """The sweep as JSON values."""
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "dense": None if dense is None else asdict(dense),
+        "trials": [point.as_json() for point in points],
+        "smallest_that_agrees": None if answer is None else answer.as_json(),
+        "smallest_by_error": [
+            {"error": error, "macs_share": point.macs_share, "relative_error": point.relative_error}
+            for error, point in smallest_by_error(points).items()
+        ],
+    }

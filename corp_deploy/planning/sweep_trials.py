@@ -1,0 +1,149 @@
+"""The trials of a sweep on disk: what each one left, so that the same sweep goes on where it stood.
+
+trials/NAME/reduced/     the reduced model, for as long as it is needed
+trials/NAME/score.json   what it costs and how far it is from the dense model
+trials/NAME/engine.json  what an engine of it is like
+trials/NAME/timing.json  how fast it is, of bench.json beside it, which has the raw samples
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from corp_deploy.reduction.method import Method
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from ground.errors import BadInput
+from ground.files import write_json
+from ground.records import json_from_record, record_from_file
+
+from .sweep_points import EngineFigures, SpeedAtBatch, SweepPoint
+
+REDUCED, SCORE, ENGINE, TIMING, BENCH = "reduced", "score.json", "engine.json", "timing.json", "bench.json"
+KIND = "corp-deploy/sweep-trial"
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRequest:
+    """One model to try: a preset at uniform sparsities, or at a share of the dense MACs to keep. `knobs`: what is asked
+    otherwise than the preset says, by option; `moments`: which of the sweep's moments it is reduced by.
+    """
+
+    preset: str
+    method: Method
+    budget: float | None = None
+    knobs: Mapping[str, str] | None = None
+    moments: int = 0
+
+    @property
+    def slug(self) -> str:
+        """As the name of a folder."""
+        shares = {
+            "macs": self.budget,
+            "mlp": self.method.mlp_sparsity,
+            "attn": self.method.attention_sparsity,
+            "conv": self.method.conv_sparsity,
+        }
+        words = [self.preset, *(self.knobs or {}).values()]
+        words += [f"{name}{share:g}" for name, share in shares.items() if share]
+        return re.sub(r"[^\w.-]+", "-", "-".join(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """A point without its speeds, of the trial with this key."""
+
+    key: str
+    point: SweepPoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuilt:
+    """An engine's figures, of the trial and the build with this key."""
+
+    key: str
+    figures: EngineFigures
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Speeds of the trial and the measurement with this key; `size_bytes`, `fused_attention`: of what was timed."""
+
+    key: str
+    speeds: tuple[SpeedAtBatch, ...]
+    size_bytes: int | None
+    fused_attention: int | None
+    seconds: float
+
+
+def key_of(**what: Any) -> str:
+    """A digest of what decides a result."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFolder:
+    """One trial's files. A file that can't be read, or is of another trial, is one that isn't there."""
+
+    path: Path
+    key: str
+
+    def _read(self, name: str, kind: type[Record], key: str) -> Record | None:
+        if not (self.path / name).is_file():
+            return None
+        try:
+            record = record_from_file(self.path / name, kind, kind=KIND)
+        except BadInput:
+            return None
+        return record if getattr(record, "key", None) == key else None
+
+    def _write(self, name: str, record: Scores | EngineBuilt | Timing) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / name, {"kind": KIND, "version": 1, **json_from_record(record)})
+
+    def scores(self) -> SweepPoint | None:
+        found = self._read(SCORE, Scores, self.key)
+        return None if found is None else found.point
+
+    def write_scores(self, point: SweepPoint) -> None:
+        self._write(SCORE, Scores(key=self.key, point=point))
+
+    def engine(self, key: str) -> EngineBuilt | None:
+        return self._read(ENGINE, EngineBuilt, key)
+
+    def write_engine(self, built: EngineBuilt) -> None:
+        self._write(ENGINE, built)
+
+    def timing(self, key: str) -> Timing | None:
+        return self._read(TIMING, Timing, key) if (self.path / BENCH).is_file() else None
+
+    def write_timing(self, timing: Timing) -> None:
+        self._write(TIMING, timing)
+
+    @property
+    def model(self) -> Path:
+        return self.path / REDUCED
+
+    def reduced(self) -> Checkpoint | None:
+        """The reduced model, where it stands there whole."""
+        try:
+            checkpoint = load_checkpoint(self.model)
+        except BadInput:
+            return None
+        return checkpoint if checkpoint.lineage.get("sweep_trial") == self.key else None
+
+    def has_reduced(self) -> bool:
+        return (self.model / "config.json").is_file() and self.reduced() is not None
+
+    def write_reduced(self, checkpoint: Checkpoint) -> None:
+        save(checkpoint, self.model)
+
+    def drop_reduced(self) -> None:
+        shutil.rmtree(self.model, ignore_errors=True)

@@ -1,0 +1,209 @@
+"""A sweep as one self-contained HTML page: the trials nothing beats, plots against latency and MACs, all figures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from corp_deploy.planning.calibration_size import CalibrationSize
+from corp_deploy.planning.sweep_points import DensePoint, Span, SweepPoint, batches_of, sentence_of_sweep
+from perf.report.figure import Figure
+from perf.report.images_plot import AtImages, images_figure, images_table
+from perf.report.page import Remark, Section, html_from_sections
+from perf.report.plots import Spot, scatter
+from perf.report.table import Table
+
+LEAST = 1e-5
+HOLLOW = "Hollow spots are beaten by another trial in both."
+Across = Callable[[SweepPoint], float | None]
+
+
+def _cloud_name(point: SweepPoint) -> str:
+    return " ".join([point.preset, *point.knobs.values()])
+
+
+def _figure(
+    points: Sequence[SweepPoint],
+    *,
+    title: str,
+    unit: str,
+    across: tuple[str, Across],
+    value: Across,
+    filled: Callable[[SweepPoint], bool],
+) -> Figure | None:
+    """Spots of the trials that have both values; none without two of them."""
+    clouds: dict[str, list[Spot]] = {}
+    name, place = across
+    for point in points:
+        x, y = place(point), value(point)
+        if x is None or y is None:
+            continue
+        tip = f"{point.words}: {name} {x:.4g}, {unit} {y:.4g}"
+        clouds.setdefault(_cloud_name(point), []).append(Spot(across=x, value=y, filled=filled(point), tip=tip))
+    if sum(map(len, clouds.values())) < 2:
+        return None
+    return Figure(caption=HOLLOW, drawing=scatter(clouds, title=title, unit=unit, across=name, least=LEAST))
+
+
+def _disagreement(point: SweepPoint) -> float | None:
+    return None if point.agreement is None else 1.0 - point.agreement
+
+
+def _error(point: SweepPoint) -> float | None:
+    return point.relative_error
+
+
+VALUES: tuple[tuple[str, Across], ...] = (("error", _error), ("share that disagrees", _disagreement))
+
+
+def _p50(batch: int) -> Across:
+    def value(point: SweepPoint) -> float | None:
+        speed = point.speed_at(batch)
+        return None if speed is None or speed.p50_ms is None else speed.p50_ms.value
+
+    return value
+
+
+def _against_latency(points: Sequence[SweepPoint], batch: int) -> list[Figure]:
+    figures = [
+        _figure(
+            points,
+            title=f"{unit[0].upper()}{unit[1:]} against latency, batch {batch}",
+            unit=unit,
+            across=(f"p50 at batch {batch}, ms", _p50(batch)),
+            value=value,
+            filled=lambda point: batch in point.fronts,
+        )
+        for unit, value in VALUES
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def _against_macs(points: Sequence[SweepPoint]) -> list[Figure]:
+    figures = [
+        _figure(
+            points,
+            title=f"{unit[0].upper()}{unit[1:]} against MACs",
+            unit=unit,
+            across=("share of the MACs kept", lambda point: point.macs_share),
+            value=value,
+            filled=lambda point: point.on_front,
+        )
+        for unit, value in VALUES
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def _range(span: Span | None, digits: int) -> str:
+    return "-" if span is None else f"{span.value:.{digits}f}\n{span.low:.{digits}f} to {span.high:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def trials_table(points: Sequence[SweepPoint], *, key: str, title: str) -> Table:
+    """What each costs and how near it is."""
+    labelled = any(point.accuracy is not None for point in points)
+    columns = ("Model", "Images", "MACs", "Parameters", "Error", "Agreement", *(("Top-1", "Top-5") if labelled else ()))
+    rows = tuple(
+        (
+            point.words,
+            "-" if point.images is None else str(point.images),
+            f"{100 * point.macs_share:.1f} %",
+            f"{point.parameters:,}",
+            f"{point.relative_error:.4f}",
+            _share(point.agreement),
+            *((_share(point.accuracy), _share(point.top5)) if labelled else ()),
+        )
+        for point in points
+    )
+    return Table(key=key, title=title, columns=columns, rows=rows)
+
+
+def speed_table(points: Sequence[SweepPoint], batch: int) -> Table:
+    """Each beside the dense model at one batch size."""
+    rows = []
+    for point in points:
+        if (speed := point.speed_at(batch)) is None:
+            continue
+        rows.append(
+            (
+                point.words,
+                _range(speed.p50_ms, 3),
+                "-" if speed.p90_ms is None else f"{speed.p90_ms:.3f}",
+                _range(speed.images_per_s, 1),
+                _range(speed.dense_p50_ms, 3),
+                _range(speed.speedup, 3),
+                _range(speed.noise, 3),
+                "front" if batch in point.fronts else "disturbed" if speed.disturbed else "",
+            )
+        )
+    columns = ("Model", "p50, ms", "p90, ms", "Images/s", "Dense p50, ms", "Speed-up", "Dense over itself", "")
+    return Table(key=f"speed-b{batch}", title=f"Batch {batch}", columns=columns, rows=tuple(rows))
+
+
+def engines_table(points: Sequence[SweepPoint]) -> Table | None:
+    """Engines built of the trials."""
+    built = [(point, point.engine) for point in points if point.engine is not None]
+    rows = tuple(
+        (
+            point.words,
+            engine.backend,
+            ", ".join(engine.targets) or "portable",
+            f"{engine.plan_bytes / 1e6:.2f}",
+            "-" if engine.kernels is None else str(engine.kernels),
+            "-" if engine.fused_attention is None else f"{engine.fused_attention} of {engine.attention_sites}",
+        )
+        for point, engine in built
+    )
+    columns = ("Model", "Builder", "Targets", "Size, MB", "Kernels", "Fused attention")
+    return Table(key="engines", title="Engines", columns=columns, rows=rows) if rows else None
+
+
+def _as_sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _lead(points: Sequence[SweepPoint], dense: DensePoint) -> str:
+    right = "" if dense.accuracy is None else f", Top-1 {_share(dense.accuracy)}"
+    return (
+        f"{len(points)} models beside the dense one ({dense.macs:,} MACs, {dense.parameters:,} parameters{right}), "
+        f"judged on {dense.inputs:,} inputs."
+    )
+
+
+def sweep_page(
+    points: Sequence[SweepPoint], dense: DensePoint, *, title: str, size: CalibrationSize | None = None
+) -> str:
+    """The page; `size`: how many calibration images are enough."""
+    batches = batches_of(points)
+    sections = [
+        Section(
+            title="Speed and fidelity",
+            remarks=(Remark(words="Time is paired: the front is of speed-ups, each measured beside the dense model."),),
+            figures=tuple(figure for batch in batches for figure in _against_latency(points, batch)),
+            tables=tuple(speed_table(points, batch) for batch in batches),
+        )
+    ] * bool(batches)
+    sections.append(
+        Section(
+            title="Size and fidelity",
+            remarks=(Remark(words=_as_sentence(sentence_of_sweep(points))),),
+            figures=tuple(_against_macs(points)),
+            tables=(trials_table(points, key="trials", title="All trials"),),
+        )
+    )
+    if (engines := engines_table(points)) is not None:
+        sections.append(Section(title="Engines", tables=(engines,)))
+    if size is not None:
+        sections.append(_of_size(size))
+    return html_from_sections(title, _lead(points, dense), sections)
+
+
+def _of_size(size: CalibrationSize) -> Section:
+    spots = tuple(AtImages(**asdict(point)) for point in size.points)
+    return Section(
+        title="Calibration images",
+        remarks=(Remark(words=_as_sentence(size.sentence)),),
+        figures=(images_figure(spots),),
+        tables=(images_table(spots, sentence=""),),
+    )

@@ -1,0 +1,266 @@
+"""Sweeps that measure: rows equal what reduce and bench say, what was finished is kept, several processes agree."""
+
+import csv
+import json
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corp_deploy.cli import main
+from corp_deploy.planning import sweep as sweeping
+from corp_deploy.planning.sweep_points import (
+    Span,
+    SpeedAtBatch,
+    SweepPoint,
+    fastest_that_agrees,
+    front,
+    with_fronts,
+)
+from corp_deploy.planning.sweep_scores import top_k
+from corp_deploy.planning.sweep_speed import Bench
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from perf.record.runs import load_bench
+from perf.stats.summary import summarise
+from tests import tiny
+
+FOLDER = TemporaryDirectory()
+HOME = Path(FOLDER.name)
+MERGED = ("--calibration-images", "x.npy")
+QUICK = ("--time-limit", 0.05, "--half-width", 0.5)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@cache
+def home() -> Path:
+    save(tiny.checkpoint(depth=1), HOME / "dense")
+    np.save(HOME / "calibration.npy", tiny.images(40))
+    np.save(HOME / "images.npy", tiny.images(24, seed=1))
+    np.save(HOME / "labels.npy", np.arange(24) % 7)
+    for count in (12, 40):
+        words = ("--images", HOME / "calibration.npy", "--samples", count, "-o", HOME / f"m{count}.safetensors", "-q")
+        assert run("calibrate", "--model", HOME / "dense", *words).exit_code == 0
+    return HOME
+
+
+def given_words(moments: str = "m40.safetensors") -> list[object]:
+    files = ",".join(str(home() / name) for name in moments.split(","))
+    return ["--model", home() / "dense", "--moments", files, "--images", home() / "images.npy"]
+
+
+def swept(output: Path, *words: object, moments: str = "m40.safetensors") -> list[dict[str, Any]]:
+    result = run("sweep", *given_words(moments), "--align", "mlp=8,head=8", *words, "-o", output)
+    assert result.exit_code == 0, result.output
+    trials: list[dict[str, Any]] = json.loads((output / "sweep.json").read_text())["trials"]
+    return trials
+
+
+def without_times(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    timed = ("seconds", "speeds", "fronts", "size_bytes", "engine")
+    return [{name: value for name, value in trial.items() if name not in timed} for trial in trials]
+
+
+def test_a_row_is_what_reduce_and_bench_say_of_the_same_choice(tmp_path: Path) -> None:
+    words = ("--sparsity", 0.5, "--preset", "corp-v1", "--macs", 0.8, "--bench", "onnxruntime", "--batch", "1,3")
+    trials = swept(tmp_path / "s", *words, *QUICK, "--labels", home() / "labels.npy", "--keep-models")
+    images = torch.from_numpy(np.load(home() / "images.npy"))
+    asked = (["--preset", "corp-v1", "--mlp", 0.5, "--attn", 0.5], ["--macs", 0.8, "--images", home() / "images.npy"])
+    dense = load_checkpoint(home() / "dense").model(images).double().detach()
+    for number, (trial, options) in enumerate(zip(trials, asked, strict=True)):
+        reduced = ["reduce", "--model", home() / "dense", "--moments", home() / "m40.safetensors", *options]
+        assert run(*reduced, "--align", "mlp=8,head=8", "-o", tmp_path / f"r{number}").exit_code == 0
+        model = load_checkpoint(tmp_path / f"r{number}").model
+        logits = model(images).double().detach()
+        error = torch.linalg.norm(logits - dense) / torch.linalg.norm(dense)
+        assert trial["relative_error"] == pytest.approx(float(error), rel=0.2)  # as verify averages, by image
+        assert trial["agreement"] == float((logits.argmax(1) == dense.argmax(1)).double().mean())
+        right = (logits.argmax(1).numpy() == np.arange(24) % 7).mean()
+        five = [label in row.argsort()[-5:] for row, label in zip(logits.numpy(), np.arange(24) % 7, strict=True)]
+        assert (trial["accuracy"], trial["top5"]) == (right, np.mean(five))
+        kept = next(path for path in (tmp_path / "s/trials").iterdir() if path.name.startswith(trial["preset"]))
+        weights = load_checkpoint(kept / "reduced").model.state_dict()
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(weight, weights[name], rtol=0.0, atol=0.0)
+        summary = summarise(load_bench(kept / "bench.json"))
+        for speed, row in zip(trial["speeds"], summary.rows, strict=True):
+            side = row.sides["reduced"]
+            assert side.p50_ms is not None
+            assert speed["batch"] == row.batch
+            assert speed["p50_ms"]["value"] == side.p50_ms.value
+            assert (speed["speedup"] or {}).get("value") == (row.speedup and row.speedup.value)
+    table = list(csv.DictReader((tmp_path / "s/sweep.csv").read_text().splitlines()))
+    assert [float(row["p50_ms@b3"]) for row in table] == [trial["speeds"][1]["p50_ms"]["value"] for trial in trials]
+    page = (tmp_path / "s/sweep.html").read_text()
+    assert "Error against latency, batch 3" in page
+    assert "Share that disagrees against MACs" in page
+    assert not any(mark in page for mark in ("<script", "src=", "href=", "url("))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "onnxruntime", "--batch", 1, *QUICK)
+    whole = swept(tmp_path / "whole", *words)
+    reduced, timed = sweeping.Work.reduce, Bench.time
+    calls: list[str] = []
+
+    def counted(self: sweeping.Work, request: Any) -> Any:
+        calls.append(request.slug)
+        if len(calls) == 3:
+            raise Killed
+        return reduced(self, request)
+
+    def timed_once(self: Bench, folder: Any, **more: Any) -> None:
+        calls.append("time")
+        if calls.count("time") == 2:
+            raise Killed
+        timed(self, folder, **more)
+
+    def again(expected: list[str]) -> None:
+        sweep = ["sweep", *given_words(), "--align", "mlp=8,head=8", *words, "-o", tmp_path / "s"]
+        with pytest.raises(Killed):
+            main([str(word) for word in sweep], standalone_mode=False)
+        assert calls == expected
+        calls.clear()
+
+    monkeypatch.setattr(sweeping.Work, "reduce", counted)
+    monkeypatch.setattr(Bench, "time", timed_once)
+    slugs = ["best-mlp0.25-attn0.25", "best-mlp0.5-attn0.5", "none-mlp0.25-attn0.25", "none-mlp0.5-attn0.5"]
+    again(slugs[:3])
+    again([*slugs[2:], "time", "time"])
+    monkeypatch.setattr(Bench, "time", timed)
+    assert without_times(swept(tmp_path / "s", *words)) == without_times(whole)
+    assert calls == []
+    left = sorted(path.name for folder in (tmp_path / "s/trials").iterdir() for path in folder.iterdir())
+    assert left == sorted(["bench.json", "score.json", "timing.json"] * 4)
+
+
+def test_trials_are_taken_only_where_everything_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")
+    made: list[str] = []
+    reduced = sweeping.Work.reduce
+
+    def counted(self: sweeping.Work, request: Any) -> Any:
+        made.append(request.slug)
+        return reduced(self, request)
+
+    monkeypatch.setattr(sweeping.Work, "reduce", counted)
+    assert swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none") == first
+    assert made == []
+    other = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", moments="m12.safetensors")
+    assert other[0]["images"] == 12
+    swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", "--labels", home() / "labels.npy")
+    assert made == ["none-mlp0.5-attn0.5"] * 2
+    for score in (tmp_path / "s/trials").glob("*/score.json"):
+        score.write_text(score.read_text()[:-40])  # cut short: not there
+    assert swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")[0]["macs"] == first[0]["macs"]
+    assert len(made) == 3
+
+
+def test_several_processes_find_the_same(tmp_path: Path) -> None:
+    words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--parts", "mlp")
+    alone = swept(tmp_path / "alone", *words)
+    shared = swept(tmp_path / "shared", *words, "--jobs", 2, "--bench", "onnxruntime", "--batch", 2, *QUICK)
+    assert without_times(shared) == without_times(alone)
+    assert all(len(trial["speeds"]) == 1 for trial in shared)
+    assert not list((tmp_path / "shared/trials").glob("*/reduced"))
+
+
+def test_every_knob_is_tried_with_every_preset(tmp_path: Path) -> None:
+    knobs = ("--select", "energy,wanda", "--repair", "none,affine", "--qk", "select")
+    trials = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "corp", *knobs, "--min-agreement", 0.01)
+    expected = [
+        {"select": rank, "repair": repair, "qk": "select"}
+        for rank, repair in product(("energy", "wanda"), ("none", "affine"))
+    ]
+    assert [trial["knobs"] for trial in trials] == expected
+    errors = {(trial["knobs"]["select"], trial["knobs"]["repair"]): trial["relative_error"] for trial in trials}
+    assert len(set(errors.values())) == 4
+
+
+def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path: Path) -> None:
+    trials = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "best", moments="m12.safetensors,m40.safetensors")
+    assert [trial["images"] for trial in trials] == [12, 40]
+    size = json.loads((tmp_path / "s/calibration-size.json").read_text())
+    errors = [trial["relative_error"] for trial in trials]
+    assert [point["relative_error"] for point in size["points"]] == pytest.approx(
+        errors, rel=0.1
+    )  # means of other kinds
+    assert size["sentence"] in (tmp_path / "s/sweep.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", 3), "--batch 3 is not honoured by a sweep that times nothing"),
+        (("--bench", "engine"), "say what builds them: --engine tensorrt-rtx"),
+        (("--sm", "89"), "--sm names targets of engines"),
+        (("--bench", "openvino", "--device", "cuda"), "--device cuda is not honoured by OpenVINO"),
+        (("--engine", "tensorrt-rtx", "--threads", 2), "--threads 2 is not honoured by a sweep that builds engines"),
+        (("--qk", "select", "--parts", "mlp"), "--qk select is not honoured"),
+        (("--select", "energy", "--parts", "attn"), "--select is of channels, which --parts attn leaves alone"),
+        (("--preset", "grail-fold", "--repair", "none", *MERGED), "can't repair"),
+        (("--held-out", "x"), "--held-out judges how many images are enough"),
+    ],
+)
+def test_what_nothing_honours_is_refused(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    result = run("sweep", *given_words(), *words, "-o", tmp_path / "s")
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "s").exists()
+
+
+# Pure parts
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9))
+def test_a_front_is_what_nothing_beats(points: list[tuple[int, ...]]) -> None:
+    values = [tuple(map(float, point)) for point in points]
+    beaten = {
+        place
+        for place, own in enumerate(values)
+        for other in values
+        if all(a <= b for a, b in zip(other, own, strict=True)) and any(a < b for a, b in zip(other, own, strict=True))
+    }
+    assert front(values) == set(range(len(values))) - beaten
+
+
+def point(speedup: float, agreement: float, macs: int = 10, error: float = 0.1) -> SweepPoint:
+    span = Span(value=speedup, low=speedup, high=speedup)
+    nothing: dict[str, Any] = dict.fromkeys(("p90_ms", "images_per_s", "dense_p50_ms", "dense_p90_ms"))
+    nothing |= dict.fromkeys(("dense_images_per_s", "noise"))
+    speed = SpeedAtBatch(batch=8, p50_ms=Span(value=9.0, low=9.0, high=9.0), speedup=span, disturbed=False, **nothing)
+    return SweepPoint(
+        preset="best", geometry="padded", budget=None, macs=macs, parameters=1, relative_error=error,
+        agreement=agreement, accuracy=None, sites_reduced=1, sites_refused=0, speeds=(speed,),
+        mlp_sparsity=0.0, attention_sparsity=0.0, conv_sparsity=0.0, macs_share=0.5,
+    )  # fmt: skip
+
+
+def test_speed_and_agreement_have_a_front_of_their_own() -> None:
+    points = [point(1.2, 0.99), point(1.5, 0.95), point(1.1, 0.98, macs=5), point(1.5, 0.94, error=0.05)]
+    marked = with_fronts(points)
+    assert [each.fronts for each in marked] == [(8,), (8,), (), ()]
+    assert [each.on_front for each in marked] == [False, False, True, True]
+    assert fastest_that_agrees(points, 0.96) == {8: points[0]}
+    assert fastest_that_agrees(points, 0.945) == {8: points[1]}
+
+
+def test_the_best_k_are_counted() -> None:
+    logits = np.array([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=np.float32)
+    labels = np.array([1, 0])
+    assert [top_k(logits, labels, k) for k in (1, 2, 3, 5)] == [0.0, 0.5, 1.0, 1.0]
