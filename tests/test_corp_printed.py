@@ -194,7 +194,7 @@ def test_every_command_of_the_demo_makes_what_it_stands_beside(
     own = tiny.checkpoint(depth=1) if name == "vit" else small_convnets.checkpoint("resnet18", 32)
     save(own, tmp_path / "example" / example.folder)
     monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "example")
-    monkeypatch.setattr(demo, "_write_images", small_images)
+    monkeypatch.setattr(demo, "write_images", small_images)
     monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=0.2))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)

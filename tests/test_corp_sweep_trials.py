@@ -2,9 +2,15 @@
 
 import csv
 import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -170,13 +176,36 @@ def test_trials_are_taken_only_where_everything_is_the_same(tmp_path: Path, monk
     assert len(made) == 3
 
 
-def test_several_processes_find_the_same(tmp_path: Path) -> None:
-    words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--parts", "mlp")
+def ranks_below(launcher: int) -> list[int]:
+    """The processes that the sweep's own torchrun started."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = status.read_text().rpartition(")")
+            parents[int(name.split()[0])] = int(rest.split()[1])
+    torchruns = [child for child, parent in parents.items() if parent == launcher]
+    return [child for child, parent in parents.items() if parent in torchruns]
+
+
+def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None:
+    words = ("--sparsity", "0.25,0.4,0.5", "--preset", "best,none", "--parts", "mlp")
     alone = swept(tmp_path / "alone", *words)
-    shared = swept(tmp_path / "shared", *words, "--jobs", 2, "--bench", "onnxruntime", "--batch", 2, *QUICK)
+    timed = ("--bench", "onnxruntime", "--batch", 2, *QUICK)
+    given_to = ["sweep", *given_words(), "--align", "mlp=8,head=8", *words, *timed, "--jobs", 2, "-o", tmp_path / "s"]
+    process = Popen([sys.executable, "-m", "corp_deploy", *map(str, given_to)], stdout=DEVNULL, stderr=PIPE, text=True)
+    for _ in range(600):
+        if list((tmp_path / "s").glob("trials/*/score.json")) or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    for rank in ranks_below(process.pid)[-1:]:
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    shared = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
     assert without_times(shared) == without_times(alone)
     assert all(len(trial["speeds"]) == 1 for trial in shared)
-    assert not list((tmp_path / "shared/trials").glob("*/reduced"))
+    assert not list((tmp_path / "s/trials").glob("*/reduced"))
 
 
 def test_every_knob_is_tried_with_every_preset(tmp_path: Path) -> None:

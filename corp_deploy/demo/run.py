@@ -56,7 +56,7 @@ def _require_example(example: Example) -> None:
         raise Missing("the demo's images come with scikit-learn, which is absent; pip install scikit-learn") from None
 
 
-def _write_images(directory: Path) -> None:
+def write_images(directory: Path) -> None:
     """The calibration images without labels, the held-out ones with."""
     from .digits.images import load
 
@@ -117,7 +117,7 @@ def run_demo(
         of_command.setdefault(run.command, []).append(run)
 
     note("writing the example's images and model")
-    _write_images(directory / "images")
+    write_images(directory / "images")
     dense = model_of_directory(EXAMPLE / example.folder)
     save(dense, directory / "dense")
     step(1)
