@@ -10,22 +10,12 @@ from click.testing import CliRunner, Result
 
 from corp_deploy.cli import main
 from corp_deploy.commands.model_choice import ModelChoice
+from corp_deploy.invocation import reduction_table
 from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.honours import Axis, words_of
+from corp_deploy.invocation.reduction_table import IMAGES, LOOP, POLISH, PRESET, WIDTHS
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.invocation.table import (
-    AUDIT,
-    BENCH,
-    BUILD,
-    CALIBRATE,
-    EXPORT,
-    IMAGES,
-    LOOP,
-    POLISH,
-    PRESET,
-    VERIFY,
-    WIDTHS,
-)
+from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, VERIFY
 from corp_deploy.proof import speed as side_by_side
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import PRESETS
@@ -453,7 +443,7 @@ def test_reduce_refuses_what_belongs_to_a_polish(way: str, option: str, value: o
 
 @pytest.mark.usefixtures("unloaded")
 def test_a_geometry_without_a_reduced_head_is_refused() -> None:
-    refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), option_table.ATTENTION, "heads", "ragged")
+    refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), reduction_table.ATTENTION, "heads", "ragged")
     assert REACHED in run(*REDUCE, "--mlp", 0.5, "--attn", 0.5, "--heads", "ragged").stderr
 
 
@@ -472,10 +462,13 @@ def test_sweep_refuses_parts_that_a_preset_leaves_alone(preset: str, parts: str)
 def test_sweep_takes_a_geometry_for_the_presets_that_have_one() -> None:
     assert REACHED in run(*SWEEP, "--preset", "best,grail", "--heads", "square").stderr
     refused(run(*SWEEP, "--preset", "grail", "--heads", "square"), PRESET, "heads", "square")
-    refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), option_table.ATTENTION, "heads", "square")
+    refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), reduction_table.ATTENTION, "heads", "square")
 
 
-@pytest.mark.parametrize("axis", option_table.AXES, ids=lambda axis: f"{axis.command}-{next(iter(axis.ways))}")
+EVERY_AXIS = [*option_table.AXES, *reduction_table.REDUCE]
+
+
+@pytest.mark.parametrize("axis", EVERY_AXIS, ids=lambda axis: f"{axis.command}-{next(iter(axis.ways))}")
 def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
     commands = {"reduce": ("reduce", "sweep"), "calibrate": ("calibrate", "sweep", "verify")}.get(
         axis.command, (axis.command,)

@@ -8,7 +8,7 @@ from corp_deploy.invocation.compositions import COMPOSITIONS, NAMES, with_implie
 from corp_deploy.invocation.limit import EXPECTED, Limit, limit_from_text
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
-from corp_deploy.invocation.table import LOOP, POLISH, PRESET
+from corp_deploy.invocation.reduction_table import LOOP, POLISH, PRESET
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LOOPS, QK_RECOVERIES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation.method_choice import MethodChoice
-from corp_deploy.invocation.table import ATTENTION, FITTED, PRESET
+from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
 from ground.quantities import SHARE_KEPT, SHARE_REMOVED

@@ -1,7 +1,7 @@
 """Which way of doing a command's work honours which of its options: the refusal, the help and the printed commands.
 
 A way is whatever does the work: a backend on a device, a precision, a preset, a kind of input. The ways themselves are
-data, see option_table. Imports nothing heavy.
+data, see table and reduction_table. Imports nothing heavy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import Any
 from corp_deploy.families.merging import How, Metric
 from ground.errors import BadInput
 
-from .table import MERGING
+from .reduction_table import MERGING
 
 OUTPUTS = ("merged", "unmerged")
 AUTO = "auto"

@@ -9,7 +9,7 @@ from ground.errors import BadInput
 
 from .compositions import method_of
 from .honours import Axis
-from .table import PRESET, preset_way
+from .reduction_table import PRESET, preset_way
 
 ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16, "conv": 32})
 

@@ -16,8 +16,8 @@ from .compositions import with_implied
 from .limit import Limit, limit_from_text
 from .merging import MergingChoice, merging_from_options
 from .method_choice import MethodChoice
+from .reduction_table import ATTENTION, IMAGES, LOOP, POLISH, WIDTHS
 from .sparsity import SparseChoice, sparse_from_options
-from .table import ATTENTION, IMAGES, LOOP, POLISH, WIDTHS
 
 if TYPE_CHECKING:
     from corp_deploy.reduction.read_tokens import Reads

@@ -8,7 +8,7 @@ from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
 from corp_deploy.reduction.sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, KINDS, Permute, SparseKind
 from ground.errors import BadInput
 
-from .table import SPARSE
+from .reduction_table import SPARSE
 
 EXPECTED = "2:4 for all sites, or mlp=2:4,head=2:4,conv=2:4, any of which may be left out"
 

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from calib.active import ACTIVE_EPS
 from calib.input_set import InputSet
-from calib.moments import ChannelMoments, Moments
-from calib.patch_moments import PatchMoments
+from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.proof.speed import measure
-from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
@@ -37,6 +33,7 @@ from .judging import Judge, Judges
 from .merging import merging_as_planned, merging_checkpoint
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
+from .refusals import refuse_idle, refuse_other_eps, refuse_partial
 from .request import ReductionRequest, WithinRequest, loop_of
 from .saving import refuse_outdated, require_sayable
 from .sparsity import with_sparsity
@@ -87,50 +84,6 @@ def reduced_checkpoint(
     )
 
 
-def _refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
-    """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
-    if asked.allow_partial or asked.budget is not None or asked.within is not None:
-        return
-    # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
-    method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
-    widths = uniform_widths(dense.model, method)
-    require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
-
-
-def _refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
-    """Raise BadInput for what is asked of sites of a kind, of a model that has none."""
-    geometry = "auto" if asked.auto_heads else asked.method.geometry
-    # Heads are padded where nothing is said of them.
-    heads = None if geometry == "padded" else geometry
-    of_heads = {
-        "--attn": asked.method.attention_sparsity,
-        "--whole-heads": asked.method.heads_sparsity,
-        "--heads": heads,
-    }
-    refuse_idle_options(dense.model, "heads", of_heads)
-    refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
-    of_rows = {
-        "--conv": asked.method.conv_sparsity,
-        "--residual": asked.method.residual_sparsity,
-        "--rescale": asked.method.rescales,
-    }
-    refuse_idle_options(dense.model, "convolutions", of_rows)
-    if asked.method.residual_sparsity is not None:
-        require_streams(sites_of(dense.model), type(dense.model).__name__)
-
-
-def _refuse_other_eps(moments: Moments, asked: ReductionRequest) -> None:
-    """Raise BadInput where a closed loop would rank by another count of what is active than the moments'."""
-    ranked = "active" in (asked.method.mlp_selection, asked.method.conv_selection)
-    counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
-    other = [eps for eps in counted if eps != ACTIVE_EPS]
-    if asked.closed_loop is not None and ranked and other:
-        raise BadInput(
-            f"--select active: the moments count |x| > {other[0]:g} and the closed loop |x| > {ACTIVE_EPS:g}; "
-            "calibrate with that --active-eps, or reduce without --closed-loop"
-        )
-
-
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
     """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
     widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
@@ -167,14 +120,14 @@ def reduce_as_asked(
     if asked.merging.merge_metric == "keys" or (merging is not None and merging.compares_attention):
         asked = replace(asked, method=replace(asked.method, empties=False))
     require_same_model(dense.model, moments)
-    _refuse_idle(dense, asked)
-    _refuse_other_eps(moments, asked)
+    refuse_idle(dense, asked)
+    refuse_other_eps(moments, asked)
     if asked.closed_loop is not None and held_out is not None:
         raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
-    _refuse_partial(dense, asked)
+    refuse_partial(dense, asked)
     if asked.within is not None:
         return _within(dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done)
     with torch.inference_mode():

@@ -7,7 +7,7 @@ from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
 from corp_deploy.invocation.honours import Axis
-from corp_deploy.invocation.table import IMAGES
+from corp_deploy.invocation.reduction_table import IMAGES
 
 from .baseline import Baseline
 from .names import (

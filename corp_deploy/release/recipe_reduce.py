@@ -9,8 +9,8 @@ from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.merging import AUTO, merging_from_options
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.reduction import BudgetChoice, PolishChoice, ReductionChoice
+from corp_deploy.invocation.reduction_table import ATTENTION, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from corp_deploy.invocation.sparsity import sparse_from_options
-from corp_deploy.invocation.table import ATTENTION, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from corp_deploy.polish.options import PolishName
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, LoopName, Method, loop_from
 from ground.errors import BadInput

@@ -1,0 +1,59 @@
+"""What can't be asked of a reduction of this model by these moments."""
+
+from dataclasses import replace
+
+from calib.active import ACTIVE_EPS
+from calib.moments import ChannelMoments, Moments
+from calib.patch_moments import PatchMoments
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.idle_options import refuse_idle_options, require_streams
+from corp_deploy.reduction.coverage import coverage, require_as_asked
+from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import BadInput
+
+from .request import ReductionRequest
+
+
+def refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
+    """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
+    if asked.allow_partial or asked.budget is not None or asked.within is not None:
+        return
+    # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
+    method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
+    widths = uniform_widths(dense.model, method)
+    require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
+
+
+def refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
+    """Raise BadInput for what is asked of sites of a kind, of a model that has none."""
+    geometry = "auto" if asked.auto_heads else asked.method.geometry
+    # Heads are padded where nothing is said of them.
+    heads = None if geometry == "padded" else geometry
+    of_heads = {
+        "--attn": asked.method.attention_sparsity,
+        "--whole-heads": asked.method.heads_sparsity,
+        "--heads": heads,
+    }
+    refuse_idle_options(dense.model, "heads", of_heads)
+    refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
+    of_rows = {
+        "--conv": asked.method.conv_sparsity,
+        "--residual": asked.method.residual_sparsity,
+        "--rescale": asked.method.rescales,
+    }
+    refuse_idle_options(dense.model, "convolutions", of_rows)
+    if asked.method.residual_sparsity is not None:
+        require_streams(sites_of(dense.model), type(dense.model).__name__)
+
+
+def refuse_other_eps(moments: Moments, asked: ReductionRequest) -> None:
+    """Raise BadInput where a closed loop would rank by another count of what is active than the moments'."""
+    ranked = "active" in (asked.method.mlp_selection, asked.method.conv_selection)
+    counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
+    other = [eps for eps in counted if eps != ACTIVE_EPS]
+    if asked.closed_loop is not None and ranked and other:
+        raise BadInput(
+            f"--select active: the moments count |x| > {other[0]:g} and the closed loop |x| > {ACTIVE_EPS:g}; "
+            "calibrate with that --active-eps, or reduce without --closed-loop"
+        )
