@@ -1,7 +1,7 @@
 """corp-deploy sweep."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from .options import (
     explicit_options,
     output_options,
     usage_errors,
+    value_options,
 )
 from .repeat import words_again
 from .sweep_choice import SweepChoice, sweep_options
@@ -34,6 +35,44 @@ if TYPE_CHECKING:
     from corp_deploy.planning.sweep import Swept
     from corp_deploy.planning.sweep_points import SweepPoint
     from corp_deploy.planning.sweep_trials import SweepRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialsChoice:
+    """How trials are carried out and judged, beside what times them."""
+
+    held_out: Path | None
+    min_agreement: float | None
+    jobs: int
+    keep_models: bool
+
+
+trial_options = value_options(
+    "trials",
+    TrialsChoice,
+    click.option(
+        "--held-out",
+        type=FILE,
+        default=None,
+        help="Moments of other images (calibrate --hold-out): with several --moments they judge every site at each "
+        "number of images.",
+    ),
+    click.option(
+        "--min-agreement",
+        type=Number(SHARE),
+        default=None,
+        help="Name the smallest model that meets it, and the fastest where trials are timed.",
+    ),
+    click.option(
+        "--jobs",
+        type=Number(JOBS),
+        default=1,
+        show_default=True,
+        help="Processes of this machine that reduce and judge a trial at a time; what is timed is timed alone, "
+        "afterwards.",
+    ),
+    click.option("--keep-models", is_flag=True, help="Keep every trial's reduced model, in OUTPUT/trials."),
+)
 
 
 @click.command("sweep")
@@ -52,13 +91,6 @@ if TYPE_CHECKING:
     *drawing_options,
 )
 @click.option(
-    "--held-out",
-    type=FILE,
-    default=None,
-    help="Moments of other images (calibrate --hold-out): with several --moments they judge every site at each number "
-    "of images.",
-)
-@click.option(
     "--output",
     "-o",
     type=DIRECTORY,
@@ -68,33 +100,17 @@ if TYPE_CHECKING:
 )
 @sweep_options
 @speed_options
-@click.option(
-    "--min-agreement",
-    type=Number(SHARE),
-    default=None,
-    help="Name the smallest model that meets it, and the fastest where trials are timed.",
-)
-@click.option(
-    "--jobs",
-    type=Number(JOBS),
-    default=1,
-    show_default=True,
-    help="Processes of this machine that reduce and judge a trial at a time; what is timed is timed alone afterwards.",
-)
-@click.option("--keep-models", is_flag=True, help="Keep every trial's reduced model, in OUTPUT/trials.")
+@trial_options
 @batch_size_option
 @output_options
 def sweep_command(
     model: ModelChoice,
     moments: tuple[Path, ...],
     inputs: InputChoice,
-    held_out: Path | None,
     output: Path,
     sweep: SweepChoice,
     speed: SweepSpeedChoice,
-    min_agreement: float | None,
-    jobs: int,
-    keep_models: bool,
+    trials: TrialsChoice,
     batch_size: int,
     out: Output,
 ) -> None:
@@ -121,7 +137,7 @@ def sweep_command(
 
     with usage_errors():
         requests = sweep.requests()
-        if held_out is not None and len(moments) < 2:
+        if trials.held_out is not None and len(moments) < 2:
             raise BadInput("--held-out judges how many images are enough; give --moments of several numbers of images")
     require_device("cuda" if speed.bench == "engine" else speed.device)
     with ranks_of_this_run("cpu", timeout_s=86_400.0) as ranks:
@@ -138,16 +154,16 @@ def sweep_command(
             scored=scored_inputs(checkpoint.model, source, labels, batch_size),
             calibration=None if calibration.path is None else calibration.open(checkpoint),
         )
-        if jobs > 1 and ranks.size == 1:
-            with out.progress(f"{len(requests)} trials by {jobs} processes", None):
+        if trials.jobs > 1 and ranks.size == 1:
+            with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
                 without = (*ALONE, *(() if speed.engine else ("batch",)))
-                run_jobs(words_again(without=without, keep_models=True), jobs)
+                run_jobs(words_again(without=without, keep_models=True), trials.jobs)
         run = SweepRun(
             folder=output,
             speed=speed_from_choice(speed),
             engine=engine_from_choice(speed),
             ranks=ranks,
-            keep_models=keep_models,
+            keep_models=trials.keep_models,
             command=tuple(words_again()),
         )
         with out.progress("sweeping", len(requests), unit="trials") as done:
@@ -155,7 +171,7 @@ def sweep_command(
             def told(phase: str, count: int) -> None:
                 done.renamed(phase, count, len(requests), "trials")
 
-            size = _size(swept, requests, held_out, told)
+            size = _size(swept, requests, trials.held_out, told)
             points = sweep_of(
                 swept,
                 requests,
@@ -169,7 +185,7 @@ def sweep_command(
     if disturbed:
         out.warn(f"{len(disturbed)} trials were timed while other programs had the machine; see sweep.json")
     dense = swept.scored.of_dense(checkpoint.model)
-    answer = None if min_agreement is None else smallest_that_agrees(points, min_agreement)
+    answer = None if trials.min_agreement is None else smallest_that_agrees(points, trials.min_agreement)
     record = record_of_sweep(points, answer, dense)
     write_text(output / "sweep.csv", csv_of_sweep(points))
     write_text(output / "sweep.svg", sweep_plot(points))
@@ -180,8 +196,8 @@ def sweep_command(
         record["calibration_size"] = size.as_json()
         lines.append(size.sentence)
     write_json(output / "sweep.json", record)
-    if min_agreement is not None:
-        lines += _answers(sweep, points, min_agreement, inputs)
+    if trials.min_agreement is not None:
+        lines += _answers(sweep, points, trials.min_agreement, inputs)
     speeds = sweep_speeds(points)
     out.result(record, sweep_table(points), *([] if speeds is None else [speeds]), *lines)
 
