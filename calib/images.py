@@ -15,7 +15,7 @@ from ground.errors import BadInput
 
 from .input_set import Batch, ids_and_digest, positions_drawn
 from .shards import shards_from_pattern
-from .sources import ImageShape, Source, Transform, array_from_path, folder_from_path
+from .sources import ImageShape, Normalise, Source, Transform, array_from_path, folder_from_path
 
 ARRAYS = (".npy", ".npz", ".safetensors")
 NAMED = 5
@@ -148,7 +148,7 @@ def _identified(source: Source, chosen: Sequence[int]) -> tuple[Tensor, str]:
     return ids_and_digest(map(source.name, chosen), hashes)
 
 
-def _source(text: str, shape: ImageShape, transform: Transform) -> Source:
+def _source(text: str, shape: ImageShape, transform: Transform, pixels: Normalise | None) -> Source:
     path = Path(text)
     if text.endswith(".tar"):
         return shards_from_pattern(text, shape=shape, transform=transform)
@@ -157,7 +157,7 @@ def _source(text: str, shape: ImageShape, transform: Transform) -> Source:
     if not path.exists():
         raise BadInput(f"{path}: no such file or folder, expected images")
     if path.suffix in ARRAYS:
-        return array_from_path(path, shape=shape)
+        return array_from_path(path, shape=shape, pixels=pixels)
     raise BadInput(f"{path}: expected a folder of images, shards-{{000..099}}.tar, or {', '.join(ARRAYS)}")
 
 
@@ -166,6 +166,7 @@ def open_images(
     *,
     image_shape: ImageShape,
     transform: Transform,
+    pixels: Normalise | None = None,
     samples: int | None = None,
     seed: int = 0,
     workers: int = 0,
@@ -174,12 +175,13 @@ def open_images(
     """The images at `path`: a folder (recursive, sorted), tar shards (`x-{000..099}.tar`, in the order written), or an
     array of preprocessed images [N,3,H,W] float32 (.npy memory-mapped; .npz and .safetensors under key `images`).
 
-    `transform` turns a PIL image of a folder or shard into [3,H,W] float32; arrays are taken as they are. `samples` of
-    them are drawn by `seed` and read in order. `workers` processes decode. Up to `max_bad` unreadable images are
-    skipped. Reads every chosen image's bytes once to identify it. Raises BadInput where there are no images, for a file
-    that is damaged or of another shape or dtype, and for too few images.
+    `transform` turns a PIL image of a folder or shard into [3,H,W] float32; arrays of those are taken as they are, and
+    those of uint8 as `pixels` makes images of them; None refuses those. `samples` of them are drawn by `seed` and read
+    in order. `workers` processes decode. Up to `max_bad` unreadable ones are skipped. Reads every image's bytes once to
+    identify it. Raises BadInput where there are no images, for a file that is damaged or of another shape or dtype, and
+    for too few images.
     """
-    source = _source(str(path), image_shape, transform)
+    source = _source(str(path), image_shape, transform, pixels)
     if not len(source):
         raise BadInput(f"{path}: holds no images, expected at least one")
     chosen = positions_drawn(len(source), samples, seed, where=str(path), noun=Images.noun)

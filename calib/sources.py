@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ground.files import regular
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 KEY = "images"
 Transform = Callable[[Image.Image], Tensor]
+Normalise = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 ImageShape = tuple[int, int, int]
 
 
@@ -97,11 +98,14 @@ def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:
-    """Rows of images_N3HW, already preprocessed; memory-mapped where the file allows it."""
+    """Rows of images_N3HW, already preprocessed, or pixels that are not normalised yet; memory-mapped where the file
+    allows it.
+    """
 
     path: Path
-    images_N3HW: NDArray[np.float32]
+    images_N3HW: NDArray[np.float32] | NDArray[np.uint8]
     shape: ImageShape
+    pixels: Normalise | None = None
 
     def __len__(self) -> int:
         return len(self.images_N3HW)
@@ -114,8 +118,11 @@ class Array:
         return content
 
     def image(self, position: int) -> Tensor:
-        row = torch.from_numpy(np.array(self.images_N3HW[position]))
-        return checked_image(row, f"{self.path}[{position}]", self.shape)
+        row: NDArray[Any] = np.array(self.images_N3HW[position])
+        if row.dtype == np.uint8:
+            assert self.pixels is not None, self.path
+            row = self.pixels(row)
+        return checked_image(torch.from_numpy(row), f"{self.path}[{position}]", self.shape)
 
 
 def _array_from_safetensors(path: Path) -> NDArray[np.float32]:
@@ -134,8 +141,10 @@ def _array_from_npz(path: Path) -> NDArray[np.float32]:
         return array
 
 
-def array_from_path(path: Path, *, shape: ImageShape) -> Array:
-    """[N,3,H,W] float32 from .npy (memory-mapped), or from key `images` of .npz or .safetensors."""
+def array_from_path(path: Path, *, shape: ImageShape, pixels: Normalise | None = None) -> Array:
+    """[N,3,H,W] float32, or uint8 where `pixels` makes images of those, from .npy (memory-mapped), or from key `images`
+    of .npz or .safetensors.
+    """
     regular(path)
     try:
         if path.suffix == ".npy":
@@ -150,7 +159,9 @@ def array_from_path(path: Path, *, shape: ImageShape) -> Array:
         raise BadInput(f"{path}: not a whole {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
     if not isinstance(array, np.ndarray):
         raise BadInput(f"{path}: {KEY!r} is no array, expected float32 [N,3,H,W]")
-    if array.dtype != np.float32 or array.ndim != 4 or array.shape[1:] != shape:
-        expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed"
+    dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
+    if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
+        or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"
+        expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed{or_pixels}"
         raise BadInput(f"{path}: got {array.dtype} {list(array.shape)}, expected {expected}")
-    return Array(path=path, images_N3HW=array, shape=shape)
+    return Array(path=path, images_N3HW=array, shape=shape, pixels=pixels)

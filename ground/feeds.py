@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BadInput
+from .pixels import PIXEL
 from .ports import Port
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -50,19 +51,23 @@ def feeds_of_ports(feeds: Feeds, ports: Sequence[Port]) -> Feeds:
 
 
 def noise_of_ports(ports: Sequence[Port], count: int, *, seed: int) -> Feeds:
-    """Inputs for what doesn't depend on their values: normal noise, and of whole numbers ones, which every vocabulary
-    and every mask has. Raises BadInput for a size that is free.
+    """Inputs for what doesn't depend on their values: normal noise, of pixels any, and of other whole numbers ones,
+    which every vocabulary and every mask has. Raises BadInput for a size that is free.
     """
     free = [f"{port.name} {shown_shape(port)}" for port in ports if min(port.shape, default=1) < 0]
     if free:
         raise BadInput(f"{', '.join(free)}: a free size, expected fixed ones; export the model for one size")
     generator = np.random.default_rng(seed)
-    return {
-        port.name: generator.standard_normal((count, *port.shape), dtype=np.float32)
-        if port.dtype == "float32"
-        else np.ones((count, *port.shape), dtype=port.dtype)
-        for port in ports
-    }
+    return {port.name: _noise(generator, port, count) for port in ports}
+
+
+def _noise(generator: np.random.Generator, port: Port, count: int) -> NDArray[Any]:
+    shape = (count, *port.shape)
+    if port.dtype == "float32":
+        return generator.standard_normal(shape, dtype=np.float32)
+    if port.dtype == PIXEL:
+        return generator.integers(0, 256, shape, dtype=np.uint8)
+    return np.ones(shape, dtype=port.dtype)
 
 
 def noun_of(feeds: Feeds) -> str:

@@ -13,7 +13,7 @@ Role = Literal["logits", "token logits", "embedding", "feature map", "score map"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
     """One named input. `shape` stands behind the batch, -1 for a size that is free; `dtype` by numpy's name: float32,
-    int64, bool.
+    uint8, int64, bool.
     """
 
     name: str

@@ -4,6 +4,7 @@ import io
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def transform(picture: Image.Image) -> Tensor:
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 
-def opened(path: Path, **options: int) -> Images:
+def opened(path: Path, **options: Any) -> Images:
     return open_images(path, image_shape=SHAPE, transform=transform, **options)
 
 

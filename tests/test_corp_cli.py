@@ -233,8 +233,8 @@ def _images(tmp_path: Path, kind: str) -> Path:
         images = tiny.images(2)
         images[1, 0, 0, 0] = np.nan
         np.save(path, images)
-    elif kind == "bytes.npy":
-        np.save(path, np.zeros((2, 3, 32, 32), np.uint8))
+    elif kind == "shorts.npy":
+        np.save(path, np.zeros((2, 3, 32, 32), np.int16))
     elif kind == "key.npz":
         np.savez(path, pictures=tiny.images(1))
     elif kind == "cut.npy":
@@ -251,7 +251,7 @@ def _images(tmp_path: Path, kind: str) -> Path:
         ("texts", "not a readable image"),
         ("shape.npy", "32,32"),
         ("nan.npy", "NaN"),
-        ("bytes.npy", "uint8"),
+        ("shorts.npy", "int16"),
         ("key.npz", "no key 'images'"),
         ("cut.npy", "not a whole .npy"),
     ],

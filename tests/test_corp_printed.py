@@ -286,6 +286,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
         ["blocks.0.*"],
         {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"]} | {"package.name": None},
     ),
+    "export.input": ("uint8", {}),
     "export.rest": ("fp32", INT8 | {"export.precisions": ["fp32", "fp16", "int8"]}),
     "export.scales": ("max", INT8),
     "export.balance": (False, INT8),

@@ -30,6 +30,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
+from ground.pixels import Normalisation
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.tiny import enliven
 
@@ -81,6 +82,10 @@ class LadderSpec:
     shape: tuple[int, int, int] = SHAPE
     medium: Literal["images"] = "images"
     ports: tuple[Port, ...] = field(default_factory=lambda: (image_port(SHAPE),))
+
+    @property
+    def normalisation(self) -> Normalisation:
+        return Normalisation(mean=(0.0,), std=(1.0,))
 
     def as_line(self) -> str:
         return "strips as they come"

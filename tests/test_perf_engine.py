@@ -125,6 +125,7 @@ def fake_trt(engine: FakeEngine | None, name: str = "tensorrt") -> Any:
         Runtime=Runtime,
         TensorIOMode=SimpleNamespace(INPUT="input"),
         float32="float32",
+        uint8="uint8",
         int64="int64",
         int32="int32",
         bool="bool",

@@ -167,10 +167,12 @@ def _written(checkpoint: "Checkpoint", name: str, path: Path, found: "Mended", g
         keep_fp32=found.kept,
         geometry=graphs.heads,
         breaks=(*graphs.break_fusion, *found.breaks),
+        graph_input=graphs.graph_input,
     )
     facts = facts_of_onnx(path)
     record = {"path": str(path), "precision": name, "opset": facts.opset}
     record |= {"fusion_breaks": list(facts.fusion_breaks)} if facts.fusion_breaks else {}
+    record |= {"normalised": facts.normalised} if facts.normalised else {}
     return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
 

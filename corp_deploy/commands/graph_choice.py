@@ -14,6 +14,7 @@ from .options import value_options
 
 if TYPE_CHECKING:
     from corp_deploy.families.head_attention import Geometry
+    from corp_deploy.store.graph_input import GraphInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class GraphChoice:
     batch: int | None
     heads: "Geometry | None"
     break_fusion: tuple[str, ...] = ()
+    graph_input: "GraphInput" = "float32"
 
 
 def _graph_choice(break_fusion: tuple[str, ...], **options: Any) -> GraphChoice:
@@ -48,6 +50,15 @@ graph_options = value_options(
         type=click.Choice(["padded", "ragged"]),
         default=None,
         help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}",
+    ),
+    click.option(
+        "--input",
+        "graph_input",
+        type=click.Choice(["float32", "uint8"]),
+        default="float32",
+        show_default=True,
+        help="uint8: the graph takes pixels [N,C,H,W], resized and cropped, and normalises them itself: folded into a "
+        "first convolution that does not pad, else by operators ahead of it.",
     ),
     click.option(
         "--break-fusion",

@@ -53,7 +53,7 @@ class ProofInputChoice:
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
         """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
-        from corp_deploy.proof.inputs import inputs_from_set, noise_inputs
+        from corp_deploy.proof.inputs import inputs_from_set, noise_inputs, of_port
         from corp_deploy.store.inputs import images_for_port
         from ground.errors import BadInput
 
@@ -64,13 +64,14 @@ class ProofInputChoice:
         drawn = {"samples": self.real.samples, "seed": self.real.seed}
         (port,), where = artefact.inputs, str(artefact.path)
         source = images_for_port(port, artefact.preprocessing, self.real.images, where=where, **drawn)  # type: ignore[arg-type]
-        return inputs_from_set(source)
+        return of_port(inputs_from_set(source), port, where=str(self.real.images))
 
-    def open(self, dense: "Checkpoint") -> "ProofInputs":
+    def open(self, dense: "Checkpoint", *, pixels: bool = False) -> "ProofInputs":
+        """`pixels`: random ones are made of pixels."""
         from corp_deploy.proof.inputs import inputs_from_set, random_inputs
 
         if self.random is not None:
-            return random_inputs(dense, self.random, self.real.seed)
+            return random_inputs(dense, self.random, self.real.seed, pixels=pixels)
         source = self.real.open(dense)
         return inputs_from_set(source, self.real.class_indices(source, dense))
 

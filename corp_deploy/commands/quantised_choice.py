@@ -91,11 +91,23 @@ class QuantisedGraphs:
         return inputs_from_set(self._inputs.open(self._checkpoint)).feeds
 
     @cached_property
+    def _fed(self) -> "Feeds":
+        """The same as the graphs take them."""
+        from corp_deploy.proof.pixels import fed_to_graph
+
+        return fed_to_graph(self._checkpoint, self._feeds, self._graphs.graph_input)
+
+    @cached_property
     def _made_of(self) -> "Quantiser":
         from corp_deploy.store.quantised_onnx import quantiser_of
 
-        asked = {"opset": self._graphs.opset, "batch": self._graphs.batch, "geometry": self._graphs.heads}
-        return quantiser_of(self._checkpoint, self._feeds, self._chosen, **asked)  # type: ignore[arg-type]
+        asked: dict[str, Any] = {
+            "opset": self._graphs.opset,
+            "batch": self._graphs.batch,
+            "geometry": self._graphs.heads,
+        }
+        asked["graph_input"] = self._graphs.graph_input
+        return quantiser_of(self._checkpoint, self._fed, self._chosen, **asked)
 
     def written(self, precision: str, path: Path) -> dict[str, Any]:
         """Write one graph; what it is, for people and machines."""
@@ -111,6 +123,7 @@ class QuantisedGraphs:
         record = {"path": str(path), "precision": precision, "opset": facts.opset, "rest": facts.rest}
         record |= {"scales": facts.scales, "kept_rest": list(chosen.keep_rest)}
         record |= {"fusion_breaks": list(facts.fusion_breaks)} if facts.fusion_breaks else {}
+        record |= {"normalised": facts.normalised} if facts.normalised else {}
         return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
     def _found(self, precision: str) -> "Mended":
@@ -125,10 +138,10 @@ class QuantisedGraphs:
         dense = self._yardstick.dense
         own = self._checkpoint if dense is None else model_of_directory(dense)
         bounds = bounds_of(own, precision, self._feeds)
-        asked = (self._checkpoint, self._made_of, precision, self._chosen, self._feeds, bounds)
+        asked = (self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds)
         if self._yardstick.engine is None:
             return Mended(kept=sites_to_leave(*asked, batch=self._graphs.batch).sites)
         answers = engine_answers(
-            self._yardstick.engine, self._feeds, output_ports(self._checkpoint.model), command_line()
+            self._yardstick.engine, self._fed, output_ports(self._checkpoint.model), command_line()
         )
         return mended_quantised(*asked, answers, breaks=self._graphs.break_fusion)

@@ -146,7 +146,7 @@ def verify(
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
     from calib.store import load as load_moments
-    from corp_deploy.proof.candidates import candidate_from_path, with_runtimes
+    from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
@@ -159,12 +159,12 @@ def verify(
     inputs.require()
     output = asked.record_of(candidates)
     dense = model.load(out)
-    steps = with_runtimes([candidate_from_path(path) for path in candidates], runtime)
+    steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], runtime), dense)
     if asked.polygraphy is not None:
         require_second_opinion(steps)
     if "batch" in explicit_options():
         _refuse_other_batches(steps, asked.batch)
-    proof_inputs = inputs.open(dense)
+    proof_inputs = inputs.open(dense, pixels=any(step.takes_pixels for step in steps))
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,

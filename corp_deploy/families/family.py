@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from ground.errors import BadInput
+from ground.pixels import Normalisation
 from ground.ports import OutputPort, Port
 
 from . import (
@@ -73,6 +74,11 @@ class ImageSpec(InputSpec, Protocol):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height, width."""
+        ...
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """What the transform does to pixels once they are resized and cropped."""
         ...
 
     def transform(self) -> Callable[[Any], Tensor]:

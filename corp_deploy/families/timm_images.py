@@ -7,6 +7,8 @@ from typing import Any, Literal
 import timm
 from torch import Tensor
 
+from ground.errors import BadInput
+from ground.pixels import Normalisation
 from ground.ports import Port, image_port
 from ground.records import record_from_text, record_from_value
 
@@ -24,6 +26,20 @@ class ImageSpec:
     @property
     def ports(self) -> tuple[Port, ...]:
         return (image_port(self.shape),)
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """What is done to pixels, by channel. Raises BadInput where the preprocessing has other channels."""
+        mean, std = (self._by_channel(name) for name in ("mean", "std"))
+        return Normalisation(mean=mean, std=std)
+
+    def _by_channel(self, name: str) -> tuple[float, ...]:
+        values, channels = tuple(map(float, self.config[name])), self.shape[0]
+        if len(values) not in (1, channels):
+            raise BadInput(
+                f"{name} has {len(values)} numbers, expected {channels}: one for each channel; give --{name}"
+            )
+        return values * (channels // len(values))
 
     def as_line(self) -> str:
         """The preprocessing for people."""

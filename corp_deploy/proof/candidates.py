@@ -15,15 +15,18 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_of_plan
+from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
-from ground.ports import OutputPort
+from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_named, type_of_word
 from perf.parity.rounding import round_file
 from perf.runners.engine import EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
+
+from .pixels import NO_PIXELS, Pixels, pixels_of, take_pixels
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
@@ -38,7 +41,8 @@ class Candidate:
     batch if it has one.
 
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
-    of all else, where it tells. `runtime`: what runs a graph where that is not ONNX Runtime.
+    of all else, where it tells. `runtime`: what runs a graph where that is not ONNX Runtime. `inputs`: of a graph or an
+    engine what it takes, `pixels` what images are made of, for one that takes those.
     """
 
     label: str
@@ -52,6 +56,13 @@ class Candidate:
     shown: Path | None = None
     rest: str | None = None
     runtime: Runtime | None = None
+    inputs: tuple[Port, ...] = ()
+    pixels: Pixels = NO_PIXELS
+
+    @property
+    def takes_pixels(self) -> bool:
+        """Whether images go in as uint8."""
+        return take_pixels(self.inputs)
 
     @property
     def rounds(self) -> bool:
@@ -84,12 +95,20 @@ class Candidate:
                 )
 
             def run(feeds: Feeds) -> Outputs:
-                answers = runner(feeds_of_ports(feeds, runner.inputs))
+                answers = runner(feeds_of_ports(self.fed(feeds, runner.inputs), runner.inputs))
                 return (
                     {expected[0]: answers[names[0]]} if len(names) == 1 else {name: answers[name] for name in expected}
                 )
 
             yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)
+
+    def fed(self, feeds: Feeds, ports: Sequence[Port] = ()) -> Feeds:
+        """Feeds of the dense model as this step takes them; `ports` where a runner tells them."""
+        return self.pixels.fed(feeds, ports or self.inputs, where=self.label)
+
+    def require_feeds(self, feeds: Feeds) -> None:
+        """Raises BadInput for images that were not made of pixels, where the step takes those."""
+        self.pixels.require(feeds, self.inputs, where=self.label)
 
     def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner:
         if self.form == "torch":
@@ -147,6 +166,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         shown=shown,
         held_in=type_of_word(record.precision),
         backend=record.backend,
+        inputs=tuple(_port(each) for each in record.inputs),
     )
 
 
@@ -203,4 +223,16 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         held_in=type_of_word(facts.precision),
         batch=facts.batch,
         rest=facts.rest,
+        inputs=facts.inputs,
     )
+
+
+def _port(value: GraphPort) -> Port:
+    sizes = (size if isinstance(size, int) else -1 for size in value.shape[1:])
+    return Port(name=value.name, shape=tuple(sizes), dtype=value.dtype)
+
+
+def of_model(candidates: Sequence[Candidate], dense: Checkpoint) -> list[Candidate]:
+    """The same, held against this model: each is fed what the model's images are made of, where it takes that."""
+    pixels = pixels_of(dense)
+    return [replace(each, pixels=pixels) for each in candidates]

@@ -24,7 +24,7 @@ from perf.parity.structure import StructuralTest
 from perf.parity.ties import Choices
 from perf.runners.module import ModuleRunner
 
-from .candidates import Candidate, Run, outputs_at
+from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import HeadRequest, Heads, opened_heads
 from .inputs import ProofInputs
 from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
@@ -77,12 +77,12 @@ def _structure(
         by_batch = {size: rows_of(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
         by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
     straight = by_batch[max(by_batch)]
-    some = slice(max(slots, 2))
+    some, extreme = slice(max(slots, 2)), rows_of(feeds, slice(min(slots, EXTREME_INPUTS)))
     return [
         structure.batch_slot(label, run, rows_of(feeds, slice(1)), batch=slots, bound=bound),
         structure.permutation(label, run, rows_of(feeds, some), bound=bound, straight=rows_of(straight, some)),
         *structure.outputs(label, straight, noun=noun),
-        *structure.extremes(label, run, rows_of(feeds, slice(min(slots, EXTREME_INPUTS)))),
+        *(() if candidate.takes_pixels else structure.extremes(label, run, extreme)),
         *structure.batch_sizes(label, by_batch, bound=bound, noun=noun),
     ]
 
@@ -142,7 +142,7 @@ def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[S
     """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it."""
     if single is None or single.form != "graph" or fp16.form != "graph":
         return []
-    return [headroom(fp16.label, single.path, fp16.path, rows_of(feeds, slice(HEADROOM_INPUTS)))]
+    return [headroom(fp16.label, single.path, fp16.path, single.fed(rows_of(feeds, slice(HEADROOM_INPUTS))))]
 
 
 def _halves(candidates: Sequence[Candidate]) -> tuple[FloatType, ...]:
@@ -234,6 +234,9 @@ def prove(
         for port in ports:
             require_agreement(port, proof_inputs.count)
     proof_inputs = replace(proof_inputs, feeds=checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}"))
+    candidates = of_model(candidates, dense)
+    for candidate in candidates:
+        candidate.require_feeds(proof_inputs.feeds)
     with opened_heads(heads or HeadRequest(), ports) as own_heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(own_heads.behind(runner, max(batches)), proof_inputs.feeds, max(batches))

@@ -1,7 +1,7 @@
 """What a proof is made on: all inputs as they are fed to the models, under the names of the model's ports."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -13,8 +13,11 @@ from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, noise_of_ports, rows_of
+from ground.feeds import Feeds, batch_size, noise_of_ports, only, rows_of
+from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
+
+from .pixels import pixels_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +60,33 @@ def _on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
         return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
 
 
-def random_inputs(dense: Checkpoint, count: int, seed: int) -> ProofInputs:
-    """Normal noise instead of images, for who asks for it; the record says so.
+def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
+    """Normal noise instead of images, for who asks for it; the record says so. `pixels`: any pixels,
+    normalised.
 
     Raises BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
     """
-    return noise_inputs(input_ports(dense.model), count, seed)
+    ports = input_ports(dense.model)
+    normalisation = pixels_of(dense).normalisation if pixels else None
+    if normalisation is None:
+        return noise_inputs(ports, count, seed)
+    noise = noise_inputs([replace(port, dtype=PIXEL) for port in ports], count, seed)
+    return replace(noise, feeds={name: normalisation.images(each) for name, each in noise.feeds.items()})
+
+
+def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
+    """Images as this port takes them; values 0 to 255 where it takes pixels. Raises BadInput for others there."""
+    if port.dtype != PIXEL:
+        return inputs
+    return replace(inputs, feeds={port.name: whole_pixels(only(inputs.feeds), where=where)})
 
 
 def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
     """The same for these ports."""
-    whole = [f"{port.name} ({port.dtype})" for port in ports if port.dtype != "float32"]
+    whole = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
     if whole:
         raise BadInput(
-            f"random inputs: expected inputs of float32, this model takes {', '.join(whole)}; give real ones"
+            f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(whole)}; give real ones"
         )
     feeds = noise_of_ports(ports, count, seed=seed)
     return ProofInputs(feeds=feeds, digest=f"random seed {seed}", kind="random")

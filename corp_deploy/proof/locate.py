@@ -12,6 +12,7 @@ from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
+from corp_deploy.store.graph_input import GraphInput, export_form
 from corp_deploy.store.quantised_onnx import Quantisation, quantiser_of
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
@@ -66,7 +67,9 @@ def balanced_sites(proto: onnx.ModelProto) -> set[str]:
     return {site_of(f"{name}/") for name in names.split()}
 
 
-def fix_command(graph: Path, shown: Path | None = None, held_in: FloatType = FLOAT16) -> str:
+def fix_command(
+    graph: Path, shown: Path | None = None, held_in: FloatType = FLOAT16, taken: GraphInput = "float32"
+) -> str:
     """How to export again with the first bad site in float32, to a file beside the failing graph, `shown` in words."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
@@ -78,7 +81,12 @@ def fix_command(graph: Path, shown: Path | None = None, held_in: FloatType = FLO
     if (word := _word(held_in)) is not None:
         mixed = word
         options = {"model": model, "precision": word, "keep_rest": ["{site}"], "images": "IMAGES"}
+    options |= {"input": taken} if taken != "float32" else {}
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
+
+
+def _taken(candidate: Candidate) -> GraphInput:
+    return "uint8" if candidate.takes_pixels else "float32"
 
 
 def located(
@@ -87,24 +95,26 @@ def located(
     """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
     if failing.form != "graph" or failing.runtime is not None or before is None:
         return None  # blocks are compared in ONNX Runtime
+    if before.form == "graph" and before.takes_pixels != failing.takes_pixels:
+        return None  # and of two graphs that are fed alike
     try:
         if failing.rounds and before.form == "graph":
             held_in = failing.held_in
-            noise, command = dense_noise(dense, feeds, held_in), fix_command(failing.path, failing.shown, held_in)
-            half = failing.graph()
+            command = fix_command(failing.path, failing.shown, held_in, _taken(failing))
+            noise, half = dense_noise(dense, feeds, held_in), failing.graph()
             return locate_in_half(
                 name,
                 before.graph(),
                 half,
-                feeds,
+                failing.fed(feeds),
                 noise=noise,
                 fix_command=command,
                 held_in=held_in,
                 scaled=balanced_sites(half),
             )
         if before.form == "torch" and before.checkpoint is not None and not failing.rounds:
-            model = family_of(before.checkpoint.model).exportable(before.checkpoint.model)
-            return locate_in_exact(name, model, failing.graph(), feeds, products=products)
+            model = export_form(before.checkpoint, precision="fp32", graph_input=_taken(failing)).model
+            return locate_in_exact(name, model, failing.graph(), failing.fed(feeds), products=products)
     except BadInput:
         return None  # a graph of other blocks: the link has failed already, and no block can be named
     return None

@@ -155,7 +155,7 @@ def _written(
     links = [each for each in proof.parity.links if each.candidate == candidate.label and each.kind != "whole"]
     golden = proof.answers[links[0].reference]
     size, fixed = candidate.batch or batch, candidate.batch is not None
-    fed = _iterations(_renamed(feeds, own_inputs), size, fixed=fixed)
+    fed = _iterations(_renamed(candidate.fed(feeds), own_inputs), size, fixed=fixed)
     before = next((each.path for each in graphs if each.label == links[0].reference), candidate.path)
     comparison = _Comparison(
         graph=os.path.relpath(candidate.path, directory),

@@ -1,18 +1,21 @@
 """What is fed to models while they are timed: images or texts of a file, or noise, which costs the same time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from calib.images import ARRAYS, open_images
+from corp_deploy.families.family import image_spec
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import texts_for_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, noise_of_ports
+from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
 
@@ -21,7 +24,7 @@ def _no_picture(picture: object) -> torch.Tensor:
 
 
 def listed(ports: Sequence[Port]) -> str:
-    return ", ".join(f"{port.name} {port.shape}" for port in ports)
+    return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +48,40 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> Feeds:
     return {name: np.resize(tensor.numpy(), (count, *tensor.shape[1:])) for name, tensor in batch.items()}
 
 
-def _images_or_noise(path: Path | None, ports: Sequence[Port], count: int) -> Feeds:
+def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> Feeds:
     """So many images of a file, over again where it has fewer; noise without one, and of tokens the same one."""
     if path is None:
         return noise_of_ports(ports, count, seed=0)
     if len(ports) != 1 or len(ports[0].shape) != 3:
         raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images away")
-    channels, height, width = ports[0].shape
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
-    source = open_images(path, image_shape=(channels, height, width), transform=_no_picture)
-    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
+    images = _images(path, ports[0], models, count)
     return {ports[0].name: np.resize(images, (count, *ports[0].shape))}
+
+
+def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> NDArray[Any]:
+    """Up to `count` of a file, as the port takes them; pixels are normalised as the first model directory says."""
+    channels, height, width = port.shape
+    directory = next((each for each in models if each.is_dir()), None)
+    pixels: Callable[[NDArray[np.uint8]], NDArray[np.float32]] | None = None
+    if port.dtype == PIXEL:
+        pixels = _as_float
+    elif directory is not None:
+        pixels = image_spec(model_of_directory(directory).model).normalisation.images
+    source = open_images(path, image_shape=(channels, height, width), transform=_no_picture, pixels=pixels)
+    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
+    return whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+
+
+def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return pixels.astype(np.float32)
 
 
 def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path], count: int) -> Feeds:
     """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
     if fed.text is None:
-        return _images_or_noise(fed.images, ports, count)
+        return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
         raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text away")
     return _tokenized(fed.text, models, count)

@@ -167,6 +167,7 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
             **recipe.model.trust,
             "precision": precisions,
             "keep_fp32": list(table.keep_fp32),
+            **({} if table.input == "float32" else {"input": table.input}),
             "break_fusion": list(table.break_fusion),
             **(_ranges(recipe, root) if table.quantised else {}),
             "output": f"{subject}/{graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",

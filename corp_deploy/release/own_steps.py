@@ -21,6 +21,7 @@ from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -28,8 +29,10 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model
 from corp_deploy.store.model_config import load_model_config
+from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
+from ground.feeds import only
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_named
 from perf.gate.gate import Gate, JudgedRule
@@ -82,12 +85,13 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
-    """A few preprocessed held-out images, and what every graph answers to them."""
+    """A few held-out images as the graphs take them, preprocessed or their pixels, and what every graph answers."""
     held_out = recipe.held_out
-    model = load_checkpoint(dirs.root / "dense").model
-    source = images_for_model(model, held_out.images, samples=held_out.samples, seed=held_out.seed)
+    dense = load_checkpoint(dirs.root / "dense")
+    source = images_for_model(dense.model, held_out.images, samples=held_out.samples, seed=held_out.seed)
     count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
+    images = only(fed_to_graph(dense, {"images": images}, recipe.export.input))
     (dirs.into / SAMPLES).parent.mkdir()
     np.save(dirs.into / SAMPLES, images)
     graphs = {}
@@ -165,6 +169,7 @@ def _candidate(target: Target, root: Path) -> Candidate:
         path=root / name,
         shown=Path(name),
         held_in=precision_named(target.precision).type,
+        inputs=facts_of_onnx(root / name).inputs,
     )
 
 

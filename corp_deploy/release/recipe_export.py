@@ -10,6 +10,7 @@ from .recipe_table import Table
 class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precisions: recipe_values.Precisions = ("fp32", "fp16")
     keep_fp32: recipe_values.Texts = ()
+    input: recipe_values.GraphInput = "float32"
     rest: recipe_values.Rest | None = None
     scales: recipe_values.Scales | None = None
     balance: recipe_values.Flag | None = None

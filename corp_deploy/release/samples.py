@@ -26,7 +26,8 @@ KIND = "corp-deploy/samples"
 REPLAY_ERROR = {"fp32": 1e-4, "fp16": 1e-2, "mixed": 1e-2, "bf16": 8e-2, "mixed-bf16": 8e-2, "int8": 0.1, "fp8": 0.1}
 BATCH = 8
 
-Pixels = NDArray[np.float32]
+Images = NDArray[np.float32] | NDArray[np.uint8]
+Answers = NDArray[np.float32]
 
 
 class GraphAnswers(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +46,14 @@ class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     graphs: dict[str, GraphAnswers]
 
 
-def replayed(runner: Runner, images: Pixels) -> Pixels:
+def replayed(runner: Runner, images: Images) -> Answers:
     """The output for all images, a few at a time; of several all, one behind the other [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
     answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
     return np.concatenate([outputs[0] if len(outputs) == 1 else _joined(outputs) for outputs in answers])
 
 
-def _joined(outputs: Sequence[Pixels]) -> Pixels:
+def _joined(outputs: Sequence[Answers]) -> Answers:
     return np.concatenate([output.reshape(len(output), -1) for output in outputs], axis=1)
 
 
@@ -70,7 +71,7 @@ def opened_graph(path: Path) -> Iterator[Runner]:
             yield runner
 
 
-def _difference(folder: Path, graph: str, expected: Path, images: Pixels, bound: float) -> str | None:
+def _difference(folder: Path, graph: str, expected: Path, images: Images, bound: float) -> str | None:
     known = np.load(expected, allow_pickle=False)
     with opened_graph(folder / graph) as runner:
         logits = replayed(runner, images)

@@ -20,6 +20,7 @@ from corp_deploy.proof.chain import prove
 from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
@@ -28,6 +29,7 @@ from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.calibrate import Statistics
 from corp_deploy.reduction.summary import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.graph_input import GraphInput
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
@@ -107,17 +109,18 @@ def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
     checkpoint = load_checkpoint(dirs.root / run["model"])
     paths = paths_by_precision(dirs.into / run["output"], run["precision"])
+    taken: GraphInput = run.options.get("input", "float32")
     if set(paths) & set(QUANTISED):
         chosen = Quantisation(**run.some("rest", "scales", "balance"), keep_rest=tuple(run["keep_rest"]))
         feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds
-        made_of = quantiser_of(checkpoint, feeds, chosen)
+        made_of = quantiser_of(checkpoint, fed_to_graph(checkpoint, feeds, taken), chosen, graph_input=taken)
     breaks = tuple(run.options.get("break_fusion", ()))
     for precision, path in paths.items():
         keep = run["keep_fp32"] if precision in MIXED else ()
         if precision in QUANTISED:
             export_quantised(made_of, path, precision=precision, chosen=chosen, breaks=breaks)
         else:
-            export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep, breaks=breaks)
+            export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep, breaks=breaks, graph_input=taken)
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:

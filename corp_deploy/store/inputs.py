@@ -4,7 +4,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +16,12 @@ from torch import Tensor, nn
 from calib.images import ARRAYS, Images, open_images
 from calib.input_set import InputSet
 from calib.texts import Texts, open_texts
-from corp_deploy.families.family import family_of, image_spec, text_spec
+from corp_deploy.families.family import ImageSpec, family_of, image_spec, text_spec
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.timm_images import image_spec_of_note
 from ground.errors import BadInput
 from ground.files import regular
+from ground.pixels import PIXEL
 from ground.ports import Port
 from ground.records import record_from_bytes
 
@@ -31,7 +34,8 @@ MERGING = "merging"
 def images_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> Images:
-    """Open images at the model's input shape, folders through timm's evaluation transform. Raises calib's BadInput, and
+    """Open images at the model's input shape, folders through timm's evaluation transform; pixels [N,C,H,W] uint8
+    are normalised. Raises calib's BadInput, and
     one for folders where the model takes no RGB.
     """
     spec = image_spec(model)
@@ -40,6 +44,7 @@ def images_for_model(
         path,
         image_shape=spec.shape,
         transform=spec.transform(),
+        pixels=partial(_image_of_pixels, spec),
         samples=samples,
         seed=seed,
         workers=workers,
@@ -50,7 +55,8 @@ def images_for_model(
 def images_for_port(
     port: Port, preprocessing: str | None, path: Path, *, where: str, samples: int | None, seed: int
 ) -> Images:
-    """The same without a model: for an input of this shape, folders by the preprocessing that a graph carries.
+    """The same without a model: for an input of this shape, folders by the preprocessing that a graph carries; for one
+    of uint8 the pixels themselves, as float32.
 
     Raises BadInput where it carries none and the images are files to be decoded, and for what is no image's input.
     """
@@ -65,12 +71,31 @@ def images_for_port(
     if not array:
         _refuse_rgb(path, shape)
     prepared = None if preprocessing is None else image_spec_of_note(preprocessing, shape, where=where)
-    transform = _undecoded if prepared is None else prepared.transform()
-    return open_images(path, image_shape=shape, transform=transform, samples=samples, seed=seed)
+    if port.dtype == PIXEL:
+        reads = partial(_pixels_of_picture, prepared)
+        return open_images(path, image_shape=shape, transform=reads, pixels=_as_float, samples=samples, seed=seed)
+    reads = partial(_image_of_picture, prepared)
+    pixels = None if prepared is None else partial(_image_of_pixels, prepared)
+    return open_images(path, image_shape=shape, transform=reads, pixels=pixels, samples=samples, seed=seed)
 
 
-def _undecoded(image: object) -> Tensor:
-    raise AssertionError(image)  # arrays are taken as they are
+def _image_of_picture(prepared: ImageSpec | None, picture: Any) -> Tensor:
+    assert prepared is not None, picture  # arrays are taken as they are
+    return prepared.transform()(picture)
+
+
+def _pixels_of_picture(prepared: ImageSpec | None, picture: Any) -> Tensor:
+    """What the transform normalises, as values 0 to 255."""
+    assert prepared is not None, picture
+    return torch.from_numpy(_as_float(prepared.normalisation.pixels(prepared.transform()(picture).numpy())))
+
+
+def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return pixels.astype(np.float32)
+
+
+def _image_of_pixels(prepared: ImageSpec, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return prepared.normalisation.images(pixels)
 
 
 def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts:
@@ -85,7 +110,7 @@ def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
     if channels != 3 and (path.is_dir() or path.suffix == ".tar"):
         raise BadInput(
             f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
-            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, already preprocessed"
+            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed, or uint8"
         )
 
 

@@ -41,10 +41,25 @@ def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
     return {**tokens, **outputs}
 
 
+def _input_of_graphs(directory: Path) -> dict[str, Any]:
+    """Nothing of graphs that take what the preprocessing gives; else that they take its pixels, and where those are
+    normalised.
+    """
+    from .onnx_file import facts_of_onnx  # reports read manifests without torch
+
+    facts = [facts_of_onnx(path) for path in sorted((directory / "reduced").glob("*.onnx"))]
+    places = sorted({each.normalised for each in facts if each.normalised is not None})
+    if not places:
+        return {}
+    port = next(each.inputs[0] for each in facts if each.normalised is not None)
+    taken = {"dtype": port.dtype, "shape": list(port.shape), "normalised": ", ".join(places)}
+    return {"input": taken | {"before": "preprocessing without mean and std"}}
+
+
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
     """Digest, size and making command of every file below the directory, the manifest itself aside, how its dense
-    model takes its images, in one word by what the reduced one was polished, if it was, which tokens it merges, and
-    its outputs by name, if any.
+    model takes its images, what of that its graphs do, in one word by what the reduced one was polished, if it was,
+    which tokens it merges, and its outputs by name, if any.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
@@ -67,6 +82,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         "preprocessing": load_model_config(directory / "dense").input.preprocessing,
         **({} if polish is None else {"polish": polish}),
         **entries_of_model(reduced),
+        **_input_of_graphs(directory),
         "files": entries,
     }
 

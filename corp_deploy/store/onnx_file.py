@@ -24,6 +24,7 @@ from ground.quantity import shown
 from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint
+from .graph_input import NORMALISED, GraphInput, export_form
 from .inputs import model_digest
 from .sparse_graph import PREFIX as PREFIX
 from .sparse_graph import SPARSITY, require_sparse_graph
@@ -71,21 +72,21 @@ def export_checkpoint(
     keep_fp32: Sequence[str] = (),
     geometry: Geometry | None = None,
     breaks: Sequence[str] = (),
+    graph_input: GraphInput = "float32",
 ) -> None:
-    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across. Raises export's
-    BadInput when the graph will not do.
+    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across, `graph_input` as for
+    export_form. Raises export's BadInput when the graph will not do.
     """
-    family = family_of(checkpoint.model)
-    model = family.exportable(checkpoint.model, geometry=geometry)
+    form = export_form(checkpoint, precision=precision, geometry=geometry, graph_input=graph_input)
     proto = onnx_from_model(
-        model,
-        family.input_spec(checkpoint.model).ports,
+        form.model,
+        form.inputs,
         output_ports(checkpoint.model),
         precision=precision,
         keep_fp32=keep_fp32,
         opset=opset,
         batch=batch,
-        metadata=metadata_of_checkpoint(checkpoint),
+        metadata={**metadata_of_checkpoint(checkpoint), **form.notes},
         norms=NORMS,
     )
     require_sparse_graph(proto, path)
@@ -96,7 +97,8 @@ def export_checkpoint(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
     """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
-    None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end.
+    None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end; `normalised`: of a
+    graph that takes pixels, where it normalises them.
     """
 
     precision: str
@@ -108,6 +110,7 @@ class GraphFacts:
     rest: str | None = None
     scales: str | None = None
     fusion_breaks: tuple[str, ...] = ()
+    normalised: str | None = None
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
@@ -134,7 +137,16 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         rest=carried.get("export.rest"),
         scales=carried.get("export.scales"),
         fusion_breaks=tuple(carried.get(NOTE, "").split()),
+        normalised=_where_normalised(carried),
     )
+
+
+def _where_normalised(carried: Mapping[str, str]) -> str | None:
+    try:
+        note = json.loads(carried.get(NORMALISED, "{}"))
+    except ValueError:
+        return None
+    return str(note["in"]) if isinstance(note, dict) and "in" in note else None
 
 
 def _sizes(shape: Sequence[int | str]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.norm_types import NORMS
 from export.graph.fusion_breaks import with_fusion_breaks
@@ -15,6 +15,7 @@ from ground.feeds import batch_size, rows_of
 from ground.files import replacing
 
 from .checkpoint import Checkpoint
+from .graph_input import GraphInput, export_form
 from .onnx_file import metadata_of_checkpoint
 from .sparse_graph import require_sparse_graph
 
@@ -41,24 +42,27 @@ def quantiser_of(
     opset: int | None = None,
     batch: int | None = None,
     geometry: Geometry | None = None,
+    graph_input: GraphInput = "float32",
 ) -> Quantiser:
-    """All that quantised graphs of a model are made of. Raises export's BadInput when a graph will not do."""
-    family = family_of(checkpoint.model)
+    """All that quantised graphs of a model are made of; `feeds` are as the graph takes them, see export_form. Raises
+    export's BadInput when a graph will not do.
+    """
+    form = export_form(checkpoint, precision=chosen.rest, geometry=geometry, graph_input=graph_input, quantised=True)
 
     def batches() -> Iterator[Feeds]:
         for start in range(0, batch_size(feeds), BATCH):
             yield rows_of(feeds, slice(start, start + BATCH))
 
     return quantiser(
-        family.exportable(checkpoint.model, geometry=geometry),
-        family.input_spec(checkpoint.model).ports,
+        form.model,
+        form.inputs,
         output_ports(checkpoint.model),
         batches,
         typed_as=chosen.rest,
         balance=chosen.balance,
         opset=opset,
         batch=batch,
-        metadata=metadata_of_checkpoint(checkpoint),
+        metadata={**metadata_of_checkpoint(checkpoint), **form.notes},
         norms=NORMS,
     )
 

@@ -12,6 +12,11 @@ def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequenc
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
     ]
     lines += [
+        f"{row['path']}: takes uint8 pixels, normalised {_where(row['normalised'])}"
+        for row in rows
+        if row.get("normalised")
+    ]
+    lines += [
         f"{row['path']}: fusion broken at {', '.join(row['fusion_breaks'])}" for row in rows if row.get("fusion_breaks")
     ]
     for name, sites in kept.items():
@@ -22,3 +27,8 @@ def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequenc
             pure = PRECISIONS[name].pure
             lines.append(f"nothing had to be kept in FP32 on these images, so the graph is {pure}, not {name}")
     return lines
+
+
+def _where(place: str) -> str:
+    """A module by its path, or ahead of all."""
+    return place if " " in place else f"in {place}"

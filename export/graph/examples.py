@@ -8,7 +8,13 @@ from torch import Tensor
 from ground.errors import BadInput
 from ground.ports import Port
 
-DTYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
+DTYPES = {
+    "float32": torch.float32,
+    "uint8": torch.uint8,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "bool": torch.bool,
+}
 
 
 def example_inputs(ports: Sequence[Port], batch: int, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:

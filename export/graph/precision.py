@@ -11,6 +11,8 @@ from torch import nn
 from ground.errors import BadInput
 from ground.precision import FLOAT32, MIXED, FloatType, Precision, mixed_of, precision_named
 
+from .pixels import PixelEntry
+
 Norms = tuple[type[nn.Module], ...]
 # What takes means of squares: in sixteen bits they overflow, or lose what the mean is made of.
 NORMS: Norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
@@ -20,9 +22,10 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
     """A copy of `model` on the CPU, in eval mode, typed as asked; what it takes and gives as floats stays float32.
 
     fp16 and bf16 hold every parameter and floating buffer in sixteen bits, except those of modules of the types
-    `norms`: they see float32 and give sixteen bits back. mixed and mixed-bf16 do the same but leave the modules that
-    match a pattern of `keep_fp32` in float32 too. Casts stand at the borders of what is kept. A module all of whose
-    children are kept is kept itself, so `blocks.7.*` also keeps the residual additions of that block.
+    `norms` and of what normalises pixels: they see float32 and give sixteen bits back. mixed and mixed-bf16 do the same
+    but leave the modules that match a pattern of `keep_fp32` in float32 too. Casts stand at the borders of those. A
+    module all of whose children are kept is kept itself, so `blocks.7.*` also keeps the residual additions of that
+    block.
 
     Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
     """
@@ -33,7 +36,7 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
     if wanted.type is FLOAT32:
         return typed.float()
     kept = kept_modules(typed, keep_fp32)
-    islands = kept | {name for name, module in typed.named_modules() if isinstance(module, norms)}
+    islands = kept | {name for name, module in typed.named_modules() if isinstance(module, (*norms, PixelEntry))}
     _narrow_outside_(typed, islands, wanted)
     narrow = torch_dtype(wanted.type)
     for name, module in typed.named_modules():

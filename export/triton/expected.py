@@ -101,8 +101,8 @@ def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) ->
     batched = variant.max_batch > 0
     shapes = [f"--shape {tensor.name}:{_comma(tensor.dims(batched=batched))}" for tensor in variant.signature.inputs]
     sizes = [f"-b {size}" for size in batches if size <= variant.max_batch] if batched else [""]
-    # Random whole numbers would lie far outside an embedding's rows.
-    floating = all(tensor.data_type in FLOATING for tensor in variant.signature.inputs)
+    # Random whole numbers would lie far outside an embedding's rows; of pixels any will do.
+    floating = all(tensor.data_type in (*FLOATING, "TYPE_UINT8") for tensor in variant.signature.inputs)
     return [
         " ".join(
             part

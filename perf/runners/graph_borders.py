@@ -74,6 +74,7 @@ def _input_ports(path: Path, values: Sequence[Any], sizes: Sequence[tuple[int, .
 
     proto = onnx.TensorProto
     known = {proto.FLOAT: "float32", proto.INT64: "int64", proto.INT32: "int32", proto.BOOL: "bool"}
+    known |= {proto.UINT8: "uint8"}
     types = [value.type.tensor_type.elem_type for value in values]
     if not values or not all(each in known for each in types) or not all(sizes):
         pairs = zip(values, types, sizes, strict=True)

@@ -29,7 +29,13 @@ PROVIDERS: dict[Provider, str] = {
 }
 # What it says of a graph that a provider doesn't take whole where the CPU may not have the rest.
 LEFT_TO_CPU = "fallback to CPU EP has been explicitly disabled"
-DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"}
+DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+    "tensor(uint8)": "uint8",
+}
 
 
 @dataclass(slots=True)

@@ -1,0 +1,57 @@
+"""Images of a proof as a step takes them: normalised, or as the pixels that they were made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corp_deploy.families.family import family_of, image_spec
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.graph_input import GraphInput, graph_ports
+from ground.errors import BadInput
+from ground.feeds import Feeds, only
+from ground.pixels import PIXEL, Normalisation
+from ground.ports import Port
+
+
+def take_pixels(ports: Sequence[Port]) -> bool:
+    """Whether these are the ports of a graph or an engine that takes pixels."""
+    return len(ports) == 1 and ports[0].dtype == PIXEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels:
+    """What images are made of: pixels that a model normalises so, or of no model of images, then None."""
+
+    normalisation: Normalisation | None = None
+
+    def fed(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> Feeds:
+        """The feeds for these ports: pixels where they take those, else as they are."""
+        if not take_pixels(ports) or only(feeds).dtype == PIXEL:
+            return feeds
+        return {ports[0].name: self._known(where).pixels(only(feeds))}
+
+    def require(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> None:
+        """Raises BadInput where ports take pixels and the images were not made of any."""
+        if take_pixels(ports) and only(feeds).dtype != PIXEL:
+            self._known(where).require_pixels(only(feeds), where=where)
+
+    def _known(self, where: str) -> Normalisation:
+        if self.normalisation is None:
+            raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
+        return self.normalisation
+
+
+NO_PIXELS = Pixels()
+
+
+def pixels_of(checkpoint: Checkpoint) -> Pixels:
+    """Those that the images of a model are made of."""
+    model = checkpoint.model
+    of_images = family_of(model).input_spec(model).medium == "images"
+    return Pixels(normalisation=image_spec(model).normalisation if of_images else None)
+
+
+def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
+    """Feeds of the model as a graph of it takes them. Raises BadInput for images that were not made of pixels."""
+    pixels, ports, where = pixels_of(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
+    pixels.require(feeds, ports, where=where)
+    return pixels.fed(feeds, ports, where=where)

@@ -1,0 +1,319 @@
+"""Graphs that take pixels: normalised inside to what the float graph gives, in every precision, or refused."""
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor, nn
+
+from corp_deploy.cli import main
+from corp_deploy.families.family import image_spec, input_ports
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.graph_input import AHEAD
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
+from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
+from export.engine.record import record_of_plan
+from export.graph.pixels import first_convolution, takes_pixels
+from ground.errors import BadInput
+from ground.pixels import Normalisation
+from perf.parity.rounding import round_file
+from tests import small_convnets, small_models, tiny
+
+SIZE = 32
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@cache
+def photographs(size: int = SIZE) -> NDArray[np.uint8]:
+    """Crops [8,3,size,size] of the two photographs that scikit-learn ships."""
+    crops = []
+    for picture in load_sample_images().images:
+        for top in (20, 180):
+            for left in (30, 330):
+                crops.append(picture[top : top + size, left : left + size].transpose(2, 0, 1))
+    return np.ascontiguousarray(np.stack(crops))
+
+
+def by_hand(model: nn.Module, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """As torchvision's ToTensor and Normalize do it."""
+    config = image_spec(model).as_json()
+    mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
+    images: NDArray[np.float32] = torch.from_numpy(pixels).float().div(255).sub(mean).div(std).numpy()
+    return images
+
+
+def answers(path: Path, images: NDArray[Any], *, rounded: bool = False) -> NDArray[np.float32]:
+    if rounded:
+        round_file(path, path.with_suffix(".rounded.onnx"))
+        path = path.with_suffix(".rounded.onnx")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    logits: NDArray[np.float32] = session.run(None, {"images": images})[0]
+    return logits
+
+
+def apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    return float(np.linalg.norm(one.astype(float) - other) / np.linalg.norm(other))
+
+
+def read_first(proto: onnx.ModelProto) -> list[str]:
+    """Operators that read the images, shapes aside."""
+    return [node.op_type for node in proto.graph.node if "images" in node.input and node.op_type != "Shape"]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 1.3), ("bf16", 1.3)])
+def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, precision: str, bound: float) -> None:
+    """In float32 to 1e-5; in sixteen bits no further from float32 than the graph of normalised images is, or hardly."""
+    checkpoint = tiny.checkpoint(depth=1)
+    pixels = photographs()
+    images = by_hand(checkpoint.model, pixels)
+    with torch.no_grad():
+        exact = checkpoint.model(torch.from_numpy(images)).numpy()
+    errors = {}
+    for taken, fed in (("float32", images), ("uint8", pixels)):
+        path = tmp_path / f"{taken}.onnx"
+        export_checkpoint(checkpoint, path, precision=precision, graph_input=taken)  # type: ignore[arg-type]
+        errors[taken] = apart(answers(path, fed, rounded=precision != "fp32"), exact)
+    assert errors["uint8"] < (bound if precision == "fp32" else bound * errors["float32"]), errors
+    proto = onnx.load(str(tmp_path / "uint8.onnx"))
+    assert read_first(proto) == ["Cast"]
+    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == "patch_embed.proj"
+    kinds = [node.op_type for node in proto.graph.node if node.name.startswith("pixels/")]
+    assert ("Sub" in kinds) == (precision != "fp32")
+
+
+def test_the_first_convolution_is_folded_by_the_formula() -> None:
+    model = tiny.checkpoint(depth=1).model
+    spec = image_spec(model)
+    made = takes_pixels(model, spec.shape, spec.normalisation, precision="fp32")
+    own, new = (whole.get_submodule("patch_embed.proj").state_dict() for whole in (model, made.model))
+    config = spec.as_json()
+    weight, bias = own["weight"].double().numpy(), own["bias"].double().numpy()
+    expected_weight, expected_bias = np.empty_like(weight), bias.copy()
+    for channel in range(3):
+        mean, std = config["mean"][channel], config["std"][channel]
+        expected_weight[:, channel] = weight[:, channel] / (255 * std)
+        expected_bias -= weight[:, channel].sum((1, 2)) * mean / std
+    np.testing.assert_allclose(new["weight"].numpy(), expected_weight, rtol=1e-6)
+    np.testing.assert_allclose(new["bias"].numpy(), expected_bias, rtol=1e-5, atol=1e-6)
+
+
+class Stem(nn.Module):
+    """A first convolution under what a model might do with its images."""
+
+    def __init__(self, way: str, **convolution: Any) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 4, stride=4, **convolution)
+        self.way = way
+
+    def forward(self, images: Tensor) -> Tensor:
+        first: Tensor = self.first(images.contiguous().to(self.first.weight.dtype))
+        if self.way == "reads twice":
+            return first.mean((2, 3)) + images.mean((1, 2, 3))[:, None]
+        if self.way == "runs twice":
+            first = first + self.first(torch.relu(images))
+        if self.way == "in place":
+            images.sub_(1.0)
+        mean: Tensor = first.mean((2, 3))
+        return mean
+
+
+@pytest.mark.parametrize(
+    ("way", "convolution", "folded"),
+    [
+        ("plain", {}, True),
+        ("plain", {"bias": False}, True),
+        ("plain", {"dilation": 2}, True),
+        ("plain", {"padding": 1}, False),
+        ("plain", {"padding": "valid"}, True),
+        ("plain", {"padding": 2, "padding_mode": "reflect"}, False),
+        ("reads twice", {}, False),
+        ("runs twice", {}, False),
+        ("in place", {}, False),
+    ],
+)
+def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
+    way: str, convolution: dict[str, Any], folded: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Stem(way, **convolution).eval()
+    assert first_convolution(model, (3, SIZE, SIZE)) == ("first" if folded else "")
+    normalisation = Normalisation(**IMAGENET)
+    pixels = photographs()
+    with torch.no_grad():
+        expected = model(torch.from_numpy(normalisation.images(pixels)))
+        for precision in ("fp32", "fp16"):
+            made = takes_pixels(model, (3, SIZE, SIZE), normalisation, precision=precision)
+            torch.testing.assert_close(made.model(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-6)
+    assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
+
+
+def test_a_padded_stem_sees_the_mean_around_and_not_black(tmp_path: Path) -> None:
+    """ResNet's stem pads: zeros of normalised images. A fold would put pixels of 0 there."""
+    checkpoint = small_convnets.checkpoint("resnet18")
+    shape = image_spec(checkpoint.model).shape
+    assert first_convolution(checkpoint.model, shape) == ""
+    pixels = photographs(shape[1])
+    export_checkpoint(checkpoint, tmp_path / "uint8.onnx", precision="fp32", graph_input="uint8")
+    with torch.no_grad():
+        exact = checkpoint.model(torch.from_numpy(by_hand(checkpoint.model, pixels))).numpy()
+    assert apart(answers(tmp_path / "uint8.onnx", pixels), exact) < 1e-5
+    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == AHEAD
+    convolutions = [node for node in onnx.load(str(tmp_path / "uint8.onnx")).graph.node if node.op_type == "Conv"]
+    assert len(convolutions[0].input) == 3, "the norm behind the stem is folded as before"
+
+
+def test_a_convnext_has_nothing_ahead(tmp_path: Path) -> None:
+    checkpoint = small_models.small("convnext_atto")
+    pixels = photographs(image_spec(checkpoint.model).shape[1])
+    export_checkpoint(checkpoint, tmp_path / "uint8.onnx", precision="fp32", graph_input="uint8")
+    with torch.no_grad():
+        exact = checkpoint.model(torch.from_numpy(by_hand(checkpoint.model, pixels))).numpy()
+    assert apart(answers(tmp_path / "uint8.onnx", pixels), exact) < 1e-5
+    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == "stem.0"
+
+
+@pytest.mark.parametrize("rest", ["fp32", "fp16"])
+def test_an_int8_graph_of_pixels_is_the_one_of_images(tmp_path: Path, rest: str) -> None:
+    checkpoint = tiny.checkpoint(depth=1)
+    pixels = photographs()
+    images = by_hand(checkpoint.model, pixels)
+    chosen = Quantisation(rest=rest, scales="max")
+    given = {}
+    for taken, fed in (("float32", images), ("uint8", pixels)):
+        path = tmp_path / f"{taken}.onnx"
+        made = quantiser_of(checkpoint, {"images": fed}, chosen, graph_input=taken)  # type: ignore[arg-type]
+        export_quantised(made, path, precision="int8", chosen=chosen)
+        given[taken] = answers(path, fed, rounded=rest == "fp16")
+    with torch.no_grad():
+        exact = checkpoint.model(torch.from_numpy(images)).numpy()
+    errors = {taken: apart(each, exact) for taken, each in given.items()}
+    assert errors["uint8"] < 1.5 * errors["float32"] < 0.5, errors
+    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == AHEAD
+
+
+def test_normalising_and_back_is_to_the_bit() -> None:
+    every = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(3, 1)
+    normalisation = Normalisation(**IMAGENET)
+    images = normalisation.images(every)
+    mean, std = (torch.tensor(IMAGENET[name])[:, None, None] for name in ("mean", "std"))
+    expected = torch.from_numpy(every).float().div(255).sub(mean).div(std).numpy()
+    np.testing.assert_array_equal(images, expected)
+    np.testing.assert_array_equal(normalisation.pixels(images), every)
+    normalisation.require_pixels(images, where="all")
+    with pytest.raises(BadInput, match=r"here: image 0 is 0\.\d+ away from pixels 0 to 255 normalised by mean 0\.485"):
+        normalisation.require_pixels(images + 0.005, where="here")
+    with pytest.raises(BadInput, match="give image files, or uint8 arrays"):
+        normalisation.require_pixels(np.full((1, 3, 2, 2), np.nan, dtype=np.float32), where="here")
+
+
+def test_arrays_of_pixels_are_what_their_files_are(tmp_path: Path) -> None:
+    """uint8 arrays, and PNG files of the model's size, give the same images."""
+    model = tiny.checkpoint(img_size=SIZE).model
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    for place, image in enumerate(photographs()):
+        Image.fromarray(image.transpose(1, 2, 0)).resize((36, 36), Image.Resampling.BICUBIC).save(
+            folder / f"{place}.png"
+        )
+    files = next(iter(images_for_model(model, folder).batches(99))).numpy()
+    pixels = image_spec(model).normalisation.pixels(files)
+    np.save(tmp_path / "pixels.npy", pixels)
+    arrays = next(iter(images_for_model(model, tmp_path / "pixels.npy").batches(99))).numpy()
+    np.testing.assert_array_equal(arrays, files)
+    np.save(tmp_path / "sixteen.npy", pixels.astype(np.uint16))
+    with pytest.raises(BadInput, match=r"got uint16 .* already preprocessed, or uint8 pixels, resized and cropped"):
+        images_for_model(model, tmp_path / "sixteen.npy")
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    save(tiny.checkpoint(depth=1), tmp_path / "dense")
+    save(tiny.checkpoint(seed=1, depth=1), tmp_path / "reduced")
+    np.save(tmp_path / "pixels.npy", photographs())
+    np.save(tmp_path / "images.npy", tiny.images(6))
+    return tmp_path
+
+
+def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
+    for subject in ("dense", "reduced"):
+        graph = home / subject / "model.onnx"
+        asked = ("--precision", "fp32,fp16", "--input", "uint8", "--json")
+        result = run("export", "--model", home / subject, "-o", graph, *asked)
+        assert result.exit_code == 0, result.output
+        written = json.loads(result.stdout)["written"]
+        assert [row["normalised"] for row in written] == ["patch_embed.proj"] * 2
+    graphs = [home / "dense" / name for name in ("model.onnx", "model.fp16.onnx")]
+    result = run("verify", home / "dense", *graphs, "--images", home / "pixels.npy", "-o", home / "parity.json")
+    assert result.exit_code == 0, result.output
+    links = json.loads((home / "parity.json").read_text())["links"]
+    assert links[0]["measures"]["relative_error"] < 1e-5
+    result = run("bench", home / "dense" / "model.onnx", home / "reduced" / "model.onnx", "-o", home / "bench.json",
+                 "--images", home / "pixels.npy", "--batch", "1", "--time-limit", "0.2", "--half-width", "0.9",
+                 "--block-ms", "1", "--min-rounds", "7")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    result = run("bench", home / "dense", home / "reduced" / "model.onnx", "-o", home / "other.json", "--batch", "1")
+    assert result.exit_code == 2
+    assert "uint8" in result.output
+
+
+def test_images_that_no_pixels_make_are_refused(home: Path) -> None:
+    graph = home / "dense" / "model.onnx"
+    assert run("export", "--model", home / "dense", "-o", graph, "--input", "uint8").exit_code == 0
+    result = run("verify", home / "dense", graph, "--images", home / "images.npy", "-o", home / "parity.json")
+    assert result.exit_code == 2, result.output
+    assert "away from pixels 0 to 255" in " ".join(result.output.split())
+    result = run("verify", home / "dense", graph, "--random", 5, "-o", home / "parity.json")
+    assert result.exit_code == 0, result.output
+    again = run("verify", graph, graph, "--images", home / "pixels.npy", "-o", home / "same.json", "--max-error", 1e-6)
+    assert again.exit_code == 0, again.output
+    again = run("verify", graph, graph, "--images", home / "images.npy", "-o", home / "same.json")
+    assert again.exit_code == 2, again.output
+
+
+def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
+    from tests.encoders import write_encoder
+
+    write_encoder(tmp_path / "bert")
+    result = run("export", "--model", f"hf:{tmp_path / 'bert'}", "-o", tmp_path / "model.onnx", "--input", "uint8")
+    assert result.exit_code == 2
+    assert "input uint8 is for models of images, this one takes text" in " ".join(result.output.split())
+
+
+def test_graphs_say_what_they_take(tmp_path: Path) -> None:
+    checkpoint = tiny.checkpoint(depth=1)
+    path = tmp_path / "model.onnx"
+    export_checkpoint(checkpoint, path, precision="fp32", graph_input="uint8")
+    (port,) = facts_of_onnx(path).inputs
+    assert (port.dtype, port.shape) == ("uint8", input_ports(checkpoint.model)[0].shape)
+    notes = {entry.key: entry.value for entry in onnx.load(str(path)).metadata_props}
+    inside = json.loads(notes["corp_deploy.normalised"])
+    assert inside["in"] == "patch_embed.proj"
+    np.testing.assert_allclose(inside["mean"], image_spec(checkpoint.model).as_json()["mean"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_engine_takes_pixels(tmp_path: Path, precision: str) -> None:
+    path = tmp_path / "model.onnx"
+    export_checkpoint(tiny.checkpoint(depth=1), path, precision=precision, graph_input="uint8")
+    result = run(
+        "build", path, "-o", tmp_path / "model.plan", "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:4:8"
+    )
+    assert result.exit_code == 0, result.output
+    assert record_of_plan(tmp_path / "model.plan").inputs[0].dtype == "uint8"
