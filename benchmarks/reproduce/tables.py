@@ -1,0 +1,273 @@
+"""The papers' tables, in their own layout, of a model at hand.
+
+FLOPs stand for multiply-accumulates in billions, as in the papers. A cell that this machine can't fill says why.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from .papers import figure, printed
+from .runs import Subject, Trials, calibrated, command, dense_of, swept
+
+Cell = str | float | int
+CORP = ("--preset", "corp,best")
+STEPS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeTable:
+    """A table of a model, with the paper's own beside it."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    printed: Mapping[str, Any] | None = None
+
+
+def _percent(value: float | None) -> Cell:
+    return "-" if value is None else round(100 * value, 2)
+
+
+def _down(now: float, dense: float) -> float:
+    return round(100 * (1 - now / dense), 1)
+
+
+def _cost(trial: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[Cell, ...]:
+    """Top1, FLOPs, how much less, P."""
+    less = _down(trial["macs"], dense["macs"])
+    return _percent(trial["accuracy"]), round(trial["macs"] / 1e9, 4), less, round(trial["parameters"] / 1e6, 3)
+
+
+def table_2(subject: Subject) -> MadeTable:
+    """50 % of MLPs, of attention, of both."""
+    found: dict[str, Trials] = {}
+    for parts in ("mlp", "attn", "joint"):
+        found[parts] = swept(subject, f"table2-{parts}", *CORP, "--sparsity", 0.5, "--parts", parts)
+    dense = dense_of(subject, "table2-joint")
+    base: tuple[Cell, ...] = (
+        _percent(dense["accuracy"]), round(dense["macs"] / 1e9, 4), round(dense["parameters"] / 1e6, 3)
+    )  # fmt: skip
+    rows = [
+        (f"{subject.name}, {by}", *base, *(cell for trials in found.values() for cell in _cost(trials[place], dense)))
+        for place, by in enumerate(("corp", "best"))
+    ]
+    of_paper = printed("corp-v2", "2")
+    return MadeTable(
+        key="table2", title="CORP v2, Table 2", columns=tuple(of_paper["columns"]), rows=tuple(rows), printed=of_paper
+    )
+
+
+def table_3(subject: Subject) -> MadeTable:
+    """Top-1 by the number of calibration images."""
+    counts = subject.snapshots
+    moments = [*(subject.moments_of(count) for count in counts), subject.moments]
+    trials = swept(subject, "table3", *CORP, "--sparsity", 0.5, moments=moments)
+    by_images: dict[int, dict[str, Cell]] = {}
+    for trial in trials:
+        by_images.setdefault(trial["images"], {})[trial["preset"]] = _percent(trial["accuracy"])
+    rows = tuple((count, row["corp"], row["best"]) for count, row in sorted(by_images.items()))
+    columns = ("Calib", f"{subject.name}, corp", f"{subject.name}, best")
+    return MadeTable(
+        key="table3", title="CORP v2, Table 3", columns=columns, rows=rows, printed=printed("corp-v2", "3")
+    )
+
+
+def _efficiency(subject: Subject, trial: Mapping[str, Any] | None, dense: Mapping[str, Any], one: Any) -> list[Cell]:
+    """Lat (ms) at the first batch, TP (fps) at the last, and how many times the dense throughput."""
+    if not one["speeds"]:
+        return ["not timed", "not timed"] if trial is None else ["not timed", "not timed", "not timed"]
+    first, last = one["speeds"][0], one["speeds"][-1]
+    if trial is None:
+        return [round(first["dense_p50_ms"]["value"], 3), round(last["dense_images_per_s"]["value"], 1)]
+    speedup = last["speedup"]
+    gain: Cell = "-" if speedup is None else round(speedup["value"], 2)
+    return [round(first["p50_ms"]["value"], 3), round(last["images_per_s"]["value"], 1), gain]
+
+
+def table_10(subject: Subject) -> MadeTable:
+    """Sparsity of both from 0 to 0.7: accuracy, size, latency, throughput."""
+    steps = ",".join(map(str, STEPS))
+    rows: list[tuple[Cell, ...]] = []
+    for preset in ("corp", "best"):
+        trials = swept(subject, f"table10-{preset}", "--preset", preset, "--sparsity", steps, timed=True)
+        dense = dense_of(subject, f"table10-{preset}")
+        base = (_percent(dense["accuracy"]), round(dense["parameters"] / 1e6, 3), round(dense["macs"] / 1e9, 4))
+        name = f"{subject.name}, {preset}"
+        rows.append((name, 0.0, *base, *_efficiency(subject, None, dense, trials[0]), 0.0, 0.0, 1.0))
+        for trial in trials:
+            latency, rate, gain = _efficiency(subject, trial, dense, trial)
+            accuracy, flops, less, parameters = _cost(trial, dense)
+            fewer = _down(trial["parameters"], dense["parameters"])
+            rows.append((name, trial["mlp_sparsity"], accuracy, parameters, flops, latency, rate, fewer, less, gain))
+    where = "nowhere" if subject.bench is None else f"in {subject.bench} on this machine's CPU"
+    batches = f"latency at batch {subject.batches[0]}, throughput at batch {subject.batches[-1]}"
+    return MadeTable(
+        key="table10",
+        title="CORP v2, Tables 5 and 10",
+        columns=tuple(printed("corp-v2", "10")["columns"]),
+        rows=tuple(rows),
+        note=f"Timed {where}: {batches}; widths are rounded to {subject.align}.",
+        printed=printed("corp-v2", "10"),
+    )
+
+
+def table_6(subject: Subject) -> MadeTable:
+    """Seconds of calibration, ranking and compensation."""
+    taken = calibrated(subject)
+    rows: list[tuple[Cell, ...]] = []
+    for preset in ("corp", "best"):
+        model = ("--model", *subject.model, "--moments", subject.moments, "--align", subject.align)
+        asked = ("--preset", preset, "--mlp", 0.5, "--attn", 0.5, "-o", subject.home / f"table6-{preset}")
+        reduced = command("reduce", *model, *asked)
+        calibration, steps = _seconds(taken), _by_name(reduced)
+        rank: Cell = round(steps["select"], 2) if "select" in steps else "in Comp"
+        total = sum(steps.values())
+        comp = round(total - (rank if isinstance(rank, float) else 0.0), 2)
+        size = round(dense_of(subject, "table2-joint")["parameters"] / 1e6, 3)
+        rows.append(
+            (f"{subject.name}, {preset}", size, round(calibration, 1), rank, comp, round(calibration + total, 1))
+        )
+    return MadeTable(
+        key="table6",
+        title="CORP v2, Table 6",
+        columns=tuple(printed("corp-v2", "6")["columns"]),
+        rows=tuple(rows),
+        note="Seconds on this machine's CPU; calibration takes the per-image system too, which preset best needs not.",
+        printed=printed("corp-v2", "6"),
+    )
+
+
+def _by_name(record: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds by step of a command's own account."""
+    steps = record.get("effort") or []
+    named = steps.items() if isinstance(steps, dict) else ((each["name"], each) for each in steps)
+    return {str(name): float(each["seconds"]) for name, each in named if isinstance(each, dict)}
+
+
+def _seconds(record: Mapping[str, Any]) -> float:
+    return sum(_by_name(record).values())
+
+
+def table_9(subject: Subject) -> MadeTable:
+    """Redundancy of MLP activations."""
+    found = command("redundancy", "--moments", subject.moments)["sites"]
+    rows = tuple(
+        (
+            each["site"], each["dim"], round(each["effective_rank"], 1), round(each["effective_rank"] / each["dim"], 3),
+            each["k95"], round(each["k95_ratio"], 3), round(each["activation_sparsity"], 2),
+        )
+        for each in found
+        if each["type"] == "mlp"
+    )  # fmt: skip
+    of_paper = printed("corp-v2", "9")
+    return MadeTable(
+        key="table9", title="CORP v2, Table 9", columns=tuple(of_paper["columns"]), rows=rows, printed=of_paper
+    )
+
+
+def figure_2(subject: Subject) -> MadeTable:
+    """Top-1 against sparsity, with and without compensation."""
+    words = ("--sparsity", ",".join(map(str, STEPS)))
+    trials = swept(subject, "figure2", "--preset", "corp,best,none", *words)
+    by = {(trial["preset"], trial["mlp_sparsity"]): _percent(trial["accuracy"]) for trial in trials}
+    rows = tuple((step, *(by[preset, step] for preset in ("none", "corp", "best"))) for step in STEPS)
+    columns = ("Sparsity", "without compensation", "CORP", "best")
+    return MadeTable(key="figure2", title="CORP v2, Figure 2", columns=columns, rows=rows, note=figure("corp-v2", "2"))
+
+
+def figure_5(subject: Subject) -> MadeTable:
+    """Four rankings with and without compensation at 50 % of both."""
+    ranks = ("energy", "magnitude", "active", "combined")
+    words = ("--preset", "corp", "--sparsity", 0.5, "--select", ",".join(ranks))
+    with_it = swept(subject, "figure5-with", *words, "--repair", "affine", "--qk", "logit")
+    without = swept(subject, "figure5-without", *words, "--repair", "none", "--qk", "select")
+    rows = tuple(
+        (rank, _percent(bare["accuracy"]), _percent(repaired["accuracy"]))
+        for rank, bare, repaired in zip(ranks, without, with_it, strict=True)
+    )
+    columns = ("Ranking", "without compensation", "with compensation")
+    return MadeTable(key="figure5", title="CORP v2, Figure 5", columns=columns, rows=rows, note=figure("corp-v2", "5"))
+
+
+def grail_2(subject: Subject) -> MadeTable:
+    """Accuracy against uniform ratios: selectors and folding, with and without GRAIL, MLPs alone."""
+    ranks = ("wanda", "producer-l1", "producer-l2")
+    words = ("--preset", "grail", "--parts", "mlp", "--sparsity", ",".join(map(str, RATIOS)))
+    trials = swept(subject, "grail2", *words, "--select", ",".join(ranks), "--repair", "none,gram")
+    folds = ("--preset", "grail-fold", "--parts", "mlp", "--calibration-images", subject.calibration)
+    trials += swept(subject, "grail2-fold", *folds, "--sparsity", ",".join(map(str, RATIOS)))
+    lines: dict[str, dict[float, Cell]] = {}
+    for trial in trials:
+        knobs = trial["knobs"]
+        name = f"{knobs['select']}{' + GRAIL' * (knobs['repair'] == 'gram')}" if knobs else "folding + GRAIL"
+        lines.setdefault(name, {})[trial["mlp_sparsity"]] = _percent(trial["accuracy"])
+    rows = tuple((name, *(values[step] for step in RATIOS)) for name, values in lines.items())
+    columns = ("Method", *(f"{step:.0%}" for step in RATIOS))
+    note = f"{figure('grail', '2')}. Here of this model's MLPs."
+    return MadeTable(key="grail2", title="GRAIL, Figure 2", columns=columns, rows=rows, note=note)
+
+
+def deployability(subject: Subject) -> MadeTable:
+    """Exact 2:4 on saved weights, and what runs them at the best batch of a sweep."""
+    sparse = subject.home / "sparse"
+    model = ("--model", *subject.model, "--moments", subject.moments, "--images", subject.calibration)
+    command("reduce", *model, "--sparse", "2:4", "-o", sparse)
+    patterns = command("inspect", "--model", sparse).get("sparsity") or {}
+    rate: tuple[Cell, ...] = ("-", "not timed", "not timed", "not timed")
+    if subject.bench is not None:
+        trial = _sparse_speeds(subject)
+        best = max(trial, key=lambda row: row[2])
+        rate = (best[0], round(best[1], 1), round(best[2], 1), round(best[3], 3))
+    status = f"{len(patterns) or 'all'} layers hold 2:4, checked when loaded; no sparse kernel in this runtime"
+    row: tuple[Cell, ...] = (subject.name, f"{subject.bench or 'none'}, FP32", *rate, status)
+    of_paper = printed("marchenko-pastur", "4")
+    note = "A native 2:4 endpoint needs TensorRT on an NVIDIA GPU (build --sparse); weights are not rewritten."
+    return MadeTable(
+        key="deploy",
+        title="Marchenko-Pastur paper, Table 4",
+        columns=tuple(of_paper["columns"]),
+        rows=(row,),
+        note=note,
+        printed=of_paper,
+    )
+
+
+def _sparse_speeds(subject: Subject) -> list[tuple[int, float, float, float]]:
+    """Batch, dense and sparse images per second, speed-up."""
+    output = subject.home / "sparse-bench.json"
+    dense = subject.home / "dense"
+    command(
+        "reduce", "--model", *subject.model, "--moments", subject.moments, "--mlp", 0, "-o", dense, "--preset", "none"
+    )
+    batches = ",".join(map(str, subject.batches))
+    words = ("--batch", batches, "--time-limit", subject.time_limit, "-o", output)
+    rows = command("bench", dense, subject.home / "sparse", *words)["rows"]
+    return [
+        (
+            row["batch"],
+            row["sides"]["dense"]["throughput"]["value"],
+            row["sides"]["reduced"]["throughput"]["value"],
+            row["speedup"]["value"],
+        )
+        for row in rows
+    ]
+
+
+TABLES: Mapping[str, Callable[[Subject], MadeTable]] = MappingProxyType(
+    {
+        "2": table_2,
+        "3": table_3,
+        "10": table_10,
+        "6": table_6,
+        "9": table_9,
+        "fig2": figure_2,
+        "fig5": figure_5,
+        "grail2": grail_2,
+        "deploy": deployability,
+    }
+)
