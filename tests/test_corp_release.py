@@ -134,6 +134,12 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
     card = (out / "MODEL_CARD.md").read_text()
     for words in ("blocks.0.mlp", "8 unlabelled images", "lost, held out", "held-out images", "speed-up", "## Limits"):
         assert words in card
+    took = card.partition("## What it took")[2].partition("## Limits")[0]
+    steps = [line.split(" | ") for line in took.splitlines() if line.startswith("| ")][1:]
+    assert [step[0] for step in steps] == ["| calibrate", "| reduce", "| export dense", "| export reduced", "| total"]
+    kept = [json.loads(path.read_text())["effort"] for path in (out / ".stages").glob("*.effort")]
+    assert steps[-1][1] == f"{sum(each['seconds'] for each in kept):,.1f}"
+    assert not [name for name in manifest["files"] if "effort" in name]
     done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=out, capture_output=True, check=False)
     assert done.returncode == 0, done
 
@@ -231,7 +237,8 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
     assert one == other
     later = ("digests", "bench.onnxruntime-cpu", "gate", "package", "report", "manifest")
     states = {Path(".stages") / f"{name}.json" for name in later}
-    kept = {name for name in one - states if name.as_posix() not in MEASURED and name.name != "lock"}
+    timed = {name for name in one if name.name == "lock" or name.suffix == ".effort"}
+    kept = {name for name in one - states - timed if name.as_posix() not in MEASURED}
     same = [name for name in kept if name.parts[0] != "repository"]
     assert len(same) >= 20
     assert [name for name in same if (whole / name).read_bytes() != (resumed / name).read_bytes()] == []

@@ -1,6 +1,6 @@
 """MODEL_CARD.md of a release: what was removed, on which images, agreement, speed, limits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from perf.stats.summary import summarise
 from .names import GATE, PARITY, SUMMARY, bench_name, gain_name
 from .recipe import Recipe
 from .recipe_reduce import ReduceTable
+from .stage_effort import StageEffort, effort_lines
 
 
 def _count(number: int | None) -> str:
@@ -181,8 +182,8 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
         yield f"* Limits of the heads' maps: error at most {limits.max_map_error}, {least}."
 
 
-def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
-    """The card's text, from the records of a release and the commands that made it."""
+def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Mapping[str, StageEffort | None]) -> str:
+    """The card's text, from the records of a release, the commands that made it and what its stages took."""
     config = load_model_config(root / "reduced")
     parity = load_parity(root / PARITY)
     gate = load_gate(root / GATE)
@@ -202,6 +203,7 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str]) -> str:
         if target.rest is not None:
             against = f"{target.precision} against {target.rest}, both reduced:"
             lines += [against, "", *_speed(root / gain_name(target)), ""]
+    lines += ["## What it took", "", *effort_lines(efforts), ""]
     lines += ["## Limits", "", *_limits(recipe, parity), ""]
     lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]
     return "\n".join(lines)

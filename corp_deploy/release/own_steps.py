@@ -68,6 +68,7 @@ from .names import (
 )
 from .recipe import Recipe, Target
 from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, opened_graph, replayed
+from .stage_effort import efforts_of
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
@@ -230,7 +231,7 @@ def _record(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[st
     }
 
 
-def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> None:
+def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
     record = _record(dirs, recipe, commands)
     for name, writer in zip(REPORTS, (html, markdown, junit), strict=True):
@@ -242,7 +243,7 @@ def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> No
             "parity": json_of_file(dirs.root / parity_name(target), "parity"),
         }
         write_text(dirs.into / page_name(target), html(own))
-    write_text(dirs.into / CARD, card(dirs.root, recipe, commands))
+    write_text(dirs.into / CARD, card(dirs.root, recipe, commands, efforts_of(dirs.root, stages)))
 
 
 def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:

@@ -1,10 +1,12 @@
 """The stages of a recipe, in an order in which each finds what it reads. Imports no torch."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corp_deploy.machine import versions
+from ground.effort import Stopwatch
 from ground.files import write_text
 from ground.gpu import missing_gpu
 from perf.record.history import release_of_file
@@ -42,6 +44,7 @@ from .names import (
 from .recipe import Recipe
 from .recipe_tables import ModelTable
 from .recipe_toml import text_of_recipe
+from .stage_effort import timed
 from .stage_parts import TORCH, command_step, heads_read, own_step, settings_of, tool
 from .target_stages import target_stages
 
@@ -218,11 +221,11 @@ def _earlier(history: Path, bench: Path) -> list[str]:
 
 
 def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
-    commands = [stage.command for stage in before]
+    commands, names = [stage.command for stage in before], [stage.name for stage in before]
     return Stage(
         name="report",
         outputs=(*REPORTS, CARD, *(page_name(target) for target in recipe.targets[1:])),
-        run=own_step("report", recipe, commands),
+        run=own_step("report", recipe, commands, names),
         reads=(
             RECIPE,
             MODELS["reduced"][0],
@@ -249,6 +252,13 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
     )
 
 
+def _watch(device: str) -> Stopwatch:
+    # Torch's allocator is asked only where a stage runs.
+    from perf.runners.memory import TorchAllocator, resident_gauge
+
+    return Stopwatch(host=resident_gauge(), device=TorchAllocator() if device == "cuda" else None)
+
+
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     """Every stage of the recipe."""
     stages = [
@@ -265,6 +275,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     stages.append(_gate_stage(recipe, root, baseline))
     if recipe.package.name is not None:
         stages.append(_package_stage(recipe, root))
+    stages = [timed(stage, partial(_watch, recipe.calibration.device)) for stage in stages]
     stages.append(_report_stage(recipe, root, tuple(stages), baseline))
     stages.append(_manifest_stage(recipe, root, tuple(stages), baseline))
     return stages
