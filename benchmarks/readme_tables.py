@@ -16,6 +16,7 @@ import click
 from benchmarks import (
     bf16_page,
     convnets_page,
+    decision_page,
     engines_page,
     heads_page,
     openvino_page,
@@ -250,6 +251,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "passes.json": passes,
     "reduce_base.json": reduction,
     "proof_cost.json": proof_cost,
+    "sweep_trials.json": decision_page.sweep_trials,
+    "history.json": decision_page.history,
+    "reproduce_digits.json": decision_page.reproduced,
+    "reproduce_procedural.json": decision_page.reproduced,
 }
 
 
