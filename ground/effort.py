@@ -5,7 +5,7 @@ Never part of what is digested: two runs of one step take different times and gi
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -80,6 +80,11 @@ class Stopwatch:
             peak_bytes=_higher(before.peak_bytes, host),
             device_peak_bytes=_higher(before.device_peak_bytes, device),
         )
+
+
+def turn(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
+    """A turn where somebody takes the time."""
+    return nullcontext() if watch is None else watch.of(name)
 
 
 def _higher(one: int | None, other: int | None) -> int | None:

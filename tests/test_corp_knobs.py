@@ -214,3 +214,14 @@ def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
         ReduceTable(mlp=0.5, qk="logit")
     assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.budget.currency == "latency"
     assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"
+
+
+def test_the_time_of_selecting_and_recovering_is_told_apart() -> None:
+    given = ["reduce", "--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
+    plain = run(*given, "--mlp", 0.5, "--attn", 0.5, "-o", home() / "timed", "--json")
+    assert plain.exit_code == 0, plain.output
+    effort = json.loads(plain.stdout)["effort"]
+    assert list(effort) == ["plan", "select", "recover"]
+    assert all(each["seconds"] >= 0.0 and each["peak_bytes"] > 0 for each in effort.values())
+    looped = run(*given, "--mlp", 0.5, "--closed-loop", "--images", home() / "images.npy", "-o", home() / "l", "--json")
+    assert list(json.loads(looped.stdout)["effort"]) == ["plan", "closed loop"]

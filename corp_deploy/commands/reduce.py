@@ -90,7 +90,7 @@ def reduce_command(
         if reduction.within is not None and images is not None:
             judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
         watch = stopwatch_on(device)
-        with out.progress(title, None, unit="sites" if judges is None else "models") as done, watch.of("reduce"):
+        with out.progress(title, None, unit="sites" if judges is None else "models") as done:
             result, plan = reduce_checkpoint(
                 dense,
                 moments,
@@ -100,6 +100,7 @@ def reduce_command(
                 judges=judges,
                 held_out=None if reduction.held_out is None else load_moments(reduction.held_out),
                 done=done,
+                watch=watch,
                 polishing=Polishing(
                     ranks=ranks, state=state_beside(output), done=lambda now: done.renamed(*polishing_shown(now))
                 ),

@@ -15,19 +15,21 @@ from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.proof.speed import measure
-from corp_deploy.reduction.method import NOT_HELD_OUT
+from corp_deploy.reduction.method import NOT_HELD_OUT, Method
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
+from ground.effort import Stopwatch, turn
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
 from .budget_planner import budget_planner
+from .curves import eliminations
 from .joint_planner import joint_planner
 from .judging import Judge, Judges
 from .merging import merging_as_planned, merging_checkpoint
@@ -108,6 +110,7 @@ def reduce_as_asked(
     judges: Judges | None = None,
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
+    watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
 
@@ -129,13 +132,16 @@ def reduce_as_asked(
         require_apart(moments, held_out)
     refuse_partial(dense, asked)
     if asked.within is not None:
-        return _within(dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done)
-    with torch.inference_mode():
+        with turn(watch, "within"):
+            return _within(
+                dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done
+            )
+    with torch.inference_mode(), turn(watch, "plan"):
         planned = plan(dense, moments, asked, images)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     planned = _with_words(planned, dense.model, moments, asked)
-    return as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done), planned
+    return as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done, watch=watch), planned
 
 
 def _within(
@@ -180,25 +186,39 @@ def as_planned(
     images: InputSet | None,
     held_out: Moments | None,
     done: Callable[[int], None] | None = None,
+    watch: Stopwatch | None = None,
 ) -> Reduction:
-    """In one pass over the moments, or in the closed loop over the images."""
-    if asked.closed_loop == "symmetric":
+    """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of elimination, of
+    the repair (with rankings by scores, which cost next to nothing) and of a loop apart.
+    """
+    if asked.closed_loop is not None:
         assert images is not None
-        widths = planned.widths
-        return reduce_by_symmetric_loop(dense.model, images, planned.method, widths=widths, done=done)
-    if loop := loop_of(asked, moments):
-        assert images is not None
-        return reduce_by_closed_loop(dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done)
-    return reduce(
-        dense.model,
-        moments,
-        planned.method,
-        widths=planned.widths,
-        eliminations=planned.eliminations,
-        held_out=held_out,
-        images=images,
-        done=done,
-    )
+        with turn(watch, "closed loop"):
+            if (loop := loop_of(asked, moments)) is None:
+                return reduce_by_symmetric_loop(dense.model, images, planned.method, widths=planned.widths, done=done)
+            return reduce_by_closed_loop(
+                dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
+            )
+    with turn(watch, "select"):
+        orders = planned.eliminations
+        if orders is None and watch is not None and _eliminates(planned.method):
+            orders = eliminations(dense.model, moments, planned.method)
+    with turn(watch, "recover"):
+        return reduce(
+            dense.model,
+            moments,
+            planned.method,
+            widths=planned.widths,
+            eliminations=orders,
+            held_out=held_out,
+            images=images,
+            done=done,
+        )
+
+
+def _eliminates(method: Method) -> bool:
+    """Whether MLPs lose channels by backward elimination, of the model as it is calibrated."""
+    return method.mlp_selection == "obs" and bool(method.mlp_sparsity) and method.residual_sparsity is None
 
 
 def _within_still(
@@ -233,6 +253,7 @@ def reduce_checkpoint(
     held_out: Moments | None = None,
     done: Callable[[int], None] | None = None,
     polishing: Polishing | None = None,
+    watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Reduce where the dense model is, polish where that was asked for, and write; of several processes the first one
     does; beside it as a directory of transformers where that was asked for. Nothing is written unless all of it
@@ -250,9 +271,11 @@ def reduce_checkpoint(
         judges=judges,
         held_out=held_out,
         done=done,
+        watch=watch,
     )
     if given is not None and asked.polish is not None:
-        polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
+        with turn(watch, "polish"):
+            polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
         reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
     reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
