@@ -299,6 +299,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "parity.half_factor": (7.0, {}),
     "parity.quantised_factor": (3.0, {}),
     "parity.max_apart": (0.3, {}),
+    "parity.metric": ([f"first={sys.executable} -c 'print(1)' {{outputs}}"], {}),
     "parity.map_threshold": (0.0, HEAD),
     "parity.max_map_error": (0.4, HEAD),
     "parity.min_iou": (0.6, HEAD),
@@ -315,7 +316,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples")
 # Files outside; what stands in them counts, and not what they are called.
-FILES = ("images", "labels", "group_labels", "head", "latency_tables", "history")
+FILES = ("images", "labels", "group_labels", "head", "latency_tables", "history", "metric_files")
 # What makes no difference to the result.
 IDLE = ("calibration.workers",)
 

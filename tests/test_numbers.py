@@ -23,7 +23,7 @@ NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Paths, Words)
 # fmt: off
 TEXTS = {
-    "break_fusion", "dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model",
+    "metric", "break_fusion", "dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model",
     "name", "names", "only", "patterns", "reference", "repair", "rules", "select",
     "server", "sm", "sparse", "title", "within",
 }

@@ -148,9 +148,10 @@ def verify(
     from calib.store import load as load_moments
     from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.own_metrics import require_trusted, with_metrics
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
-    from corp_deploy.views.parity import located_lines, parity_table
+    from corp_deploy.views.parity import located_lines, metric_lines, parity_table
 
     of_engines = asked.is_of_engines(model.model)
     VERIFY_REFERENCE.refuse([(model.model, "engine" if of_engines else "model")], explicit_options())
@@ -158,6 +159,7 @@ def verify(
         ctx.exit(asked.compare(Path(model.model), candidates, inputs, limits, out))
     inputs.require()
     output = asked.record_of(candidates)
+    require_trusted(asked.metrics)
     dense = model.load(out)
     steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], runtime), dense)
     if asked.polygraphy is not None:
@@ -176,6 +178,7 @@ def verify(
             heads=heads,
             done=done,
         )
+    proof = with_metrics(proof, asked.metrics, proof_inputs, time_limit_s=asked.metric_time_limit)
     save_proof(proof, output)
     again: list[str] = []
     if asked.polygraphy is not None:
@@ -183,6 +186,6 @@ def verify(
         again = [f"in {there}:", *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batch))]
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [*located_lines(proof.parity), *again, proof.parity.line]
+    lines = [*located_lines(proof.parity), *metric_lines(proof.parity), *again, proof.parity.line]
     out.result(proof.parity.to_json(), parity_table(proof.parity), *lines)
     ctx.exit(EXIT_CODES[proof.parity.verdict])

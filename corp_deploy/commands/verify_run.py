@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from corp_deploy.views.console import Output
+from ground.quantities import SECONDS
 
+from .numbers import Number
 from .options import BATCHES, DIRECTORY, FILE, explicit_options, value_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
     from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
+    from corp_deploy.proof.metric_request import MetricRequest
 
     from .proof_input_choice import ProofInputChoice
 
@@ -31,6 +34,8 @@ class VerifyRun:
     write_golden: Path | None
     other_graph: bool
     polygraphy: Path | None
+    metrics: "tuple[MetricRequest, ...]" = ()
+    metric_time_limit: float = 600.0
 
     def is_of_engines(self, reference: str) -> bool:
         """Whether the reference is an engine, a graph or golden answers, and no model."""
@@ -157,9 +162,20 @@ def _sizes(artefacts: "Sequence[Artefact]", batches: tuple[int, ...]) -> tuple[i
     return batches
 
 
+def _verify_run(metric: tuple[str, ...], metric_time_limit: float, **options: Any) -> VerifyRun:
+    if "metric_time_limit" in explicit_options() and not metric:
+        raise click.UsageError("--metric-time-limit is for --metric; give that too, or leave it out")
+    metrics: tuple[MetricRequest, ...] = ()
+    if metric:
+        from corp_deploy.proof.metric_request import metrics_from_texts
+
+        metrics = metrics_from_texts(metric)
+    return VerifyRun(metrics=metrics, metric_time_limit=metric_time_limit, **options)
+
+
 run_options = value_options(
     "asked",
-    VerifyRun,
+    _verify_run,
     click.option(
         "--output", "-o", type=FILE, default=None, help="parity.json to write; per-image figures go to .npz beside it."
     ),
@@ -176,6 +192,22 @@ run_options = value_options(
         "--other-graph",
         is_flag=True,
         help="Compare engines although they were built of different graphs; the record tells both digests.",
+    ),
+    click.option(
+        "--metric",
+        multiple=True,
+        metavar="[NAME=]COMMAND",
+        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell for "
+        "the dense model and each candidate, with the .npz of its outputs, names and labels in place of {outputs}; "
+        "the last line that it prints is the number. Or module:PATH.py:FUNCTION (with --trust-code), given the "
+        "arrays. Only what is typed here or in a recipe is run; repeat.",
+    ),
+    click.option(
+        "--metric-time-limit",
+        type=Number(SECONDS),
+        default=600.0,
+        show_default=True,
+        help="Seconds that one run of a --metric may take.",
     ),
     click.option(
         "--polygraphy",

@@ -28,12 +28,10 @@ def trusting_code(trust: bool) -> Iterator[None]:
         _TRUSTED.reset(token)
 
 
-def refuse_untrusted(where: str) -> None:
-    """Raise BadInput where code of models may not be run."""
+def refuse_untrusted(where: str, *, to: str = "make the model") -> None:
+    """Raise BadInput where a user's code may not be run."""
     if not _TRUSTED.get():
-        raise BadInput(
-            f"{where} is code, which would be run to make the model: read it, and give --trust-code if you trust it"
-        )
+        raise BadInput(f"{where} is code, which would be run to {to}: read it, and give --trust-code if you trust it")
 
 
 def is_code(text: str) -> bool:

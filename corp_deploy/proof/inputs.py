@@ -22,12 +22,15 @@ from .pixels import pixels_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofInputs:
-    """What a proof is made on: the model's inputs [N, ...] by name, what they are, labels where there are any."""
+    """What a proof is made on: the model's inputs [N, ...] by name, what they are, labels where there are any; names
+    where none of them had to be left out.
+    """
 
     feeds: Feeds
     digest: str
     kind: str = "images"
     labels: NDArray[np.int64] | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
@@ -51,7 +54,8 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
         done += count
     assert arrays, source
     feeds = rows_of(arrays, slice(done))
-    return ProofInputs(feeds=feeds, digest=source.digest, kind=source.noun, labels=labels)
+    names = tuple(source.name(place) for place in range(source.count)) if done == source.count else ()
+    return ProofInputs(feeds=feeds, digest=source.digest, kind=source.noun, labels=labels, names=names)
 
 
 def _on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:

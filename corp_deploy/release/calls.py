@@ -195,6 +195,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "max_apart": parity.max_apart,
             "head": [path_from(root, path) for path in parity.head],
             **parity.of_maps,
+            "metric": parity.metrics(root),
             "output": PARITY,
         },
     )

@@ -132,6 +132,12 @@ def _agreement(parity: Parity) -> Iterator[str]:
         yield ""
         accuracies = ", ".join(f"{row.model} {row.accuracy:.2%}" for row in parity.accuracy)
         yield f"Accuracy: {markdown_line(accuracies)}."
+    for name in dict.fromkeys(row.name for row in parity.metrics):
+        rows = [row for row in parity.metrics if row.name == name]
+        values = ", ".join(f"{row.model} {row.value:.6g}" for row in rows)
+        yield ""
+        made_by = f"{markdown_line(rows[0].command)} `{rows[0].sha256[:16]}`"
+        yield f"{markdown_line(name)}: {markdown_line(values)}, by {made_by}."
 
 
 def _maps(parity: Parity) -> Iterator[str]:

@@ -21,6 +21,8 @@ from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.metric_request import metrics_from_texts
+from corp_deploy.proof.own_metrics import with_metrics
 from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
@@ -178,15 +180,18 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     """The chain down to what the target runs, on the samples, which travel with the release."""
     dense = load_checkpoint(dirs.root / "dense")
     profile = target.profile
+    inputs = inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES))
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     proof = prove(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
-        inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES)),
+        inputs,
         batches=fitting or [profile.tuned],
         limits=_limits(recipe),
         heads=HeadRequest(paths=recipe.parity.head, threshold=recipe.parity.map_threshold),
     )
+    asked = metrics_from_texts(recipe.parity.metrics(dirs.root))
+    proof = with_metrics(proof, asked, inputs, below=dirs.root)
     save_proof(proof, dirs.into / parity_name(target))
 
 

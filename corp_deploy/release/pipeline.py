@@ -164,7 +164,7 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
         run=command_step(verify),
         reads=(*MODELS["dense"], *MODELS["reduced"], MOMENTS, *graphs_of(recipe, "reduced")),
         outside=outside if held_out.labels is None else outside | {"held_out.labels": held_out.labels},
-        settings=settings_of("parity", recipe.parity, without=("head",))
+        settings=settings_of("parity", recipe.parity, without=("head", "metric_files"))
         | _drawn_held_out(recipe)
         | {"versions": tool(*TORCH, "onnxruntime")},
         command=str(verify),

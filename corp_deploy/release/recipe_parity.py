@@ -1,8 +1,14 @@
 """The table [parity] of a recipe as a type. Imports no torch."""
 
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from corp_deploy.invocation.call import path_from
 from corp_deploy.invocation.table import VERIFY_HEADS
+from corp_deploy.proof.metric_request import MetricRequest, metrics_from_texts
+from ground.errors import BadInput
 from perf.parity.maps import THRESHOLD
 
 from . import recipe_values
@@ -21,10 +27,26 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_map_error: recipe_values.RelativeError | None = None
     min_iou: recipe_values.Share | None = None
     min_pixels: recipe_values.Share | None = None
+    metric: recipe_values.Texts = ()
+    metric_files: recipe_values.Locations = ()
 
     def __post_init__(self) -> None:
         asked = self._of_maps | {"map_threshold": None if self.map_threshold == THRESHOLD else self.map_threshold}
         refuse_ignored("[parity]", VERIFY_HEADS, self._way, asked)
+        if self.metric_files and not self.metric:
+            raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
+        for request in metrics_from_texts(self.metric):
+            if request.is_code:
+                raise BadInput(
+                    f"parity.metric {request.name}: a recipe takes commands, such as 'python score.py {{outputs}}'"
+                )
+
+    def metrics(self, directory: Path) -> list[str]:
+        """The commands as they are run in the directory: what names one of the files by its name names it by its path
+        from there.
+        """
+        paths = {path.name: path_from(directory, path) for path in self.metric_files}
+        return [_located(request, paths) for request in metrics_from_texts(self.metric)]
 
     @property
     def _way(self) -> str:
@@ -38,3 +60,8 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def of_maps(self) -> dict[str, Any]:
         """What is asked of heads' maps, as `verify` takes it; nothing without heads."""
         return VERIFY_HEADS.honoured(self._way, {"map_threshold": self.map_threshold} | self._of_maps)
+
+
+def _located(request: MetricRequest, paths: Mapping[str, str | None]) -> str:
+    words = (paths.get(Path(word).name) or word for word in request.words)
+    return f"{request.name}={shlex.join(words)}"

@@ -67,4 +67,5 @@ def command_step(invocation: Invocation) -> Callable[[StageDirs], None]:
 
 
 def heads_read(recipe: Recipe) -> dict[str, Path]:
-    return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)}
+    of_metrics = {f"parity.metric_files.{place}": path for place, path in enumerate(recipe.parity.metric_files)}
+    return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)} | of_metrics

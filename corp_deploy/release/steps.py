@@ -20,6 +20,8 @@ from corp_deploy.proof.chain import prove
 from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.metric_request import metrics_from_texts
+from corp_deploy.proof.own_metrics import with_metrics
 from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
@@ -131,10 +133,11 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
     heads = run.options.get("head") or []
     of_maps = {name: run[name] for name in ("max_map_error", "min_iou", "min_pixels") if heads}
+    inputs = inputs_from_set(source, labels)
     proof = prove(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
-        inputs_from_set(source, labels),
+        inputs,
         batches=run["batch"],
         limits=ParityLimits(**run.some(*(name for name in LIMITS if name in run.options)), **of_maps),
         moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
@@ -142,6 +145,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
             paths=tuple(dirs.root / path for path in heads), threshold=run.options.get("map_threshold", THRESHOLD)
         ),
     )
+    proof = with_metrics(proof, metrics_from_texts(run.options.get("metric") or ()), inputs, below=dirs.root)
     save_proof(proof, dirs.into / run["output"])
     return proof.parity
 

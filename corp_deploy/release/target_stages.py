@@ -50,7 +50,7 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...])
         run=own_step("target-parity", recipe, target),
         reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads))),
         outside=heads_read(recipe),
-        settings=settings_of("parity", recipe.parity, without=("head",)) | {"versions": tool()},
+        settings=settings_of("parity", recipe.parity, without=("head", "metric_files")) | {"versions": tool()},
         missing=lambda: missing_to_run(target),
         command=str(calls.only(name, recipe)),
     )

@@ -34,3 +34,8 @@ def parity_table(parity: Parity) -> Table:
 def located_lines(parity: Parity) -> list[str]:
     """Where each failing FP16 link starts to err, and the command for it."""
     return [f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in parity.located]
+
+
+def metric_lines(parity: Parity) -> list[str]:
+    """Measures of the user's own, a line each."""
+    return [f"{row.name} of {row.model}: {row.value:.6g}" for row in parity.metrics]

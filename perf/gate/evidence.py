@@ -13,6 +13,8 @@ from perf.stats.summary import Summary, SummaryRow, summarise
 
 from .rule import COUNTED, PLACED, TIMED, Rule
 
+DENSE = "dense"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -38,6 +40,8 @@ class Evidence:
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
+        if rule.is_own:
+            return _own(self.parity, rule, subject, where)
         if rule.metric in TIMED:
             return _timed(self._bench(rule, where), rule, subject, where)
         if rule.metric in (*COUNTED, *PLACED):
@@ -155,6 +159,32 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
         return Reading(interval=exact(value))
     interval = Interval(value=value, low=min(low, value), high=max(high, value))
     return Reading(interval=interval, count=link.measures.images, unit=link.measures.inputs)
+
+
+def _own(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
+    """Of a link's candidate, else of what ships; of the dense model where that is the subject."""
+    rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
+    if parity is None or not rows:
+        known = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
+        has = f"it has {known}" if known else "it has none"
+        raise BadInput(
+            f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of your own, {has}; give verify --metric "
+            f"{rule.metric}='COMMAND {{outputs}}'"
+        )
+    if subject not in (None, DENSE):
+        raise BadInput(f"rule {rule.text!r}: own measures are of {DENSE!r} and of candidates, not of {subject!r}")
+    label = rows[0].model if subject == DENSE else _judged_link(parity.links, rule, where).candidate
+    value = next((row.value for row in rows if row.model == label), None)
+    if value is None:
+        raise BadInput(f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of {label}")
+    return Reading(interval=exact(value))
+
+
+def _judged_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
+    """The named one, else one to what ships."""
+    if rule.link is not None:
+        return _link(links, rule, where)
+    return ([link for link in links if link.kind == "whole"] or list(links))[-1]
 
 
 def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:

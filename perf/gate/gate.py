@@ -141,7 +141,7 @@ def _bound(rule: Rule, now: Evidence, baseline: Evidence | None) -> Reading:
 
 def _differing(rule: Rule, now: Evidence, baseline: Evidence | None) -> tuple[str, ...]:
     """The keys that forbid comparing a timed figure with the baseline's; a size or an error needs no equal machine."""
-    if not rule.wants_baseline or rule.metric not in TIMED:
+    if not rule.wants_baseline or rule.is_own or rule.metric not in TIMED:
         return ()
     assert now.bench is not None, rule
     assert baseline is not None, rule
@@ -153,7 +153,7 @@ def _differing(rule: Rule, now: Evidence, baseline: Evidence | None) -> tuple[st
 def _paired(rule: Rule, now: Evidence, mine: Interval, limit: Interval) -> Interval:
     """Two subjects of one record ran side by side, so that their ratio is known better than either latency."""
     bench = now.bench
-    if rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
+    if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
         return mine
     pair = (rule.subject or bench.candidate.name, rule.name)
     if pair != (bench.candidate.name, bench.reference.name):
@@ -212,7 +212,7 @@ def _without(mine: Interval, moved: Interval) -> Interval:
 
 def _machine_change(rule: Rule, now: Evidence, baseline: Evidence | None) -> Interval | None:
     """The reference model's figure now over then, when it is the same model and not the one the rule is about."""
-    if not rule.wants_baseline or rule.metric not in MACHINE_METRICS:
+    if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
         return None
     if now.bench is None or baseline is None or baseline.bench is None:
         return None

@@ -1,16 +1,18 @@
 """The grammar of a gate rule: what must not be so.
 
-    rule    = [subject "."] ["end_to_end."] metric ["@" place] compare bound
+    rule    = [subject "."] ["end_to_end." | "metric."] metric ["@" place] compare bound
     metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
             | device_memory (bytes: weights and activations)              of the profile of a batch: @b8
             | size_bytes | plan_bytes | params | macs | fused_attention | sparse_layers
             | a measure of the parity record: relative_error, top1_agreement, ...         at a link: @half, or the whole
+            | behind "metric.": a measure of the user's own by its name, at a link or of what ships
     compare = < <= > >=
     bound   = size | name | name * number | name + size | name - size
     size    = number, of a metric in bytes also with its unit: 200 MB, 1.5 GiB
     name    = "baseline" (the same figure in the older record) | a subject (the same figure of that subject)
 
-Without a subject the candidate is meant; `dense.p50@b1 > baseline * 1.03` asks about the dense model.
+Without a subject the candidate is meant; `dense.p50@b1 > baseline * 1.03` asks about the dense model, and
+`metric.map < dense - 0.01` holds a measure of the user's own against that model's.
 """
 
 import operator
@@ -34,6 +36,7 @@ PLACED = ("device_memory",)
 IN_BYTES = ("size_bytes", "plan_bytes", "device_memory", "peak_memory_bytes")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BASELINE = "baseline"
+OWN = "metric"  # what stands before the names of a user's own measures
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 LIMIT = Real(low=-1e18, high=1e18)
 _RULE = re.compile(
@@ -66,6 +69,11 @@ class Rule:
         return COMPARE[self.compare](value, bound)
 
     @property
+    def is_own(self) -> bool:
+        """Whether it asks for a measure of the user's own."""
+        return self.measure == OWN
+
+    @property
     def wants_baseline(self) -> bool:
         return self.name == BASELINE
 
@@ -81,10 +89,10 @@ def rule_from_text(text: str) -> Rule:
             f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
         )
     subject, measure = _prefixes(text, match["prefix"])
-    batch, link = _place(text, match["metric"], match["place"])
+    batch, link = (None, match["place"]) if measure == OWN else _place(text, match["metric"], match["place"])
     if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
         raise BadInput(f"rule {shown(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
-    scale, offset = _bound(text, bound, _unit(text, match["metric"], bound))
+    scale, offset = _bound(text, bound, _unit(text, "" if measure == OWN else match["metric"], bound))
     return Rule(
         text=text.strip(),
         subject=subject,
@@ -101,10 +109,12 @@ def rule_from_text(text: str) -> Rule:
 
 def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
     words = [word for word in prefix.split(".") if word]
-    measures = [word for word in words if word in ("compute", "end_to_end")]
+    measures = [word for word in words if word in ("compute", "end_to_end", OWN)]
     subjects = [word for word in words if word not in measures]
     if len(subjects) > 1 or len(measures) > 1:
-        raise BadInput(f"rule {shown(text)}: one subject and one of compute or end_to_end may stand before the metric")
+        raise BadInput(
+            f"rule {shown(text)}: one subject and one of compute, end_to_end or metric may stand before the metric"
+        )
     return subjects[0] if subjects else None, measures[0] if measures else "compute"
 
 

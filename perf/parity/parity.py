@@ -20,6 +20,7 @@ from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
 from .maps import THRESHOLD, Head
 from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
+from .own_metric import OwnMetric
 from .shift import Shift
 from .source import Source
 from .structure import StructuralTest
@@ -88,7 +89,7 @@ class ImageSet:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
     """The whole proof; verdict and reason follow from its parts. `sources`: what was compared where it was engines, the
-    reference first.
+    reference first. `metrics`: measures of the user's own, the reference's first of each name.
     """
 
     images: ImageSet
@@ -101,6 +102,7 @@ class Parity:
     per_image: str | None = None
     heads: tuple[Head, ...] = ()
     sources: tuple[Source, ...] = ()
+    metrics: tuple[OwnMetric, ...] = ()
 
     def __post_init__(self) -> None:
         names = [link.name for link in self.links]
@@ -149,7 +151,7 @@ class Parity:
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         links = [_json_from_link(link) for link in self.links]
         fields: dict[str, Any] = json_from_record(self)
-        for name in ("heads", "sources"):
+        for name in ("heads", "sources", "metrics"):
             if not fields[name]:
                 del fields[name]
         return head | fields | {"links": links, "batches": sizes}

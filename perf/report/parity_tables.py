@@ -121,3 +121,15 @@ def accuracy(content: Content) -> Table:
         rows=tuple(rows),
         note="95 % Wilson intervals; two models on the same images by McNemar's exact test.",
     )
+
+
+def own_metrics(content: Content) -> Table:
+    """Measures of the user's own, by artefact."""
+    rows = content.parity.metrics if content.parity else ()
+    return Table(
+        key="metrics",
+        title="Measures of your own",
+        columns=("Measure", "Model", "Value", "Command"),
+        rows=tuple((row.name, row.model, f"{row.value:.6g}", f"{row.command}\n{row.sha256[:16]}") for row in rows),
+        note="Made by the command on each artefact's outputs; the digest covers it and the files that it names.",
+    )

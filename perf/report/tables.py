@@ -10,7 +10,7 @@ from .content import Content, ModelLine, SiteLine
 from .history import history_table
 from .images_plot import images_table
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
-from .parity_tables import accuracy, links, located, maps, structure
+from .parity_tables import accuracy, links, located, maps, own_metrics, structure
 from .table import PAIR, Table
 
 
@@ -30,6 +30,7 @@ def tables(content: Content) -> dict[str, Table]:
         located(content),
         structure(content),
         accuracy(content),
+        own_metrics(content),
         shift(content),
         ways(content),
         merging(content),

@@ -1,0 +1,190 @@
+"""A user's own measure: run once an artefact on its outputs, recorded with what made it, used in rules; or refused."""
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from corp_deploy.cli import main
+from corp_deploy.proof.inputs import ProofInputs
+from corp_deploy.proof.metric_request import metric_from_text, metrics_from_texts
+from corp_deploy.proof.own_metrics import own_metrics
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import export_checkpoint
+from ground.errors import BadInput
+from perf.gate.evidence import Evidence
+from perf.gate.gate import judge
+from perf.gate.rule import rule_from_text
+from perf.parity.parity import load_parity
+from tests import tiny
+
+SCORE = """\
+import sys
+import numpy as np
+with np.load(sys.argv[1]) as file:
+    right = file["logits"].argmax(1) == file["labels"]
+    assert len(file["names"]) == len(right), file["names"]
+print("reading", sys.argv[1])
+print(right.mean())
+with open("runs.txt", "a") as log:
+    print(len(right), file=log)
+"""
+LOGITS = {"logits": np.arange(12, dtype=np.float32).reshape(4, 3)}
+INPUTS = ProofInputs(feeds={"images": np.zeros((4, 1), dtype=np.float32)}, digest="0", names=("a", "b", "c", "d"))
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def python(code: str) -> str:
+    return shlex.join([sys.executable, "-c", code, "{outputs}"])
+
+
+def measured(command: str, **more: Any) -> float:
+    (row,) = own_metrics([metric_from_text(command)], {"one": LOGITS}, INPUTS, **more)
+    return row.value
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("dense", 0), ("reduced", 1)):
+        checkpoint = tiny.checkpoint(seed=seed, depth=1)
+        save(checkpoint, tmp_path / name)
+    export_checkpoint(checkpoint, tmp_path / "reduced" / "model.onnx", precision="fp32")
+    np.savez(tmp_path / "images.npz", images=tiny.images(9), labels=np.arange(9) % 7)
+    (tmp_path / "score.py").write_text(SCORE)
+    return tmp_path
+
+
+def shares(home: Path) -> list[float]:
+    """Of the dense and of the reduced model, by hand."""
+    images, labels = torch.from_numpy(tiny.images(9)), np.arange(9) % 7
+    found = []
+    for seed in (0, 1):
+        with torch.no_grad():
+            logits = tiny.checkpoint(seed=seed, depth=1).model(images).numpy()
+        found.append(float(np.mean(logits.argmax(1) == labels)))
+    return found
+
+
+def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -> None:
+    command = f"hits={sys.executable} score.py {{outputs}}"
+    result = run("verify", "dense", "reduced", "reduced/model.onnx", "--images", "images.npz", "--labels", "images.npz",
+                 "-o", "parity.json", "--metric", command)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    parity = load_parity(home / "parity.json")
+    dense, reduced = shares(home)
+    assert [row.value for row in parity.metrics] == pytest.approx([dense, reduced, reduced])
+    assert (home / "runs.txt").read_text().split() == ["9"] * 3, "once an artefact"
+    assert f"hits of dense torch fp32: {dense:.6g}" in result.output
+    before = parity.metrics[0].sha256
+    (home / "score.py").write_text(SCORE + "\n")
+    (row,) = own_metrics([metric_from_text(command)], {"one": LOGITS}, _labelled())
+    assert row.sha256 != before, "the digest covers the script"
+
+    def verdict(rule: str) -> str:
+        return judge([rule_from_text(rule)], Evidence(parity=parity)).verdict
+
+    assert verdict(f"metric.hits < {reduced + 0.01}") == "FAIL"
+    assert verdict(f"metric.hits < {reduced - 0.01}") == "PASS"
+    assert verdict("metric.hits@reduced < -1") == "PASS"
+    assert verdict(f"dense.metric.hits < {dense + 0.01}") == "FAIL"
+    gap = reduced - dense
+    assert verdict(f"metric.hits < dense {gap + 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "FAIL"
+    assert verdict(f"metric.hits < dense {gap - 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "PASS"
+    with pytest.raises(BadInput, match=r"no measure 'misses' of your own, it has hits; give verify --metric misses="):
+        verdict("metric.misses < 1")
+    with pytest.raises(BadInput, match="not of 'other'"):
+        verdict("other.metric.hits < 1")
+    gated = run("gate", "parity.json", "--fail-if", "metric.hits < 2")
+    assert gated.exit_code == 1, gated.output
+
+
+def _labelled() -> ProofInputs:
+    return ProofInputs(feeds=INPUTS.feeds, digest="0", names=INPUTS.names, labels=np.zeros(4, dtype=np.int64))
+
+
+def test_a_parity_record_without_measures_is_as_before(home: Path) -> None:
+    assert run("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json").exit_code in (0, 3)
+    assert "metrics" not in json.loads((home / "parity.json").read_text())
+
+
+def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
+    (home / "own.py").write_text(
+        "def mean(outputs):\n    open('ran', 'w').close()\n    return outputs['logits'].mean()\n"
+    )
+    words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
+    result = run(*words, "mean=module:own.py:mean")
+    assert result.exit_code == 2
+    assert "own.py is code, which would be run to measure outputs" in " ".join(result.output.split())
+    assert not (home / "ran").exists()
+    result = run(*words, "mean=module:own.py:mean", "--trust-code", "--max-error", 9)
+    assert result.exit_code == 0, result.output
+    with torch.no_grad():
+        logits = tiny.checkpoint(depth=1).model(torch.from_numpy(tiny.images(9))).numpy()
+    assert load_parity(home / "parity.json").metrics[0].value == pytest.approx(float(logits.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("print('0.5 mAP')", "the last line is '0.5 mAP', expected a number and nothing else"),
+        ("pass", "printed nothing, expected a number on the last line"),
+        ("print('nan')", "is nan, expected a finite number"),
+        ("print('inf')", "is inf, expected a finite number"),
+        ("raise SystemExit('no labels')", "exit code 1, expected 0: no labels"),
+        ("print(1); raise SystemExit(3)", "exit code 3, expected 0: it said nothing"),
+    ],
+)
+def test_what_gives_no_number_is_refused(code: str, says: str) -> None:
+    with pytest.raises(BadInput, match=f"metric own of one: {says}"):
+        measured(python(code))
+
+
+def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> None:
+    code = "import sys, numpy as np; f = np.load(sys.argv[1]); print(sorted(f.files)); print(f['logits'].sum())"
+    assert measured(python(code)) == 66.0
+    look = "import os, sys; print(oct(os.stat(os.path.dirname(sys.argv[1])).st_mode & 0o777)[2:])"
+    assert measured(python(look)) == 700.0
+    behind = shlex.join([sys.executable, "-c", "import sys; print(len(sys.argv))", "{outputs}"]) + " && exit 3"
+    assert measured(behind, below=tmp_path) == 5.0, "&& is an argument like others"
+    with pytest.raises(BadInput, match="'no-such-program' can't be run"):
+        measured("no-such-program {outputs}")
+
+
+def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
+    started = time.monotonic()
+    with pytest.raises(BadInput, match=r"took longer than 0\.5 s and was stopped"):
+        measured(python("import subprocess; subprocess.run(['sleep', '60'])"), time_limit_s=0.5)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["python score.py"], r"it has no \{outputs\}"),
+        (["a='python {outputs}"], "can't be split into words"),
+        (["a=python {outputs}", "a=ruby {outputs}"], "two metrics are called 'a'"),
+        (["module:score.py"], r"expected module:PATH\.py:FUNCTION"),
+    ],
+)
+def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        metrics_from_texts(texts)
+    words = [word for text in texts for word in ("--metric", text)]
+    assert run("verify", "dense", "reduced", "--images", "x.npy", "-o", "p.json", *words).exit_code == 2
+
+
+def test_a_time_limit_without_a_measure_is_refused() -> None:
+    result = run("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3")
+    assert result.exit_code == 2
+    assert "--metric-time-limit is for --metric" in result.output
