@@ -1,0 +1,86 @@
+"""A real release whose only target is OpenVINO: what it measures, proves and hands to a server."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import save
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "calibration.npy"
+batch_size = 4
+[held_out]
+images = "held-out.npz"
+[reduce]
+mlp = 0.3
+align_mlp = 8
+[export]
+precisions = ["fp32"]
+[targets.openvino]
+[parity]
+batches = [1, 3]
+[bench]
+batches = [2]
+time_limit_s = 0.2
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+threads = 1
+[samples]
+count = 3
+[gate]
+fail_if = ["params >= dense"]
+[package]
+name = "tiny"
+"""
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("release")
+    save(tiny.checkpoint(), root / "dense")
+    np.save(root / "calibration.npy", tiny.images(12))
+    np.savez(root / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    (root / "recipe.toml").write_text(RECIPE)
+    done = run("release", root / "recipe.toml", "-o", root / "out")
+    assert done.exit_code == 0, done.output
+    return root
+
+
+def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
+    out = home / "out"
+    subjects = json.loads((out / "bench.json").read_text())["subjects"]
+    assert [each["describe"]["backend"] for each in subjects] == ["openvino"] * 2
+    assert [each["describe"]["computed_in"] for each in subjects] == ["fp32"] * 2
+    assert "openvino" in (out / "parity.openvino.json").read_text()
+    assert "openvino" in (out / "report.md").read_text().lower()
+    assert "openvino" in (out / "MODEL_CARD.md").read_text().lower()
+
+
+def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
+    out = home / "out"
+    configs = [path.read_text() for path in (out / "repository").rglob("config.pbtxt")]
+    assert any('backend: "openvino"' in text for text in configs)
+    for command, place in (("lint-repo", out / "repository"), ("check", out)):
+        done = run(command, place)
+        assert done.exit_code == 0, done.output
+
+
+def test_a_second_run_does_nothing(home: Path) -> None:
+    done = run("release", home / "recipe.toml", "-o", home / "out")
+    assert done.exit_code == 0
+    assert "nothing to do" in done.output
