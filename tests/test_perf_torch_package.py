@@ -152,6 +152,15 @@ class Small(nn.Module):
         return out
 
 
+def test_a_single_input_is_measured_by_itself(tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    words = ["bench", tmp_path / "dense", tmp_path / "dense", "--backend", "aotinductor", "--batch", "1,8,32"]
+    refused = run(*words, "-o", tmp_path / "b.json")
+    assert refused.exit_code == 2
+    assert "measure --batch 1 by itself, and --batch 8,32 in another run" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "b.json").exists()
+
+
 def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that is handed to the compiler, which takes a minute of its own: run as it stands."""
     programs: list[Any] = []
@@ -169,11 +178,14 @@ def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monk
         compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1)  # type: ignore[arg-type]
         program = programs.pop()
         (limits,) = program.range_constraints.values()
-        assert (limits.lower, limits.upper) == (1, torch_package.LARGEST_BATCH)
+        assert (limits.lower, limits.upper) == (2, torch_package.LARGEST_BATCH)
         held = {tensor.dtype for tensor in program.state_dict.values()}
         assert held == {torch.float32 if precision == "fp32" else torch.bfloat16}
-        for count in (1, 3):
-            (got,) = program.module()(torch.from_numpy(IMAGES[:count]))
+        compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1, single=True)  # type: ignore[arg-type]
+        alone = programs.pop()
+        assert not alone.range_constraints
+        for count in (1, 2, 3):
+            (got,) = (alone if count == 1 else program).module()(torch.from_numpy(IMAGES[:count]))
             expected = np.maximum(IMAGES[:count].reshape(count, -1) @ weight.T + bias, 0.0)
             assert got.dtype == torch.float32
             np.testing.assert_allclose(got.detach().numpy(), expected, rtol=bound, atol=bound)

@@ -173,7 +173,9 @@ def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
     return "cuda" if one.honours["device"] == ("cuda",) else "cpu"
 
 
-def _contender(name: str, path: Path, running: RunOptions, scratch: Path, fed: TimedInputs) -> Contender:
+def _contender(
+    name: str, path: Path, running: RunOptions, scratch: Path, fed: TimedInputs, batches: Sequence[int]
+) -> Contender:
     if path.suffix == ".pt2":
         return contender_from_package(name, path, fed.images, running)
     if path.suffix == ".plan":
@@ -187,7 +189,7 @@ def _contender(name: str, path: Path, running: RunOptions, scratch: Path, fed: T
             save(checkpoint, path)
         return _from_module(name, checkpoint, path / WEIGHTS, running)
     if running.backend == "aotinductor":
-        return compiled_contender(name, checkpoint, scratch / f"{name}.pt2", running, path.name)
+        return compiled_contender(name, checkpoint, scratch / f"{name}.pt2", running, path.name, batches)
     graph = scratch / f"{name}.onnx"
     export_checkpoint(checkpoint, graph, precision="fp32")
     return _from_onnx(name, graph, running)
@@ -232,7 +234,7 @@ def measure(
     device = _device_of_both(dense, reduced, running)
     with tempfile.TemporaryDirectory() as scratch:
         both = zip(names, (dense, reduced), strict=True)
-        one, other = (_contender(name, path, running, Path(scratch), fed) for name, path in both)
+        one, other = (_contender(name, path, running, Path(scratch), fed, batches) for name, path in both)
         _refuse_unequal(one, other, batches)
         feeds = feeds_to_time(fed, one.inputs, (dense, reduced), max(batches))
         timed_tests: list[StructuralTest] = []

@@ -3,9 +3,9 @@
 import copy
 import os
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from perf.runners.torch_package import PackageRunner
 from .contender import Contender
 
 LARGEST_BATCH = 1024
-BATCHES = f"any from 1 to {LARGEST_BATCH}"
+SEVERAL = f"any from 2 to {LARGEST_BATCH}"
 
 
 class _Borders(nn.Module):
@@ -42,28 +42,32 @@ class _Borders(nn.Module):
         return tuple(each.float() for each in ((given,) if isinstance(given, Tensor) else given))
 
 
-def compile_package(checkpoint: Checkpoint, path: Path, *, precision: Precision, threads: int | None) -> None:
-    """Write the model as a package; its loops keep the number of threads that they are compiled with.
+def compile_package(
+    checkpoint: Checkpoint, path: Path, *, precision: Precision, threads: int | None, single: bool = False
+) -> None:
+    """Write the model as a package, for a free batch of 2 or more, or for a `single` input, which torch takes for
+    another program. Its loops keep the number of threads that they are compiled with.
 
-    Raises Missing without a C++ compiler, BadInput for a model that torch.export can't write with a free batch.
+    Raises Missing without a C++ compiler, BadInput for a model that torch.export can't write so.
     """
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise Missing("AOTInductor needs a C++ compiler and found none: install g++, or name one in CXX")
     family, dtype = family_of(checkpoint.model), DTYPES[precision]
     module = _Borders(copy.deepcopy(family.exportable(checkpoint.model)).to(dtype), dtype).eval()
-    inputs = tuple(torch.from_numpy(rows) for rows in noise_of_ports(input_ports(checkpoint.model), 2, seed=0).values())
-    batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
-    before, settings = torch.get_num_threads(), cast(Any, torch.fx.experimental._config)
+    rows = noise_of_ports(input_ports(checkpoint.model), 1 if single else 2, seed=0).values()
+    inputs = tuple(map(torch.from_numpy, rows))
+    batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)
+    shapes = None if single else (tuple({0: batch} for _ in inputs),)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        # Else batches of 1 are refused by the compiled code, as torch takes a size of 1 for another program.
-        with torch.no_grad(), settings.patch(backed_size_oblivious=True):
-            program = torch.export.export(module, inputs, dynamic_shapes=(tuple({0: batch} for _ in inputs),))
+        with torch.no_grad():
+            program = torch.export.export(module, inputs, dynamic_shapes=shapes)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     except (RuntimeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
         reason = " ".join(str(error).split())[:300]
         name = checkpoint.architecture.name
-        raise BadInput(f"{name}: AOTInductor can't compile it with a free batch: {reason}") from error
+        raise BadInput(f"{name}: AOTInductor can't compile it: {reason}") from error
     finally:
         torch.set_num_threads(before)
 
@@ -95,17 +99,28 @@ def contender_from_package(name: str, path: Path, images: Path | None, running: 
     return Contender(subject=subject, inputs=inputs, static_batch=None)
 
 
-def compiled_contender(name: str, checkpoint: Checkpoint, path: Path, running: RunOptions, label: str) -> Contender:
-    """A model as a package that is made here, and so no foreign code; `label` stands in the record."""
+def compiled_contender(
+    name: str, checkpoint: Checkpoint, path: Path, running: RunOptions, label: str, batches: Sequence[int]
+) -> Contender:
+    """A model as a package that is made here, and so no foreign code; `label` stands in the record. Raises BadInput for
+    a batch of 1 beside others, which are programs of their own.
+    """
+    if 1 in batches and len(batches) > 1:
+        others = ",".join(str(batch) for batch in batches if batch > 1)
+        raise BadInput(
+            f"--batch {','.join(map(str, batches))}: AOTInductor compiles a single input as a program of its own; "
+            f"measure --batch 1 by itself, and --batch {others} in another run"
+        )
     precision: Precision = running.dtype or "fp32"
-    compile_package(checkpoint, path, precision=precision, threads=running.threads)
+    single = list(batches) == [1]
+    compile_package(checkpoint, path, precision=precision, threads=running.threads, single=single)
     inputs = input_ports(checkpoint.model)
     open_package = partial(
         PackageRunner,
         path,
         inputs=inputs,
         outputs=output_ports(checkpoint.model),
-        batch=BATCHES,
+        batch="1" if single else SEVERAL,
         precision=precision,
         threads=running.threads,
         label=label,
@@ -118,4 +133,4 @@ def compiled_contender(name: str, checkpoint: Checkpoint, path: Path, running: R
         size_bytes=path.stat().st_size,
         sha256=sha256_of_file(path),
     )
-    return Contender(subject=subject, inputs=inputs, static_batch=None)
+    return Contender(subject=subject, inputs=inputs, static_batch=1 if single else None)
