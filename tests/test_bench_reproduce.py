@@ -1,5 +1,6 @@
 """The papers' tables of a tiny model: their layout, cells against a computation of their own, what was printed."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,3 +106,11 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "--tables 99: expected some of 2, 3, 10" in result.stderr
     assert not (tmp_path / "o").exists()
+
+
+def test_sparse_weights_are_timed_where_anything_is() -> None:
+    timed = replace(subject(), bench="onnxruntime", batches=(2, 3), time_limit=0.05)
+    (row,) = TABLES["deploy"](timed).rows
+    assert row[2] in (2, 3)
+    assert all(isinstance(cell, float) and cell > 0.0 for cell in row[3:6])
+    assert "exactly 2:4 in" in str(row[6])

@@ -5,16 +5,21 @@ FLOPs stand for multiply-accumulates in billions, as in the papers. A cell that 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from corp_deploy.store.checkpoint import load_checkpoint
+from perf.record.runs import load_bench
+from perf.stats.summary import summarise
 
 from .papers import figure, printed
 from .runs import Subject, Trials, calibrated, command, dense_of, swept
 
 Cell = str | float | int
 CORP = ("--preset", "corp,best")
-STEPS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
+STEPS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+RATIOS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,7 @@ def table_10(subject: Subject) -> MadeTable:
 def table_6(subject: Subject) -> MadeTable:
     """Seconds of calibration, ranking and compensation."""
     taken = calibrated(subject)
+    swept(subject, "table2-joint", *CORP, "--sparsity", 0.5, "--parts", "joint")  # whose dense model is told below
     rows: list[tuple[Cell, ...]] = []
     for preset in ("corp", "best"):
         model = ("--model", *subject.model, "--moments", subject.moments, "--align", subject.align)
@@ -186,10 +192,8 @@ def figure_5(subject: Subject) -> MadeTable:
     words = ("--preset", "corp", "--sparsity", 0.5, "--select", ",".join(ranks))
     with_it = swept(subject, "figure5-with", *words, "--repair", "affine", "--qk", "logit")
     without = swept(subject, "figure5-without", *words, "--repair", "none", "--qk", "select")
-    rows = tuple(
-        (rank, _percent(bare["accuracy"]), _percent(repaired["accuracy"]))
-        for rank, bare, repaired in zip(ranks, without, with_it, strict=True)
-    )
+    bare, repaired = ({each["knobs"]["select"]: each["accuracy"] for each in trials} for trials in (without, with_it))
+    rows = tuple((rank, _percent(bare[rank]), _percent(repaired[rank])) for rank in ranks)
     columns = ("Ranking", "without compensation", "with compensation")
     return MadeTable(key="figure5", title="CORP v2, Figure 5", columns=columns, rows=rows, note=figure("corp-v2", "5"))
 
@@ -217,13 +221,13 @@ def deployability(subject: Subject) -> MadeTable:
     sparse = subject.home / "sparse"
     model = ("--model", *subject.model, "--moments", subject.moments, "--images", subject.calibration)
     command("reduce", *model, "--sparse", "2:4", "-o", sparse)
-    patterns = command("inspect", "--model", sparse).get("sparsity") or {}
+    layers, groups = _exact_groups(sparse)
     rate: tuple[Cell, ...] = ("-", "not timed", "not timed", "not timed")
     if subject.bench is not None:
         trial = _sparse_speeds(subject)
         best = max(trial, key=lambda row: row[2])
         rate = (best[0], round(best[1], 1), round(best[2], 1), round(best[3], 3))
-    status = f"{len(patterns) or 'all'} layers hold 2:4, checked when loaded; no sparse kernel in this runtime"
+    status = f"exactly 2:4 in {groups:,} of {groups:,} groups of {layers} layers; this runtime has no sparse kernel"
     row: tuple[Cell, ...] = (subject.name, f"{subject.bench or 'none'}, FP32", *rate, status)
     of_paper = printed("marchenko-pastur", "4")
     note = "A native 2:4 endpoint needs TensorRT on an NVIDIA GPU (build --sparse); weights are not rewritten."
@@ -246,16 +250,25 @@ def _sparse_speeds(subject: Subject) -> list[tuple[int, float, float, float]]:
     )
     batches = ",".join(map(str, subject.batches))
     words = ("--batch", batches, "--time-limit", subject.time_limit, "-o", output)
-    rows = command("bench", dense, subject.home / "sparse", *words)["rows"]
-    return [
-        (
-            row["batch"],
-            row["sides"]["dense"]["throughput"]["value"],
-            row["sides"]["reduced"]["throughput"]["value"],
-            row["speedup"]["value"],
-        )
-        for row in rows
-    ]
+    command("bench", dense, subject.home / "sparse", *words)
+    speeds = []
+    for row in summarise(load_bench(output)).rows:
+        one, other = (row.sides[name].throughput for name in ("dense", "reduced"))
+        if one is not None and other is not None and row.speedup is not None:
+            speeds.append((row.batch, one.value, other.value, row.speedup.value))
+    return speeds
+
+
+def _exact_groups(sparse: Path) -> tuple[int, int]:
+    """Layers that say they are 2:4, and their groups of four inputs, each seen to hold two zeros as saved."""
+    saved = load_checkpoint(sparse)
+    weights, groups = saved.model.state_dict(), 0
+    for name in saved.sparsity:
+        nonzero = (weights[f"{name}.weight"].unflatten(1, (-1, 4)) != 0).sum(2)
+        if int(nonzero.max()) > 2:
+            raise ValueError(f"{sparse}: {name} has a group of {int(nonzero.max())} weights, expected 2 at most")
+        groups += nonzero.numel()
+    return len(saved.sparsity), groups
 
 
 TABLES: Mapping[str, Callable[[Subject], MadeTable]] = MappingProxyType(
