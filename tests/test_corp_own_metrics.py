@@ -24,6 +24,7 @@ from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.parity.parity import load_parity
 from tests import tiny
+from tests.test_corp_printed import PLAIN
 
 SCORE = """\
 import sys
@@ -188,3 +189,36 @@ def test_a_time_limit_without_a_measure_is_refused() -> None:
     result = run("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3")
     assert result.exit_code == 2
     assert "--metric-time-limit is for --metric" in result.output
+
+
+def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
+    """Graphs of uint8, samples, server configuration, manifest, card, report and gate from one recipe."""
+    photographs = np.random.default_rng(0).integers(0, 256, (14, 3, 32, 32), dtype=np.uint8)
+    np.save(home / "calibration.npy", photographs)
+    np.savez(home / "held-out.npz", images=photographs[:8], labels=np.arange(8) % 7)
+    recipe = PLAIN.replace('["fp32"]\n', '["fp32"]\ninput = "uint8"\n').replace("samples = 9", "samples = 8")
+    asked = f"[parity]\nmetric = ['hits={sys.executable} score.py {{outputs}}']\nmetric_files = ['score.py']\n"
+    recipe = recipe.replace("[parity]\n", asked).replace('fail_if = ["params', 'fail_if = ["metric.hits < -1", "params')
+    (home / "recipe.toml").write_text(recipe)
+    result = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json")
+    assert result.exit_code == 0, result.output
+    out = home / "out"
+    samples = np.load(out / "samples" / "images.npy")
+    assert samples.dtype == np.uint8
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["input"] == {
+        "dtype": "uint8", "shape": [3, 32, 32], "normalised": "patch_embed.proj",
+        "before": "preprocessing without mean and std",
+    }  # fmt: skip
+    assert "data_type: TYPE_UINT8" in next((out / "repository").rglob("config.pbtxt")).read_text()
+    models = [row.model for row in load_parity(out / "parity.json").metrics]
+    assert models[:2] == ["dense torch fp32", "reduced torch fp32"]
+    assert "Measures of your own" in (out / "report.md").read_text()
+    card = (out / "MODEL_CARD.md").read_text()
+    assert "take uint8 pixels of that size: mean and std are inside, patch_embed.proj" in card
+    assert "hits: dense torch fp32" in card
+    assert run("check", "out").exit_code == 0
+    (home / "score.py").write_text(SCORE.replace("right.mean()", "right.sum()"))
+    again = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json")
+    assert again.exit_code == 0, again.output
+    assert load_parity(out / "parity.json").metrics[0].value in range(9), "another script, another measure"

@@ -72,9 +72,9 @@ def read_first(proto: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in proto.graph.node if "images" in node.input and node.op_type != "Shape"]
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 1.3), ("bf16", 1.3)])
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 1.05), ("bf16", 1.05)])
 def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, precision: str, bound: float) -> None:
-    """In float32 to 1e-5; in sixteen bits no further from float32 than the graph of normalised images is, or hardly."""
+    """In float32 to 1e-5; in sixteen bits as far from float32 as the graph of normalised images is."""
     checkpoint = tiny.checkpoint(depth=1)
     pixels = photographs()
     images = by_hand(checkpoint.model, pixels)
@@ -88,7 +88,8 @@ def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, pr
     assert errors["uint8"] < (bound if precision == "fp32" else bound * errors["float32"]), errors
     proto = onnx.load(str(tmp_path / "uint8.onnx"))
     assert read_first(proto) == ["Cast"]
-    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == "patch_embed.proj"
+    place = "patch_embed.proj" if precision == "fp32" else AHEAD
+    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == place
     kinds = [node.op_type for node in proto.graph.node if node.name.startswith("pixels/")]
     assert ("Sub" in kinds) == (precision != "fp32")
 
@@ -96,7 +97,7 @@ def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, pr
 def test_the_first_convolution_is_folded_by_the_formula() -> None:
     model = tiny.checkpoint(depth=1).model
     spec = image_spec(model)
-    made = takes_pixels(model, spec.shape, spec.normalisation, precision="fp32")
+    made = takes_pixels(model, spec.shape, spec.normalisation)
     own, new = (whole.get_submodule("patch_embed.proj").state_dict() for whole in (model, made.model))
     config = spec.as_json()
     weight, bias = own["weight"].double().numpy(), own["bias"].double().numpy()
@@ -153,8 +154,9 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
     pixels = photographs()
     with torch.no_grad():
         expected = model(torch.from_numpy(normalisation.images(pixels)))
-        for precision in ("fp32", "fp16"):
-            made = takes_pixels(model, (3, SIZE, SIZE), normalisation, precision=precision)
+        for asked in (True, False):
+            made = takes_pixels(model, (3, SIZE, SIZE), normalisation, folded=asked)
+            assert made.folded_into == ("first" if asked and folded else "")
             torch.testing.assert_close(made.model(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-6)
     assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
 
@@ -257,7 +259,7 @@ def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
         result = run("export", "--model", home / subject, "-o", graph, *asked)
         assert result.exit_code == 0, result.output
         written = json.loads(result.stdout)["written"]
-        assert [row["normalised"] for row in written] == ["patch_embed.proj"] * 2
+        assert [row["normalised"] for row in written] == ["patch_embed.proj", AHEAD]
     graphs = [home / "dense" / name for name in ("model.onnx", "model.fp16.onnx")]
     result = run("verify", home / "dense", *graphs, "--images", home / "pixels.npy", "-o", home / "parity.json")
     assert result.exit_code == 0, result.output

@@ -57,8 +57,8 @@ graph_options = value_options(
         type=click.Choice(["float32", "uint8"]),
         default="float32",
         show_default=True,
-        help="uint8: the graph takes pixels [N,C,H,W], resized and cropped, and normalises them itself: folded into a "
-        "first convolution that does not pad, else by operators ahead of it.",
+        help="uint8: the graph takes pixels [N,C,H,W], resized and cropped, and normalises them itself: in FP32 "
+        "folded into a first convolution that does not pad, else by operators ahead of it.",
     ),
     click.option(
         "--break-fusion",

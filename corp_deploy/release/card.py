@@ -9,6 +9,7 @@ import msgspec
 from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.proof.reduction_record import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.store.manifest import input_of_graphs
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.records import record_from_file
 from ground.text import markdown_line
@@ -111,6 +112,9 @@ def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""
     yield f"Images are prepared with: {markdown_line(_prepared(config.input.preprocessing))}."
+    if taken := input_of_graphs(root).get("input"):
+        inside = f"mean and std are inside, {markdown_line(taken['normalised'])}"
+        yield f"Graphs and engines take {taken['dtype']} pixels of that size: {inside}."
 
 
 def _prepared(preprocessing: dict[str, Any]) -> str:

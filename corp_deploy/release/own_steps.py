@@ -29,7 +29,7 @@ from corp_deploy.proof.report_input import json_of_file, lineage_of_model, recor
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model
+from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, input_of_graphs
 from corp_deploy.store.model_config import load_model_config
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
@@ -281,6 +281,7 @@ def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: st
         "lineage": _lineage(root),
         **entries_of_model(load_model_config(root / "reduced")),
         "preprocessing": load_model_config(root / "dense").input.preprocessing,
+        **input_of_graphs(root),
         "stages": [stage.name for stage in stages],
         "files": files,
     }

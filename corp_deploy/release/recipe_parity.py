@@ -7,7 +7,7 @@ from typing import Any
 
 from corp_deploy.invocation.call import path_from
 from corp_deploy.invocation.table import VERIFY_HEADS
-from corp_deploy.proof.metric_request import MetricRequest, metrics_from_texts
+from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_from_texts
 from ground.errors import BadInput
 from perf.parity.maps import THRESHOLD
 
@@ -64,4 +64,4 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def _located(request: MetricRequest, paths: Mapping[str, str | None]) -> str:
     words = (paths.get(Path(word).name) or word for word in request.words)
-    return f"{request.name}={shlex.join(words)}"
+    return f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}"

@@ -41,7 +41,7 @@ def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
     return {**tokens, **outputs}
 
 
-def _input_of_graphs(directory: Path) -> dict[str, Any]:
+def input_of_graphs(directory: Path) -> dict[str, Any]:
     """Nothing of graphs that take what the preprocessing gives; else that they take its pixels, and where those are
     normalised.
     """
@@ -82,7 +82,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         "preprocessing": load_model_config(directory / "dense").input.preprocessing,
         **({} if polish is None else {"polish": polish}),
         **entries_of_model(reduced),
-        **_input_of_graphs(directory),
+        **input_of_graphs(directory),
         "files": entries,
     }
 

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from ground.pixels import LARGEST, Normalisation
 
 ENTRY = "pixels"
-_MIDDLE = 128.0  # of a pixel's range; what is left of it is exact in eleven bits and in eight
 
 
 class PixelEntry(nn.Module):
@@ -44,28 +43,22 @@ class PixelModel:
 
 
 def takes_pixels(
-    model: nn.Module, shape: tuple[int, ...], normalisation: Normalisation, *, precision: str, quantised: bool = False
+    model: nn.Module, shape: tuple[int, ...], normalisation: Normalisation, *, folded: bool = True
 ) -> PixelModel:
     """A copy of a model of one input that takes uint8 pixels [B,*shape] in place of normalised images.
 
-    In float32 the first convolution reads pixels as they are: W/(255 std), b - sum(W mean/std). In sixteen bits its
-    weights would be rounded against the sum of all pixels, so pixels less 128, over 128, are read there, exact in FP16
-    and in BF16. Ranges of INT8 and FP8 are symmetric, and normalised images nearly are: `quantised` models are
-    left whole. So are those in which something else reads the images than one plain convolution that does not pad.
+    `folded`: the first convolution reads pixels as they are, by W/(255 std) and b - sum(W mean/std), unless something
+    else reads the images than one plain convolution that does not pad. That is for float32: sixteen bits round those
+    weights against the sum of all pixels, which errs up to three times as much as normalising ahead, in float32.
     """
     own = copy.deepcopy(model).cpu().eval()
-    path = "" if quantised else first_convolution(own, shape)
+    path = first_convolution(own, shape) if folded else ""
     mean, std = _real(normalisation.mean), _real(normalisation.std)
-    if not path:
-        entry = PixelEntry(_column(mean), _column(1 / std))
-    else:
-        middle = 0.0 if precision == "fp32" else _MIDDLE
-        scale = middle or 1.0
-        entry = PixelEntry(torch.tensor(middle), torch.tensor(1 / scale)) if middle else PixelEntry()
+    if path:
         convolution = own.get_submodule(path)
         assert isinstance(convolution, nn.Conv2d), path
-        own.set_submodule(path, _folded(convolution, (middle - mean) / std, scale / std))
-    _enter_through_(own, entry)
+        own.set_submodule(path, _folded(convolution, -mean / std, 1 / std))
+    _enter_through_(own, PixelEntry() if path else PixelEntry(_column(mean), _column(1 / std)))
     return PixelModel(model=own, folded_into=path)
 
 
