@@ -1,6 +1,7 @@
 """Seconds and peaks of steps by a fake clock and fake peaks, and by memory really taken; what commands tell."""
 
 import json
+import mmap
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,8 +76,9 @@ def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
     if gauge is None:
         pytest.skip("the system does not let this process reset its peak")
     watch = Stopwatch(host=gauge)
-    with watch.of("large"):
-        np.ones(96 * MIB, dtype=np.uint8)
+    # Pages of its own: an allocator may have some at hand.
+    with watch.of("large"), mmap.mmap(-1, 96 * MIB) as fresh:
+        fresh.write(b"1" * len(fresh))
     with watch.of("small"):
         pass
     large, small = (watch.efforts[name].peak_bytes for name in ("large", "small"))
@@ -97,9 +99,8 @@ def test_commands_tell_what_they_took_and_write_the_same_bytes(tmp_path: Path) -
     for _ in range(2):
         for words in (of_calibrate, of_reduce, of_export):
             took = told(*words)["effort"]
-            assert list(took) == [words[0]]
-            assert took[words[0]]["seconds"] > 0.0
-            assert took[words[0]]["device_peak_bytes"] is None
+            assert list(took) == {"reduce": ["plan", "select", "recover"]}.get(str(words[0]), [words[0]])
+            assert all(each["seconds"] > 0.0 and each["device_peak_bytes"] is None for each in took.values())
         files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
         contents.append({str(each): each.read_bytes() for each in files})
         shutil.rmtree(tmp_path / "reduced")
