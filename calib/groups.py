@@ -4,7 +4,6 @@ Inputs of a group are alike: a fit that is judged on others of its own group loo
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ground.arrays import array_from_npy
 from ground.errors import BadInput
-from ground.files import regular
+from ground.records import record_from_file
 
 from .input_set import InputSet, SomeSet
 
@@ -34,23 +34,15 @@ def _file(name: str) -> str:
 
 def _labels_in(path: Path) -> list[str]:
     """One label an input, in the order of the file that they belong to."""
-    regular(path)
-    try:
-        if path.suffix == ".json":
-            labels = json.loads(path.read_bytes())
-        else:
-            with path.open("rb") as file:
-                labels = np.load(file, allow_pickle=False).tolist()
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file, expected labels of groups ({NAMES_OF_LABELS})") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise BadInput(
-            f"{path}: no labels of groups in it ({error!s:.200}); expected a list in JSON, or .npy"
-        ) from None
-    good = isinstance(labels, list) and all(isinstance(each, str | int) for each in labels)
-    if not good:
-        raise BadInput(f"{path}: expected a list of texts or whole numbers, one label an input")
-    return [str(each) for each in labels]
+    remedy = "expected a list of texts or whole numbers, one label an input"
+    if not path.exists():
+        raise BadInput(f"{path}: no such file, expected labels of groups ({NAMES_OF_LABELS})")
+    if path.suffix == ".json":
+        return [str(each) for each in record_from_file(path, list[str | int], remedy=remedy)]
+    labels = array_from_npy(path)
+    if labels.ndim != 1 or labels.dtype.kind not in "iuU":
+        raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}; {remedy}")
+    return [str(each) for each in labels.tolist()]
 
 
 def _labels(inputs: InputSet, by: str) -> list[str]:

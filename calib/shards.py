@@ -3,18 +3,18 @@
 import itertools
 import os
 import re
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular
 
-from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes
+from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes, refuse_large
+from .tar import members_of_tar
 
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+MOST_SHARDS = 100_000
+_RANGE = re.compile(r"\{([0-9]{1,12})\.\.([0-9]{1,12})\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Shards:
 
     def content(self, position: int) -> bytes:
         member = self.members[position]
+        refuse_large(member.size, f"{member.shard}/{member.name}")
         try:
             with member.shard.open("rb") as file:
                 return os.pread(file.fileno(), member.size, member.offset)
@@ -58,10 +59,13 @@ class Shards:
 def paths_from_pattern(pattern: str) -> list[Path]:
     """`shards-{000..099}.tar` -> a hundred paths; the width of the first number is kept."""
     parts = _RANGE.split(pattern)
-    literals, ranges = parts[::3], []
+    literals, ranges, count = parts[::3], [], 1
     for first, last in zip(parts[1::3], parts[2::3], strict=True):
         if int(first) > int(last):
             raise BadInput(f"{pattern}: range {first}..{last} runs backwards")
+        count *= int(last) - int(first) + 1
+        if count > MOST_SHARDS:
+            raise BadInput(f"{pattern}: {count} shards, expected {MOST_SHARDS} at most")
         ranges.append([str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)])
     woven = [
         "".join(itertools.chain(*zip(literals, (*numbers, ""), strict=True))) for numbers in itertools.product(*ranges)
@@ -71,13 +75,15 @@ def paths_from_pattern(pattern: str) -> list[Path]:
 
 def _members_of(shard: Path) -> list[Member]:
     try:
-        with tarfile.open(regular(shard), "r:") as tar:
-            images = [info for info in tar if info.isfile() and info.name.lower().endswith(SUFFIXES)]
+        return [
+            Member(shard=shard, name=member.name, offset=member.offset, size=member.size)
+            for member in members_of_tar(shard)
+            if member.name.lower().endswith(SUFFIXES)
+        ]
     except FileNotFoundError as error:
         raise BadInput(f"{shard}: no such shard") from error
-    except (tarfile.TarError, OSError) as error:
-        raise BadInput(f"{shard}: not a whole uncompressed tar file ({error})") from error
-    return [Member(shard=shard, name=info.name, offset=info.offset_data, size=info.size) for info in images]
+    except OSError as error:
+        raise BadInput(f"{shard}: can't be read ({error.strerror})") from error
 
 
 def shards_from_pattern(pattern: str, *, shape: ImageShape, transform: Transform) -> Shards:

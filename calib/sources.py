@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,14 @@ from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
+from ground.arrays import array_from_npy, array_from_npz
 from ground.errors import BadInput
 from ground.files import regular
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+# A file's content says which of these it is, whatever its name ends in; every other reader of Pillow's stays unused.
+FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
+MOST_BYTES = 2**28
 KEY = "images"
 Transform = Callable[[Image.Image], Tensor]
 Normalise = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
@@ -45,10 +50,19 @@ def checked_image(image: Tensor, name: str, shape: ImageShape) -> Tensor:
     return image
 
 
+def refuse_large(size_bytes: int, name: str) -> None:
+    """Raise BadInput for a file that no picture is as large as."""
+    if size_bytes > MOST_BYTES:
+        raise BadInput(f"{name}: {size_bytes} bytes, larger than any picture; {MOST_BYTES} at most are read")
+
+
 def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Transform) -> Tensor:
-    """Decodes to RGB and transforms to [3,H,W]."""
+    """Decodes to RGB and transforms to [3,H,W]. A picture of more pixels than Pillow takes for safe is none."""
     try:
-        picture = Image.open(io.BytesIO(content)).convert("RGB")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(content), formats=FORMATS)
+        picture = opened.convert("RGB")
     except MemoryError:
         raise
     except Exception as error:  # each format's decoder raises its own at a damaged picture
@@ -75,7 +89,8 @@ class Folder:
     def content(self, position: int) -> bytes:
         path = self.root / self.names[position]
         try:
-            return regular(path).read_bytes()
+            refuse_large(regular(path).stat().st_size, str(path))
+            return path.read_bytes()
         except OSError as error:
             raise BadInput(f"{path}: can't be read ({error.strerror})") from error
 
@@ -128,16 +143,9 @@ class Array:
 def _array_from_safetensors(path: Path) -> NDArray[np.float32]:
     with safe_open(path, framework="np") as file:
         if KEY not in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            raise BadInput(f"{path}: has no key {KEY!r}, only {', '.join(sorted(file.keys())) or 'none'}")
+            names = ", ".join(sorted(file.keys())) or "none"
+            raise BadInput(f"{path}: has no key {KEY!r}, only {names[:300]}")
         array: NDArray[np.float32] = file.get_tensor(KEY)
-        return array
-
-
-def _array_from_npz(path: Path) -> NDArray[np.float32]:
-    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        if KEY not in file.files:
-            raise BadInput(f"{path}: has no key {KEY!r}, only {', '.join(sorted(file.files)) or 'none'}")
-        array: NDArray[np.float32] = file[KEY]
         return array
 
 
@@ -148,17 +156,15 @@ def array_from_path(path: Path, *, shape: ImageShape, pixels: Normalise | None =
     regular(path)
     try:
         if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = array_from_npy(path, mapped=True)
         else:
-            array = _array_from_npz(path) if path.suffix == ".npz" else _array_from_safetensors(path)
+            array = array_from_npz(path, KEY) if path.suffix == ".npz" else _array_from_safetensors(path)
     except BadInput:
         raise
     except MemoryError:
         raise
-    except Exception as error:  # numpy, zipfile, zlib and safetensors each raise their own at a damaged file
+    except Exception as error:  # safetensors and numpy each raise their own at a damaged file
         raise BadInput(f"{path}: not a whole {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
-    if not isinstance(array, np.ndarray):
-        raise BadInput(f"{path}: {KEY!r} is no array, expected float32 [N,3,H,W]")
     dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
     if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
         or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .errors import BadInput
@@ -20,6 +20,26 @@ def regular(path: Path) -> Path:
         kind = "directory" if path.is_dir() else "pipe, socket or device"
         raise BadInput(f"{path}: a {kind}, expected a regular file")
     return path
+
+
+def leaves(name: str) -> bool:
+    """Whether a name that a file gives, taken from the file's directory, could be anything but a place below it."""
+    path = PurePosixPath(name)
+    return not name or "\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts
+
+
+def below(directory: Path, name: str, *, where: str) -> Path:
+    """The path that a file says to lie in its own `directory`.
+
+    Raises BadInput, beginning with `where`, for a name that leaves it and for one that is, or goes through, a link.
+    """
+    if leaves(name):
+        raise BadInput(f"{where}: {name[:150]!r} leads out of its directory; expected a file in or below it")
+    path = directory / name
+    steps = [path, *path.parents][: len(PurePosixPath(name).parts)]
+    if link := next((step for step in steps if step.is_symlink()), None):
+        raise BadInput(f"{where}: {str(link.relative_to(directory))[:150]!r} is a link; expected a file of its own")
+    return regular(path)
 
 
 @contextmanager

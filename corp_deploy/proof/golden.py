@@ -3,7 +3,6 @@
 A directory: inputs.npz, outputs.npz, and golden.json, which holds their digests, what answered and on what.
 """
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ground.arrays import arrays_from_npz
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size
 from ground.files import replacing, sha256_of_file, write_json
@@ -100,8 +100,4 @@ def _arrays(path: Path, digest: str) -> Mapping[str, NDArray[Any]]:
     if not path.is_file() or sha256_of_file(path) != digest:
         what = "its bytes are not those" if path.is_file() else "missing, a file"
         raise BadInput(f"{path}: {what} that {RECORD} describes; copy or write the directory again")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise BadInput(f"{path}: can't be read ({error!s:.200}); write it again") from None
+    return arrays_from_npz(path)

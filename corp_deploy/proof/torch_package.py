@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.arrays import array_from_npy
 from ground.errors import BadInput, Missing
 from ground.feeds import noise_of_ports
 from ground.files import sha256_of_file
@@ -80,8 +80,8 @@ def port_of_images(images: Path | None, package: Path) -> Port:
             f"[N, ...] of its size, got {images or 'none'}"
         )
     try:
-        shape = np.load(images, mmap_mode="r", allow_pickle=False).shape
-    except (OSError, ValueError) as error:
+        shape = array_from_npy(images, mapped=True).shape
+    except OSError as error:
         raise BadInput(f"{images}: can't be read as an array ({error})") from None
     return Port(name="images", shape=tuple(shape[1:]))
 

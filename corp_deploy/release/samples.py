@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.feeds import feeds_from_array
+from ground.files import below
 from ground.precision import BFLOAT16, FLOAT8, type_of_word
 from ground.records import record_from_file
 from perf.parity.rounding import round_file
@@ -71,14 +73,19 @@ def opened_graph(path: Path) -> Iterator[Runner]:
             yield runner
 
 
-def _difference(folder: Path, graph: str, expected: Path, images: Images, bound: float) -> str | None:
-    known = np.load(expected, allow_pickle=False)
-    with opened_graph(folder / graph) as runner:
+def _of_release(folder: Path, name: str) -> Path:
+    """A file that the record names. Raises BadInput for one outside of the release."""
+    return below(folder, name, where=str(folder / SAMPLES_RECORD))
+
+
+def _difference(path: Path, graph: str, expected: Path, images: Images, known_as: GraphAnswers) -> str | None:
+    known = array_from_npy(expected)
+    with opened_graph(path) as runner:
         logits = replayed(runner, images)
     if logits.shape != known.shape:
         return f"{graph}: answers {list(logits.shape)} to the samples, expected {list(known.shape)}"
     error = FEATURE_MAP.rows(known, logits).relative_error()
-    if not error <= bound:
+    if not error <= (bound := known_as.max_relative_error):
         return f"{graph}: relative error {error:.2e} on the samples, at most {bound:g} is expected"
     return None
 
@@ -90,11 +97,11 @@ def replay(folder: Path) -> list[str]:
     """
     record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND)
     try:
-        images = np.load(folder / record.images, allow_pickle=False)
+        images = array_from_npy(_of_release(folder, record.images))
         differences = [
-            _difference(folder, name, folder / answers.expected, images, answers.max_relative_error)
+            _difference(_of_release(folder, name), name, _of_release(folder, answers.expected), images, answers)
             for name, answers in record.graphs.items()
         ]
-    except (OSError, ValueError, EOFError) as error:
+    except OSError as error:
         raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
     return [text for text in differences if text is not None]

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from export.triton.rolling import Samples
+from ground.arrays import array_from_npy
 from ground.errors import BadInput
+from ground.files import below
 from ground.records import record_from_file
 
 from .names import SAMPLES_RECORD, graph_name
@@ -19,9 +19,11 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
     try:
-        images = np.load(folder / record.images, allow_pickle=False)
-        answers = np.load(folder / record.graphs[graph].expected, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        images, answers = (
+            array_from_npy(below(folder, name, where=str(folder / SAMPLES_RECORD)))
+            for name in (record.images, record.graphs[graph].expected)
+        )
+    except OSError as error:
         raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
     if len(images) != len(answers) or not len(images):
         raise BadInput(f"{folder / 'samples'}: {len(images)} images and {len(answers)} answers, expected one each")

@@ -19,8 +19,8 @@ from calib.texts import Texts, open_texts
 from corp_deploy.families.family import ImageSpec, family_of, image_spec, text_spec
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.timm_images import image_spec_of_note
+from ground.arrays import array_from_file
 from ground.errors import BadInput
-from ground.files import regular
 from ground.pixels import PIXEL
 from ground.ports import Port
 from ground.records import record_from_bytes
@@ -159,22 +159,15 @@ def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet) -> dict[str, s
 
 def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np.int64]:
     """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others."""
-    regular(path)
     classes = family_of(model).classes(model)
     if not classes:
         raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")
     try:
-        with path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            labels = loaded if isinstance(loaded, np.ndarray) else loaded["labels"]
+        labels = array_from_file(path, "labels")
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected labels (.npy, or key labels of .npz)") from None
-    except MemoryError:
-        raise
-    except Exception as error:  # numpy, zipfile and zlib each raise their own at a damaged file
-        raise BadInput(f"{path}: no labels in it ({error!s:.200}); expected .npy, or key labels of .npz") from None
-    if not isinstance(labels, np.ndarray):
-        raise BadInput(f"{path}: labels is no array, expected whole numbers [N]")
+    except BadInput as error:
+        raise BadInput(f"{error}; expected labels in .npy, or under key labels in .npz") from None
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
     if len(labels) != len(images.rows.source):

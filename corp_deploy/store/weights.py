@@ -3,12 +3,9 @@
 What is read here is names and tensors; whether they fit a model is asked in weight_fit.
 """
 
-import argparse
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
@@ -19,14 +16,14 @@ from safetensors.torch import load_file
 from ground.errors import BadInput
 from ground.records import record_from_file
 
+from .torch_file import LONGEST_NAME, content_of_torch_file
+from .torch_file import first_names as first_names
+
 State = Mapping[str, torch.Tensor]
 
 KINDS = ".safetensors, .pth, .pt, .pth.tar, .bin, .ckpt, or the .index.json of shards"
 _PICKLES = (".pth", ".pt", ".tar", ".bin", ".ckpt")
 _INDEX = ".index.json"
-_LONGEST = 150
-# timm's trainer keeps its arguments beside the weights: a Namespace holds values and runs nothing.
-_HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [argparse.Namespace]
 # timm's order: its own trainer's names, then DeiT's.
 _AVERAGES, _RAW = ("state_dict_ema", "model_ema"), ("state_dict", "model")
 # Put before names by DistributedDataParallel and torch.compile; by a LightningModule and Hugging Face's timm wrapper.
@@ -44,39 +41,6 @@ class Weights:
     state: State
     entry: str = ""
     notes: tuple[str, ...] = ()
-
-
-def first_names(names: list[str]) -> str:
-    """A few names for a message, and how many more there are."""
-    cut = [name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:3]]
-    return ", ".join(cut) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _refused_pickle(path: Path, error: Exception) -> BadInput:
-    try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception:  # a damaged file, whose first error says more
-        foreign = []
-    if foreign:
-        return BadInput(
-            f"{path}: holds pickled code, which is never run ({first_names(sorted(foreign))}); save its weights alone: "
-            "torch.save(model.state_dict(), 'weights.pth'), or as safetensors"
-        )
-    reason = type(error).__name__ if isinstance(error, UnpicklingError) else str(error).partition("\n")[0][:150]
-    return BadInput(
-        f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({reason}); "
-        "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its weights as safetensors"
-    )
-
-
-def _from_pickle(path: Path) -> Any:
-    try:
-        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own, about how odd tensors are kept; those are refused here
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _refused_pickle(path, error) from None
 
 
 def _from_safetensors(path: Path) -> State:
@@ -122,7 +86,7 @@ def _content(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return _from_safetensors(path)
     if path.suffix in _PICKLES:
-        return _from_pickle(path)
+        return content_of_torch_file(path)
     raise BadInput(f"{path}: weights of kind {path.suffix!r}, expected {KINDS}")
 
 
@@ -184,19 +148,22 @@ def _fault(tensor: torch.Tensor) -> str:
         return "quantised"
     if tensor.is_meta:
         return "without values"
-    return "" if tensor.layout == torch.strided else str(tensor.layout)
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    held = tensor.untyped_storage().nbytes()
+    return f"{held} bytes said to be {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > held else ""
 
 
 def _tensors(content: Any, path: Path) -> State:
     if not isinstance(content, Mapping):
         raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
     if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in content.items()):
-        keys = first_names(list(map(str, content)))
+        keys = first_names([key if isinstance(key, str) else type(key).__name__ for key in content])
         raise BadInput(
             f"{path}: expected a state_dict (names to tensors), got {type(content).__name__} with other content "
             f"({keys}); weights are looked for under {', '.join((*_AVERAGES, *_RAW))}"
         )
-    odd = [f"{name[:_LONGEST]} ({fault})" for name, value in content.items() if (fault := _fault(value))]
+    odd = [f"{name[:LONGEST_NAME]} ({fault})" for name, value in content.items() if (fault := _fault(value))]
     if odd:
         raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")
     return content

@@ -1,0 +1,141 @@
+"""NumPy files from anybody: what a header promises is held against the bytes that are there before memory is taken.
+
+Nothing is unpickled. An archive may not inflate without end, whatever its own table of contents says.
+"""
+
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from .errors import BadInput
+from .files import leaves, regular
+
+LONGEST_HEADER = 4096
+# An archive up to this size inflated is taken at any ratio, a larger one at this ratio to its file.
+FREE_BYTES = 2**28
+MOST_INFLATED = 100
+_LARGEST = 2**63 - 1
+_KINDS = "biufcmMSU"
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_PREFIXES = {(1, 0): "<H", (2, 0): "<I"}
+_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+
+
+def _damaged(where: str, kind: str, reason: object) -> BadInput:
+    return BadInput(f"{where}: not a whole {kind} file ({reason!s:.200})")
+
+
+def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
+    """Shape, type, and how many bytes the header takes. Reads the header alone."""
+    magic = file.read(npy.MAGIC_LEN)
+    try:
+        version = npy.read_magic(io.BytesIO(magic))
+        prefix = _PREFIXES[version]
+        size = struct.calcsize(prefix)
+        head = file.read(size)
+        (length,) = struct.unpack(prefix, head)
+        if length > LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes, expected {LONGEST_HEADER} at most")
+        text = file.read(length)
+        shape, _, dtype = _READERS[version](io.BytesIO(head + text), max_header_size=LONGEST_HEADER)
+    except KeyError:
+        raise _damaged(where, ".npy", f"version {magic[6:8]!r} of the format, expected 1.0 or 2.0") from None
+    except Exception as error:  # Python's parser has its own for a header nested too deep, MemoryError among them
+        raise _damaged(where, ".npy", error or type(error).__name__) from None
+    return shape, dtype, len(magic) + size + length
+
+
+def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
+    """Raise BadInput unless a file of this size holds the array that its header promises."""
+    shape, dtype, start = _header(file, where)
+    if dtype.hasobject:
+        raise BadInput(f"{where}: holds pickled objects, which are never loaded; expected numbers")
+    if dtype.kind not in _KINDS or dtype.subdtype is not None:
+        raise BadInput(f"{where}: holds {str(dtype)[:100]}, expected plain numbers or texts")
+    if any(not 0 <= size <= _LARGEST for size in shape):
+        raise BadInput(f"{where}: its header says {str(list(shape))[:200]}, which is no shape of an array")
+    needed = math.prod(shape) * dtype.itemsize
+    if needed > size_bytes - start:
+        raise BadInput(
+            f"{where}: not a whole .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, and "
+            f"{max(size_bytes - start, 0)} are there"
+        )
+
+
+@contextmanager
+def _as_damage(where: str, kind: str) -> Iterator[None]:
+    """What numpy, zipfile and zlib raise, each in its own way, as one BadInput."""
+    try:
+        yield
+    except (BadInput, MemoryError, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise _damaged(where, kind, f"{type(error).__name__}: {error}") from error
+
+
+def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
+    """The array of a .npy file, `mapped` into memory or read.
+
+    Raises BadInput for pickled objects, for a shape that the file doesn't hold, and for what is no such file.
+    """
+    with _as_damage(str(path), ".npy"), regular(path).open("rb") as file:
+        _require_held(file, path.stat().st_size, str(path))
+        file.seek(0)
+        array: NDArray[Any] = np.load(path if mapped else file, mmap_mode="r" if mapped else None, allow_pickle=False)
+    return array
+
+
+def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+    """By name without .npy. Raises BadInput for what would inflate beyond bounds, and for names that leave."""
+    members = archive.infolist()
+    inflated = sum(member.file_size for member in members)
+    bound = max(FREE_BYTES, MOST_INFLATED * path.stat().st_size)
+    if inflated > bound:
+        raise BadInput(f"{path}: would inflate to {inflated} bytes, at most {bound} are taken of it; save it as .npy")
+    for member in members:
+        if leaves(member.filename):
+            raise BadInput(f"{path}: its member {member.filename[:100]!r} has a path that leaves the archive")
+        if member.flag_bits & 1 or member.compress_type not in _METHODS:
+            raise BadInput(f"{path}: its member {member.filename[:100]!r} is encrypted or packed in another way")
+    return {member.filename.removesuffix(".npy"): member for member in members}
+
+
+def _array_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
+    where = f"{path}: {member.filename[:100]}"
+    with archive.open(member) as file:
+        _require_held(file, member.file_size, where)
+    with archive.open(member) as file:
+        array: NDArray[Any] = npy.read_array(file, allow_pickle=False, max_header_size=LONGEST_HEADER)
+    return array
+
+
+def array_from_npz(path: Path, key: str) -> NDArray[Any]:
+    """One array of a .npz file. Raises BadInput as array_from_npy does, and where no array has this name."""
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular(path)) as archive:
+        members = _members(archive, path)
+        if key not in members:
+            names = ", ".join(sorted(members)) or "none"
+            raise BadInput(f"{path}: has no key {key!r}, only {names[:300]}")
+        return _array_of(archive, members[key], path)
+
+
+def arrays_from_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """Every array of a .npz file by its name. Raises BadInput as array_from_npz does."""
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular(path)) as archive:
+        return {name: _array_of(archive, member, path) for name, member in _members(archive, path).items()}
+
+
+def array_from_file(path: Path, key: str) -> NDArray[Any]:
+    """The array of a .npy file, or the one called `key` of a .npz file, whatever its name ends in."""
+    with _as_damage(str(path), ".npy"), regular(path).open("rb") as file:
+        packed = file.read(2) == b"PK"
+    return array_from_npz(path, key) if packed else array_from_npy(path)
