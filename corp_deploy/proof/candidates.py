@@ -18,6 +18,7 @@ from export.engine.record import record_of_plan
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
+from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_named, type_of_word
 from perf.parity.rounding import round_file
@@ -130,7 +131,7 @@ class Candidate:
     def graph(self) -> onnx.ModelProto:
         """The graph of a step that is one."""
         assert self.form == "graph", self.label
-        return onnx.load(str(self.path))
+        return read_onnx(self.path)
 
 
 def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:

@@ -18,6 +18,7 @@ from export.graph.fusion_breaks import breakable, modules_of_graph
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
+from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from ground.precision import type_of_word
 from perf.parity.block_outputs import site_of
@@ -89,7 +90,7 @@ def mended(
     """
     trial = _Trial(write, answers, reference, ports, bounds, scratch)
     trial.passes((), ())
-    sites = offered(onnx.load(str(trial.graph)))
+    sites = offered(read_onnx(trial.graph))
     blocks = tuple(site for site in sites if "/" not in site)
     breaks = fewest(sites, lambda some: trial.passes(some, ()))
     kept: tuple[str, ...] | None = ()

@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
-
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, feeds_of_ports
 from ground.files import sha256_of_file
+from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from perf.parity.maps import THRESHOLD, Head
 from perf.runners.onnx import OnnxRunner
@@ -118,5 +117,5 @@ def _opened(stack: ExitStack, path: Path, outputs: Sequence[OutputPort]) -> Open
 
 def _products(path: Path) -> int:
     """How many of its nodes multiply matrices: at least as many as are fed by one another."""
-    graph = onnx.load(str(path), load_external_data=False).graph
+    graph = read_onnx(path, weights=False).graph
     return sum(node.op_type in PRODUCTS for node in graph.node)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
+from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_of
 from perf.parity import tolerance
@@ -104,7 +103,7 @@ def sites_to_keep(
             if not failing:
                 return None
             worst = failing[0].worst(feeds)
-            graphs = onnx.load(str(fp32)), onnx.load(str(half))
+            graphs = read_onnx(fp32), read_onnx(half)
             noise_by_block = dense_noise(dense, worst, held_in)
             return locate_in_half("half", *graphs, worst, noise=noise_by_block, held_in=held_in)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.files import replacing, write_text
+from ground.onnx_file import read_onnx
 from perf.parity.parity import Link
 
 from .candidates import Candidate
@@ -92,7 +92,7 @@ def _run(model: str, inputs: str, golden: str) -> list[str]:
 
 def _names(path: Path) -> tuple[list[str], list[str]]:
     """Of what a graph reads and gives."""
-    graph = onnx.load(str(path), load_external_data=False).graph
+    graph = read_onnx(path, weights=False).graph
     weights = {each.name for each in graph.initializer}
     return [each.name for each in graph.input if each.name not in weights], [each.name for each in graph.output]
 

@@ -5,9 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import onnx
-from google.protobuf.message import DecodeError
+from typing import Any
 
 from corp_deploy import __version__
 from corp_deploy.families.family import family_of, output_ports
@@ -19,8 +17,10 @@ from export.graph.ports import ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.files import replacing
+from ground.onnx_file import read_onnx
 from ground.ports import Port
 from ground.quantity import shown
+from ground.records import record_from_text
 from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint
@@ -115,12 +115,7 @@ class GraphFacts:
 
 def facts_of_onnx(path: Path) -> GraphFacts:
     """Read a graph's facts. Raises BadInput for a file that is no ONNX model of inputs with a batch in front."""
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file, expected an ONNX model")
-    try:
-        proto = onnx.load(str(path), load_external_data=False)
-    except (DecodeError, ValueError) as error:
-        raise BadInput(f"{path}: not an ONNX model ({error}); export it again") from None
+    proto = read_onnx(path, weights=False)
     carried = {entry.key: entry.value for entry in proto.metadata_props}
     inputs, _ = ports_of_graph(proto)
     if not inputs or not all(port.shape for port in inputs):
@@ -143,10 +138,10 @@ def facts_of_onnx(path: Path) -> GraphFacts:
 
 def _where_normalised(carried: Mapping[str, str]) -> str | None:
     try:
-        note = json.loads(carried.get(NORMALISED, "{}"))
-    except ValueError:
+        note = record_from_text(carried.get(NORMALISED, "{}"), dict[str, Any], where=NORMALISED)
+    except BadInput:
         return None
-    return str(note["in"]) if isinstance(note, dict) and "in" in note else None
+    return str(note["in"]) if "in" in note else None
 
 
 def _sizes(shape: Sequence[int | str]) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Whether a graph holds what it says of the k:n sparsity of its model's layers."""
 
-import json
 from pathlib import Path
 
 from onnx import ModelProto
@@ -8,16 +7,16 @@ from onnx import ModelProto
 from corp_deploy.algebra.sparsity import sparsity_from_text
 from export.graph.weights import sparse_matrices
 from ground.errors import BadInput
+from ground.records import record_from_text
 
 PREFIX = "corp_deploy."
 SPARSITY = "sparsity"
 
 
-def _patterns(proto: ModelProto) -> dict[str, str]:
+def _patterns(proto: ModelProto, path: Path) -> dict[str, str]:
     """By layer, as the graph carries them."""
     carried = {entry.key: entry.value for entry in proto.metadata_props}
-    patterns: dict[str, str] = json.loads(carried.get(f"{PREFIX}{SPARSITY}", "{}"))
-    return patterns
+    return record_from_text(carried.get(f"{PREFIX}{SPARSITY}", "{}"), dict[str, str], where=f"{path}: its {SPARSITY}")
 
 
 def require_sparse_graph(proto: ModelProto, path: Path) -> None:
@@ -25,7 +24,7 @@ def require_sparse_graph(proto: ModelProto, path: Path) -> None:
 
     Matrices are known by the layer that their node is of; where a graph has other names, as many must be sparse.
     """
-    patterns = _patterns(proto)
+    patterns = _patterns(proto, path)
     for text in dict.fromkeys(patterns.values()):
         sparsity, layers = sparsity_from_text(text), [name for name, each in patterns.items() if each == text]
         holds_by_node = sparse_matrices(proto, sparsity.kept, sparsity.of)

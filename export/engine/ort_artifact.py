@@ -12,6 +12,7 @@ from export.graph.ports import ports_of_graph, roles_of_graph
 from export.graph.to_onnx import onnx_bytes
 from export.graph.weights import weight_shares
 from ground.errors import BadInput, Missing
+from ground.onnx_file import read_onnx
 from ground.precision import half_share, precision_of_shares
 
 from .build import Engine
@@ -76,7 +77,7 @@ def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
         if session.get_providers()[0] != provider:  # the provider is installed, but finds no GPU or library
             what = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
             raise Missing(missing_message("onnxruntime", what, command, "the NVIDIA driver, CUDA and cuDNN"))
-        return onnx.load(saved)
+        return read_onnx(saved)
 
 
 def _engine(

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, TensorProto
 
 from ground.errors import BadInput
-from ground.files import regular
+from ground.onnx_file import read_onnx, tensors_of
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_of, precision_named
 
@@ -25,17 +24,8 @@ SPELLED_OUT = "norms are spelled out in"
 
 
 def load_onnx(path: Path) -> ModelProto:
-    """The graph in `path` with its weights inside; BadInput for what is missing, empty, cut short or no ONNX at all."""
-    try:
-        content = regular(path).read_bytes()
-    except OSError as error:
-        raise BadInput(f"{path}: can't be read ({error.strerror})") from error
-    if not content:
-        raise BadInput(f"{path}: the file is empty; export the model again")
-    try:
-        proto = onnx.load_model_from_string(content)
-    except DecodeError as error:
-        raise BadInput(f"{path}: not an ONNX file, or cut short ({len(content)} bytes); export it again") from error
+    """The graph in `path`, weights outside of it left there. Raises BadInput as read_onnx does, and without a graph."""
+    proto = read_onnx(path, weights=False)
     if not proto.ir_version or not proto.graph.node or not proto.opset_import:
         raise BadInput(f"{path}: not an ONNX model, or cut short: it has no graph or no opset; export it again")
     return proto
@@ -83,7 +73,7 @@ def check_onnx(
 
 
 def _storage_reasons(proto: ModelProto) -> Iterator[str]:
-    outside = [tensor.name for tensor in proto.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    outside = [tensor.name for tensor in tensors_of(proto) if tensor.data_location == TensorProto.EXTERNAL]
     if outside:
         yield f"{len(outside)} weights lie in another file (first {outside[0]!r}); save the model as one file"
     size_bytes = proto.ByteSize()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnx
-
 from ground.errors import BadInput
 from ground.feeds import Feeds
+from ground.onnx_file import read_onnx
 from ground.precision import FLOAT16
 
 from .block_outputs import by_site, fp16_values, largest_activations
@@ -21,8 +20,8 @@ def headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> Structural
     Both are exports of one model, so that their values have the same names; else BadInput is raised. FAIL over 65,504.
     One graph is in memory at a time.
     """
-    fp16_names = fp16_values(onnx.load(str(fp16)))
-    graph = onnx.load(str(fp32))
+    fp16_names = fp16_values(read_onnx(fp16))
+    graph = read_onnx(fp32)
     activations = largest_activations(graph, feeds)
     if 2 * len(fp16_names & activations.keys()) < len(fp16_names):
         raise BadInput(

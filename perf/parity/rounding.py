@@ -16,6 +16,7 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from ground.errors import BadInput
+from ground.onnx_file import read_onnx
 from ground.precision import BY_ONNX, FLOAT8, HALVES
 
 NARROW = tuple(each.onnx for each in HALVES)
@@ -109,4 +110,4 @@ def _widened(tensor: TensorProto) -> TensorProto:
 
 def round_file(source: Path, target: Path) -> None:
     """Write the rounded form of the graph in `source`, for a runner that takes a file. Raises BadInput as above."""
-    onnx.save(rounded_graph(onnx.load(str(source))), str(target))
+    onnx.save(rounded_graph(read_onnx(source)), str(target))

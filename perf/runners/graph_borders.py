@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ground.errors import BadInput
+from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port, Role, is_fusion_break
+from ground.records import record_from_text
 
 # The note in which a graph says what its outputs are for: a list of objects with name and role.
 OUTPUTS_NOTE = "export.outputs"
+AGAIN = "export it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +26,7 @@ class GraphBorders:
 
 def borders_of_onnx(path: Path) -> GraphBorders:
     """Raises BadInput for what is no graph, and for inputs of types that nothing here feeds."""
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    if not path.is_file():
-        raise BadInput(f"{path}: no such ONNX file")
-    try:
-        proto = onnx.load(str(path), load_external_data=False)
-    except DecodeError:
-        raise BadInput(f"{path}: it is no ONNX graph, or a damaged one; export it again") from None
+    proto = read_onnx(path, weights=False)
     held = {tensor.name for tensor in proto.graph.initializer}
     values = [value for value in proto.graph.input if value.name not in held]
     note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
@@ -52,10 +45,8 @@ def borders_of_onnx(path: Path) -> GraphBorders:
 
 def roles_of_note(note: str, path: Path) -> dict[str, Role]:
     """By output; raises BadInput for a note that can't be read."""
-    try:
-        return {port.name: port.role for port in msgspec.json.decode(note, type=list[OutputPort])}
-    except msgspec.DecodeError as error:
-        raise BadInput(f"{path}: its note {OUTPUTS_NOTE} can't be read ({error}); export it again") from error
+    where = f"{path}: its note {OUTPUTS_NOTE} can't be read"
+    return {port.name: port.role for port in record_from_text(note, list[OutputPort], where=where, remedy=AGAIN)}
 
 
 def role_of_rank(rank: int) -> Role:

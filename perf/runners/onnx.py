@@ -11,6 +11,7 @@ import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
+from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port, is_fusion_break
 from ground.precision import BFLOAT16, BY_ONNX, FLOAT8, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
 from perf.record.runs import Flat
@@ -70,10 +71,9 @@ class OnnxRunner:
     def __enter__(self) -> Self:
         ort = _onnxruntime()
         require_provider(ort.get_available_providers(), self.provider)
-        if not self.path.is_file():
-            raise BadInput(f"{self.path}: no such ONNX file")
+        precision = onnx_precision(self.path)
         if self.provider == "cpu":
-            _refuse_untyped(self.path)
+            _refuse_untyped(self.path, precision)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         if self.provider != "cpu":
@@ -101,7 +101,6 @@ class OnnxRunner:
             raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error}") from error
         require_granted(self._session.get_providers(), self.provider)
         self.inputs, self.outputs = self._input_ports(), self._output_ports()
-        precision = onnx_precision(self.path)
         self._describe = {
             "backend": "onnxruntime",
             "version": ort.__version__,
@@ -264,10 +263,8 @@ def onnx_precision(path: Path) -> str:
     """What the weights are by bytes, in the words of ground.precision: quantised where one hundredth is; mixed where no
     type holds 99 %; `unknown` where there are none.
     """
-    import onnx
-
     sizes: Counter[FloatType] = Counter()
-    for tensor in onnx.load(str(path), load_external_data=False).graph.initializer:
+    for tensor in read_onnx(path, weights=False).graph.initializer:
         held_in = BY_ONNX.get(tensor.data_type)
         if held_in is not None:
             sizes[held_in] += held_in.size_bytes * int(np.prod(tensor.dims, dtype=np.int64))
@@ -282,14 +279,8 @@ def onnx_precision(path: Path) -> str:
     return mixed_of(max(HALVES, key=lambda each: sizes[each])).name
 
 
-def _refuse_untyped(path: Path) -> None:
+def _refuse_untyped(path: Path, precision: str) -> None:
     """What a CPU would do with such a graph is no run of it."""
-    from google.protobuf.message import DecodeError
-
-    try:
-        precision = onnx_precision(path)
-    except DecodeError:
-        return  # ONNX Runtime says in its own words that this is no graph
     held_in = type_of_word(precision)
     if held_in in (BFLOAT16, FLOAT8):
         raise BadInput(

@@ -1,0 +1,198 @@
+"""ONNX files from anybody: parsed, and refused for what would lead their next reader elsewhere, before it opens them.
+
+Weights outside of the file lie below its directory, are no links and end where their file ends; no tensor promises more
+numbers than are there; functions end; no operator carries an engine or code. What a graph computes is not judged.
+"""
+
+import graphlib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import BadInput
+from .files import below, regular
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto
+
+# A protocol buffer ends there; weights of larger models lie in files of their own.
+MOST_BYTES = 2**31 - 1
+MOST_NODES = 1_000_000
+# A whole engine, or a function of a running Python, as a node.
+FOREIGN = ("EPContext", "PyOp", "PythonOp", "PythonOpGrad")
+_KEYS = ("location", "offset", "length", "checksum")
+_NATURAL = re.compile(r"[0-9]{1,18}")
+# Bits of a number, by ONNX's codes of types; texts have none.
+_BITS = {1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 14: 64, 15: 128, 16: 16,
+         17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 26: 2}  # fmt: skip
+_TEXT, _EXTERNAL = 8, 1
+_FunctionKey = tuple[str, str, str]
+
+
+def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
+    """The graph in `path`; `weights`: with those that lie outside of it.
+
+    What a runtime opens by its path is read so before. Raises BadInput for what is missing, empty, cut short or no
+    ONNX, and for what the module's head says.
+    """
+    import onnx
+
+    proto = _parsed(path)
+    where = str(path)
+    _refuse_foreign(proto, where)
+    _refuse_endless(proto, where)
+    outside = [tensor for tensor in tensors_of(proto) if _is_outside(tensor, path)]
+    if outside and weights:
+        onnx.load_external_data_for_model(proto, str(path.parent))
+    return proto
+
+
+def _parsed(path: Path) -> "ModelProto":
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not regular(path).is_file():
+        raise BadInput(f"{path}: no such ONNX file")
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise BadInput(f"{path}: {size} bytes, an ONNX file has {MOST_BYTES} at most")
+    if not size:
+        raise BadInput(f"{path}: the file is empty; export the model again")
+    try:
+        return onnx.load_model_from_string(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"{path}: can't be read ({error.strerror})") from error
+    except (DecodeError, ValueError, RecursionError):
+        raise BadInput(f"{path}: not an ONNX file, or cut short ({size} bytes); export it again") from None
+
+
+def _nodes(nodes: "Iterable[NodeProto]") -> "Iterator[NodeProto]":
+    """All of them, those of the graphs inside too. Protocol buffers nest a hundred deep at most."""
+    for node in nodes:
+        yield node
+        for graph in _inner(node):
+            yield from _nodes(graph.node)
+
+
+def _inner(node: "NodeProto") -> "Iterator[GraphProto]":
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _graphs(proto: "ModelProto") -> "Iterator[GraphProto]":
+    yield proto.graph
+    for info in proto.training_info:
+        yield from (info.initialization, info.algorithm)
+    for node in _every_node(proto):
+        yield from _inner(node)
+
+
+def _every_node(proto: "ModelProto") -> "Iterator[NodeProto]":
+    yield from _nodes(proto.graph.node)
+    for info in proto.training_info:
+        yield from _nodes((*info.initialization.node, *info.algorithm.node))
+    for function in proto.functions:
+        yield from _nodes(function.node)
+
+
+def tensors_of(proto: "ModelProto") -> "Iterator[TensorProto]":
+    """Every tensor wherever it stands: weights, those of sparse ones, and what nodes carry."""
+    for graph in _graphs(proto):
+        yield from graph.initializer
+        yield from _parts(graph.sparse_initializer)
+    for node in _every_node(proto):
+        for attribute in node.attribute:
+            yield from (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors)
+            sparse = (attribute.sparse_tensor,) if attribute.HasField("sparse_tensor") else ()
+            yield from _parts((*sparse, *attribute.sparse_tensors))
+
+
+def _parts(sparse: "Iterable[SparseTensorProto]") -> "Iterator[TensorProto]":
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
+
+
+def _refuse_foreign(proto: "ModelProto", where: str) -> None:
+    named = next((node for node in _every_node(proto) if node.op_type in FOREIGN), None)
+    if named is not None:
+        raise BadInput(
+            f"{where}: its node {named.name[:100]!r} is of {named.op_type}, which holds compiled code and no layers; "
+            "give the graph that it was compiled from"
+        )
+
+
+def _refuse_endless(proto: "ModelProto", where: str) -> None:
+    """Raise BadInput for functions that call themselves, and for those that unfold to more nodes than any model has."""
+    functions = {(each.domain, each.name, each.overload): each for each in proto.functions}
+    calls = {key: [_key(node) for node in _nodes(function.node)] for key, function in functions.items()}
+    called = {key: [name for name in names if name in functions] for key, names in calls.items()}
+    try:
+        order = list(graphlib.TopologicalSorter(called).static_order())
+    except graphlib.CycleError:
+        raise BadInput(f"{where}: its functions call one another in a circle; it is no graph that ends") from None
+    sizes: dict[_FunctionKey, int] = {}
+    for key in order:
+        sizes[key] = sum(sizes.get(name, 1) for name in calls[key])
+    unfolded = sum(sizes.get(_key(node), 1) for node in _nodes(proto.graph.node))
+    if unfolded > MOST_NODES:
+        raise BadInput(f"{where}: unfolds to {unfolded:.3g} nodes, {MOST_NODES} at most are read")
+
+
+def _key(node: "NodeProto") -> _FunctionKey:
+    return node.domain, node.op_type, node.overload
+
+
+def _is_outside(tensor: "TensorProto", path: Path) -> bool:
+    """Whether its numbers lie in another file. Raises BadInput unless there are as many as it says."""
+    where = f"{path}: weight {tensor.name[:100]!r}"
+    outside = tensor.data_location == _EXTERNAL
+    held = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
+    if min(tensor.dims, default=0) < 0:
+        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, which is no shape")
+    numbers = math.prod(tensor.dims)
+    if tensor.data_type == _TEXT:
+        return outside
+    if outside or tensor.HasField("raw_data"):
+        fits = numbers * _BITS.get(tensor.data_type, 1) <= 8 * held
+    else:
+        fits = numbers <= 8 * _spelled_out(tensor)
+    if not fits:
+        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and its numbers are not all there; export it again")
+    return outside
+
+
+def _spelled_out(tensor: "TensorProto") -> int:
+    """How many numbers stand in the file one by one; each may hold several narrow ones."""
+    lists = tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data, tensor.uint64_data
+    return sum(map(len, lists))
+
+
+def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
+    """How many bytes the other file holds for it."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    if unknown := [key for key in entries if key not in _KEYS]:
+        raise BadInput(f"{where} lies outside with the key {unknown[0][:100]!r}; known are {', '.join(_KEYS)}")
+    file = below(path.parent, entries.get("location", ""), where=f"{where} lies outside of the file")
+    if not file.is_file():
+        raise BadInput(f"{where} lies in {file.name[:100]}, and there is no such file beside it")
+    stat = file.stat()
+    if stat.st_nlink > 1:
+        raise BadInput(f"{where} lies in {file.name[:100]}, which has other names (hard links); expected its own file")
+    offset, length = (_natural(entries, key, where) for key in ("offset", "length"))
+    start = offset or 0
+    taken = stat.st_size - start if length is None else length
+    if start > stat.st_size or start + taken > stat.st_size:
+        span = f"{start} to {start + taken}"
+        raise BadInput(f"{where} lies at {span} of {file.name[:100]}, which has {stat.st_size} bytes")
+    return taken
+
+
+def _natural(entries: dict[str, str], key: str, where: str) -> int | None:
+    text = entries.get(key)
+    if text is not None and not _NATURAL.fullmatch(text):
+        raise BadInput(f"{where} lies outside with {key} {text[:100]!r}, expected a whole number")
+    return None if text is None else int(text)
