@@ -1,6 +1,7 @@
 """One thread a process: tests run side by side, and threads that wait for each other would only cost time."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def _graphs_kept(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> No
     """One place for the processes that run tests side by side."""
     own = tmp_path_factory.getbasetemp()
     trace_once((own if worker_id == "master" else own.parent) / "graphs-kept")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is built in tests is not listed among the user's own engines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.hookimpl(trylast=True)

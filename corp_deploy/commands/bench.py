@@ -14,7 +14,16 @@ from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS
 
 from .input_choice import text_option
 from .numbers import Number
-from .options import ANY_PATH, BATCHES, FILE, explicit_options, output_options, trust_option, value_options
+from .options import (
+    ANY_PATH,
+    BATCHES,
+    FILE,
+    explicit_options,
+    output_options,
+    trust_engine_option,
+    trust_option,
+    value_options,
+)
 
 if TYPE_CHECKING:
     from corp_deploy.proof.timed_inputs import TimedInputs
@@ -157,6 +166,7 @@ def _two_names(_: click.Context, __: click.Parameter, text: str) -> tuple[str, s
 @plan_options
 @fed_options
 @trust_option
+@trust_engine_option
 @output_options
 def bench(
     dense: Path,

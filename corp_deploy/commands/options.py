@@ -118,6 +118,24 @@ trust_option = click.option(
     callback=_trust,
     help="Run the code of a model that has some: of module:PATH.py:FUNCTION and of what was reduced of it.",
 )
+
+
+def _trust_engines(context: click.Context, _: click.Parameter, trust: bool) -> bool:
+    """For as long as the command is at work; what loads engines is imported where the option is given."""
+    if trust:
+        from corp_deploy.proof.engine_trust import trusting_engines
+
+        context.with_resource(trusting_engines(trust))
+    return trust
+
+
+trust_engine_option = click.option(
+    "--trust-engine",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust_engines,
+    help="Load .plan files that were not built here by you: an engine may hold code, and nothing tells one that does.",
+)
 batch_size_option = click.option(
     "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."
 )

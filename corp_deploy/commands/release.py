@@ -10,7 +10,7 @@ import click
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING
 
-from .options import ANY_PATH, DIRECTORY, FILE, output_options, trust_option, value_options
+from .options import ANY_PATH, DIRECTORY, FILE, output_options, trust_engine_option, trust_option, value_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,6 +86,7 @@ class BaselineChoice:
     click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline if it passes."),
 )
 @trust_option
+@trust_engine_option
 @output_options
 @click.pass_context
 def release(

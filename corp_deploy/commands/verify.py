@@ -12,7 +12,7 @@ from ground.quantities import ERROR, FACTOR, LEVEL, SHARE
 
 from .model_choice import ModelChoice, dense_options
 from .numbers import Number
-from .options import ANY_PATH, FILE, explicit_options, output_options, value_options
+from .options import ANY_PATH, FILE, explicit_options, output_options, trust_engine_option, value_options
 from .proof_input_choice import ProofInputChoice, proof_input_options
 from .verify_run import VerifyRun, run_options
 
@@ -117,6 +117,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 )
 @head_options
 @limit_options
+@trust_engine_option
 @output_options
 @click.pass_context
 def verify(

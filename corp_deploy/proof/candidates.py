@@ -14,7 +14,6 @@ from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.engine.record import record_of_plan
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
@@ -22,11 +21,12 @@ from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_named, type_of_word
 from perf.parity.rounding import round_file
-from perf.runners.engine import EngineRunner
+from perf.runners.engine import Backend, EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
+from .engine_trust import record_of_trusted_plan
 from .pixels import NO_PIXELS, Pixels, pixels_of, take_pixels
 
 Run = Callable[[Feeds], Outputs]
@@ -42,8 +42,9 @@ class Candidate:
     batch if it has one.
 
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
-    of all else, where it tells. `runtime`: what runs a graph where that is not ONNX Runtime. `inputs`: of a graph or an
-    engine what it takes, `pixels` what images are made of, for one that takes those.
+    of all else, where it tells. `sha256`: of an engine, whose bytes are held to it. `runtime`: what runs a graph where
+    that is not ONNX Runtime. `inputs`: of a graph or an engine what it takes, `pixels` what images are made of, for one
+    that takes those.
     """
 
     label: str
@@ -53,6 +54,7 @@ class Candidate:
     held_in: FloatType
     batch: int | None = None
     backend: str = ""
+    sha256: str | None = None
     checkpoint: Checkpoint | None = None
     shown: Path | None = None
     rest: str | None = None
@@ -117,7 +119,8 @@ class Candidate:
             model = self.checkpoint.model
             return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
         if self.form == "engine":
-            return EngineRunner(self.path, backend="tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt")
+            backend: Backend = "tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt"
+            return EngineRunner(self.path, backend=backend, sha256=self.sha256)
         if self.runtime is not None:
             return OpenVinoRunner(self.path, arithmetic=ARITHMETIC[self.runtime])
         if not self.emulated:
@@ -158,7 +161,7 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
 
 
 def _from_engine(path: Path, shown: Path) -> Candidate:
-    record = record_of_plan(path)
+    record = record_of_trusted_plan(path)
     return Candidate(
         label=f"{path.parent.name}/{path.name} {record.backend} {record.precision}",
         name=f"{path.parent.name}-{record.backend}-{record.precision}",
@@ -167,6 +170,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         shown=shown,
         held_in=type_of_word(record.precision),
         backend=record.backend,
+        sha256=record.plan_sha256,
         inputs=tuple(_port(each) for each in record.inputs),
     )
 

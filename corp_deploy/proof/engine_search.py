@@ -161,9 +161,16 @@ def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], comm
         with tempfile.TemporaryDirectory() as scratch:
             plan = Path(scratch) / "tried.plan"
             write_engine(build_engine(graph, BuildOptions(backend=backend, profiles=(profile,), command=command)), plan)
-            held_in = type_of_word(record_of_plan(plan).precision)
+            record = record_of_plan(plan)
             step = Candidate(
-                label=backend, name=backend, form="engine", path=plan, held_in=held_in, backend=backend, batch=batch
+                label=backend,
+                name=backend,
+                form="engine",
+                path=plan,
+                held_in=type_of_word(record.precision),
+                backend=backend,
+                sha256=record.plan_sha256,
+                batch=batch,
             )
             with step.opened(ports) as run:
                 return run(feeds)

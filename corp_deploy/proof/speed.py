@@ -32,6 +32,7 @@ from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
 from .contender import Contender
+from .engine_trust import record_of_trusted_plan
 from .timed_inputs import TimedInputs, feeds_to_time, listed
 from .torch_package import compiled_contender, contender_from_package
 
@@ -100,7 +101,7 @@ def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
 
 
 def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
-    record = record_of_plan(path)
+    record = record_of_trusted_plan(path)
     facts = _graph_of_engine(path, record)
     open_engine = partial(
         EngineRunner,
@@ -109,6 +110,7 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         cuda_graph=running.cuda_graph,
         flush_l2=bool(running.flush_l2),
         precision=record.precision,
+        sha256=record.plan_sha256,
     )
     subject = Subject(
         name=name,

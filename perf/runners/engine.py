@@ -4,6 +4,7 @@ Memory, streams, events and graphs are torch.cuda's; the engine's own calls go t
 the TensorRT module.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ class EngineRunner:
         cuda_graph: capture the enqueued engine once per binding and replay it.
         flush_l2: overwrite the L2 cache before each call.
         precision: what its builder recorded; a plan doesn't tell.
+        sha256: the digest of its bytes, without which it isn't handed to a runtime, that would run what it holds; None
+            where the caller has made sure of them.
     """
 
     path: Path
@@ -41,6 +44,7 @@ class EngineRunner:
     cuda_graph: bool = True
     flush_l2: bool = False
     precision: str = "unknown"
+    sha256: str | None = None
     _trt: Any = field(default=None, init=False, repr=False)
     _session: Any = field(default=None, init=False, repr=False)
     _stream: Any = field(default=None, init=False, repr=False)
@@ -48,11 +52,20 @@ class EngineRunner:
     def __enter__(self) -> Self:
         if not self.path.is_file():
             raise BadInput(f"{self.path}: no such plan")
+        plan = self._plan()
         self._trt = _tensorrt(self.backend)
         require_cuda()
         self._stream = open_stream()
-        self._session = EngineSession.load(self._trt, self.path, eager_kernels=self.backend == "tensorrt_rtx")
+        eager_kernels = self.backend == "tensorrt_rtx"
+        self._session = EngineSession.load(self._trt, self.path, eager_kernels=eager_kernels, plan=plan)
         return self
+
+    def _plan(self) -> bytes:
+        """The very bytes that are handed on, so that no other plan takes their place in between."""
+        plan = self.path.read_bytes()
+        if self.sha256 is not None and hashlib.sha256(plan).hexdigest() != self.sha256:
+            raise BadInput(f"{self.path}: its bytes are not those of its record; build it again")
+        return plan
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -128,17 +141,18 @@ class EngineSession:
     breaks: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, trt: Any, path: Path, *, eager_kernels: bool) -> Self:
-        """Deserialise a plan.
+    def load(cls, trt: Any, path: Path, *, eager_kernels: bool, plan: bytes | None = None) -> Self:
+        """Deserialise a plan, which runs code that it may hold.
 
         Args:
             trt: the module tensorrt or tensorrt_rtx.
             eager_kernels: have kernels specialised for the shapes before the first call, so that no later one waits for
                 it (TensorRT-RTX only).
+            plan: the content of the path where it was read already.
         """
         log: list[str] = []
         runtime = trt.Runtime(_collector(trt, log))
-        engine = runtime.deserialize_cuda_engine(path.read_bytes())
+        engine = runtime.deserialize_cuda_engine(path.read_bytes() if plan is None else plan)
         if engine is None:
             raise BadInput(
                 f"{path}: {trt.__name__} {trt.__version__} cannot load this plan: (a) it was built by another version, "
