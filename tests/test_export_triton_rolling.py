@@ -1,5 +1,7 @@
 """Another version in a real server under load: every request answered, none wrong; a bad version is never served."""
 
+import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +13,18 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
 
+from corp_deploy.cli import main
+from export.triton import staging
 from export.triton.config import Serving
 from export.triton.package import Package
 from export.triton.repository import write_repository
 from export.triton.rolling import STAGED, Samples, roll
 from export.triton.server import ServerError, TritonServer
+from export.triton.staging import staging_folder
+from export.triton.versions import serve_version
 from ground.errors import BadInput
 from tests.export_served import CLASSES, SHAPE, write_onnx
 from tests.triton_server import Server, lack
@@ -201,3 +208,120 @@ def test_another_address_is_never_asked_and_a_refusal_is_told() -> None:
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(BadInput, match="expected an address such as"):
         TritonServer(address=address)
+
+
+# Without a server: one that does what its repository says, and fails where it is told to.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feigned(TritonServer):
+    """Serves of each loaded model the versions that its config names; `heard` has every load and unload, `fails` the
+    place in it of the request that is refused.
+    """
+
+    repository: Path
+    serving: dict[str, tuple[int, ...]]
+    heard: list[str] = field(default_factory=list)
+    fails: int = -1
+
+    def _ask(self, path: str, content: object = None) -> Any:
+        match path.split("/"):
+            case ["repository", "index"]:
+                ready = [(model, version) for model, versions in self.serving.items() for version in versions]
+                return [{"name": model, "version": str(version), "state": "READY"} for model, version in ready]
+            case ["repository", "models", model, verb]:
+                config = (self.repository / model / "config.pbtxt").read_text()
+                versions = tuple(int(each) for each in re.findall(r"versions: \[(.*?)\]", config)[0].split(","))
+                self.heard.append(f"{verb} {model} {versions}")
+                if len(self.heard) - 1 == self.fails:
+                    raise ServerError("refused")
+                self.serving[model] = versions if verb == "load" else ()
+            case ["models", model, "versions", version, "ready"]:
+                if int(version) not in self.serving[model]:
+                    raise ServerError("not ready")
+        return None
+
+
+@pytest.fixture
+def packaged(tmp_path: Path) -> Path:
+    """Versions 1 and 2 of two variants, of which version 1 is to be served."""
+    repository = tmp_path / "models"
+    for version in (1, 2):
+        graph = write_onnx(tmp_path / f"{version}.onnx", seed=version)
+        package = Package(name="vit", version=version, onnx=graph, cpu_onnx=graph, serving=SERVING)
+        write_repository(package, repository)
+    serve_version(repository, "vit", 1)
+    return repository
+
+
+def feigned(repository: Path, **more: Any) -> Feigned:
+    serving = {"vit_onnx": (1,), "vit_cpu": (1,)}
+    return Feigned(address="http://127.0.0.1:9", repository=repository, serving=serving, **more)
+
+
+def configs(repository: Path) -> list[str]:
+    return [(repository / model / "config.pbtxt").read_text() for model in ("vit_onnx", "vit_cpu")]
+
+
+def test_a_version_is_staged_then_added_then_alone(packaged: Path) -> None:
+    server = feigned(packaged)
+    rolled = roll(packaged, "vit", 2, server)
+    assert rolled.failure is None
+    each = ("load {0}_staged (2,)", "unload {0}_staged (2,)", "load {0} (1, 2)", "load {0} (2,)")
+    assert server.heard == [words.format(model) for model in ("vit_onnx", "vit_cpu") for words in each]
+    assert server.serving == {"vit_onnx": (2,), "vit_cpu": (2,), "vit_onnx_staged": (), "vit_cpu_staged": ()}
+    assert sorted(path.name for path in packaged.parent.iterdir()) == ["1.onnx", "2.onnx", "models"]
+
+
+@pytest.mark.parametrize(("fails", "done"), [(0, 0), (2, 0), (3, 0), (4, 1), (7, 1)])
+def test_what_was_served_is_served_again_whichever_step_fails(packaged: Path, fails: int, done: int) -> None:
+    before, server = configs(packaged), feigned(packaged, fails=fails)
+    rolled = roll(packaged, "vit", 2, server)
+    assert rolled.failure is not None
+    assert rolled.failure.endswith(": refused; version 1 is still served")
+    assert len(rolled.served.models) == done
+    assert [server.serving[model] for model in ("vit_onnx", "vit_cpu")] == [(2,)] * done + [(1,)] * (2 - done)
+    assert configs(packaged)[done:] == before[done:]
+    assert not list(packaged.glob(f"*{STAGED}"))
+
+
+def test_what_would_stop_a_roll_half_way_is_refused_before_anything_changes(packaged: Path) -> None:
+    before, server = configs(packaged), feigned(packaged)
+    (packaged / f"vit_cpu{STAGED}").mkdir()
+    with pytest.raises(BadInput, match=r"vit_cpu_staged: left by a roll that was killed"):
+        roll(packaged, "vit", 2, server)
+    (packaged / f"vit_cpu{STAGED}").rmdir()
+    config = packaged / "vit_cpu/configs/2.pbtxt"
+    config.write_text(config.read_text().replace("version_policy", "policy"))
+    with pytest.raises(BadInput, match="names no specific version_policy"):
+        roll(packaged, "vit", 2, server)
+    shutil.rmtree(packaged / "vit_cpu/2")
+    with pytest.raises(BadInput, match=r"vit_cpu/2: gone, though there is a config of it"):
+        roll(packaged, "vit", 2, server)
+    assert server.heard == []
+    assert configs(packaged) == before
+
+
+def test_a_repository_on_a_disk_of_its_own_is_staged_inside(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with staging_folder(packaged) as folder:
+        assert folder.parent == packaged.parent
+    monkeypatch.setattr(staging, "_is_one_disk", lambda *_: False)
+    with staging_folder(packaged) as folder:
+        assert folder.parent == packaged
+    assert roll(packaged, "vit", 2, feigned(packaged)).failure is None
+    assert sorted(path.name for path in packaged.iterdir()) == ["expected.json", "vit_cpu", "vit_onnx"]
+    with staging_folder(packaged.parent / "new/models") as folder:
+        assert folder.parent == packaged.parent / "new", "one that is not there yet is made beside"
+
+
+def test_serve_version_says_what_stays_and_refuses_a_bound_for_no_samples(packaged: Path) -> None:
+    for path in (packaged / "vit_onnx/2", packaged / "vit_onnx/configs/2.pbtxt"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    words = ["serve-version", str(packaged), "--model-version", "2"]
+    said = CliRunner().invoke(main, words)
+    assert said.exit_code == 0, said.output
+    assert f"{packaged}: vit_cpu serves version 2" in said.output
+    assert f"{packaged}: vit_onnx lacks version 2 and stays as it is" in said.output
+    refused = CliRunner().invoke(main, [*words, "--server", "http://127.0.0.1:9", "--max-error", "0.1"])
+    assert refused.exit_code == 2
+    assert "--max-error is of answers to samples: give --samples" in refused.output

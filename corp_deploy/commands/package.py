@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +13,9 @@ from ground.quantities import ERROR, MODEL_VERSION, SECONDS
 from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
 from .serving_choice import ServingChoice, serving_options
+
+if TYPE_CHECKING:
+    from export.triton.versions import ServedVersion
 
 
 @click.command()
@@ -138,8 +142,12 @@ def serve_version(
                 raise click.UsageError(f"--{option.replace('_', '-')} is for a running server: give --server")
         changed = serve(repository, name, model_version)
         record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}
-        out.result(record, f"{repository}: {', '.join(changed.models)} serve version {changed.version}")
+        verb = "serves" if len(changed.models) == 1 else "serve"
+        line = f"{repository}: {', '.join(changed.models)} {verb} version {changed.version}"
+        out.result(record, line, *_lines_of_unchanged(repository, changed))
         return
+    if samples is None and ctx.get_parameter_source("max_error") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--max-error is of answers to samples: give --samples")
     from corp_deploy.release.served_samples import samples_of_release
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
@@ -161,10 +169,16 @@ def serve_version(
     lines += [
         f"{repository}: {model} is not loaded there, its config names version {served.version}" for model in rolled.idle
     ]
+    lines += _lines_of_unchanged(repository, served)
     lines += [] if rolled.failure is None else [f"{server}: {rolled.failure}"]
     out.result(record, *lines)
     if rolled.failure is not None:
         ctx.exit(EXIT_FAILED)
+
+
+def _lines_of_unchanged(repository: Path, served: "ServedVersion") -> list[str]:
+    """Of the variants that stay as they are."""
+    return [f"{repository}: {model} lacks version {served.version} and stays as it is" for model in served.unchanged]
 
 
 def _told(errors: Mapping[str, float], model: str) -> str:

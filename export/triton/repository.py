@@ -1,7 +1,6 @@
 """A Triton model repository: one model per variant, versions side by side, loadable as it is."""
 
 import shutil
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
 from .package import Package
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release
+from .staging import staging_folder
 from .variants import Model, checked_record, models_of
 from .versions import config_path, install_text, install_undoably, model_names, versions_of
 
@@ -48,13 +48,12 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     for model in models:
         entry = expected_entry(model.variant, package.version, model.expected)
         entries.setdefault(model.variant.name, {})[str(package.version)] = entry
-    repository.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".package-", dir=repository.parent) as folder, ExitStack() as undo:
+    with staging_folder(repository) as folder, ExitStack() as undo:
         if not repository.exists():
             repository.mkdir()
             undo.callback(shutil.rmtree, repository)
         for model in models:
-            _write_model(package, model, repository, Path(folder) / model.variant.name, undo)
+            _write_model(package, model, repository, folder / model.variant.name, undo)
         install_undoably(expected_text(entries), repository / EXPECTED_NAME, undo)
         undo.pop_all()
     warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]

@@ -15,7 +15,6 @@ has in explicit mode (--model-control-mode=explicit) alone; in poll mode an edit
 
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from ground.errors import BadInput
 from ground.files import regular
 
 from .server import DATA_TYPES, ServerError, TritonServer
+from .staging import staging_folder
 from .versions import ServedVersion, able_models, config_path, install_text
 
 STAGED = "_staged"
@@ -78,13 +78,15 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
             f"server {server.address}: none of {', '.join(able)} is loaded there; leave out --server to change the "
             f"repository alone, or start the server with --load-model={able[-1]}"
         )
+    for model in loaded:
+        _require_rollable(repository / model, version)
     errors: dict[str, float] = {}
     done: list[str] = []
     failure = None
     for model in loaded:
         try:
             errors |= _roll_model(repository / model, version, server, samples)
-        except ServerError as error:
+        except (ServerError, OSError) as error:
             failure = f"{model}: {error}; version {_listed(server, model)} is still served"
             break
         done.append(model)
@@ -93,6 +95,14 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
         install_text(_pinned(repository / model, version), repository / model / "config.pbtxt")
     served = ServedVersion(version=version, models=tuple(done), unchanged=unchanged)
     return Rolled(served=served, idle=idle if failure is None else (), errors=errors, failure=failure)
+
+
+def _require_rollable(folder: Path, version: int) -> None:
+    """Raise BadInput, before anything is changed, for what would stop a roll half-way."""
+    staged = folder.parent / (folder.name + STAGED)
+    if staged.exists():
+        raise BadInput(f"{staged}: left by a roll that was killed, or another is under way; remove it when none is")
+    _with_versions(_pinned(folder, version), [version])
 
 
 def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
@@ -108,7 +118,7 @@ def _roll_model(folder: Path, version: int, server: TritonServer, samples: Sampl
         _load(server, model, config, pinned, version)
     except BaseException:
         install_text(former, config)
-        _restore(server, model, before)
+        _restore(server, model)
         raise
     return errors
 
@@ -119,11 +129,12 @@ def _load(server: TritonServer, model: str, config: Path, text: str, version: in
     _wait_until_ready(server, model, version)
 
 
-def _restore(server: TritonServer, model: str, before: tuple[int, ...]) -> None:
-    """Bring back what was served, where a half-done change took it; the error that led here is the one to tell."""
+def _restore(server: TritonServer, model: str) -> None:
+    """Have the server read the config that was put back: a load that took too long may still end, behind which this one
+    is carried out. The error that led here is the one to tell.
+    """
     with suppress(ServerError):
-        if server.ready_versions(model) != before:
-            server.load(model)
+        server.load(model)
 
 
 def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
@@ -139,10 +150,8 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     """The version alone, loaded under another name; gone from server and disk afterwards."""
     name = folder.name + STAGED
     target = folder.parent / name
-    if target.exists():
-        raise BadInput(f"{target}: left by a roll that was killed, or another is under way; remove it when none is")
-    with tempfile.TemporaryDirectory(prefix=".staged-", dir=folder.parent.resolve().parent) as scratch:
-        copy = Path(scratch) / name
+    with staging_folder(folder.parent) as scratch:
+        copy = scratch / name
         shutil.copytree(folder / str(version), copy / str(version))
         text = re.sub(r'(?m)^name: "[^"]*"', f'name: "{name}"', _pinned(folder, version), count=1)
         install_text(text, copy / "config.pbtxt")

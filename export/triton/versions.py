@@ -60,6 +60,9 @@ def able_models(repository: Path, name: str, version: int) -> tuple[tuple[str, .
     """The variants that have the version, and those that don't. Raises BadInput when none has it."""
     names = _known(repository, name)
     able = tuple(each for each in names if config_path(repository / each, version).is_file())
+    bare = next((each for each in able if version not in versions_of(repository / each)), None)
+    if bare is not None:
+        raise BadInput(f"{repository / bare / str(version)}: gone, though there is a config of it; package it again")
     if not able:
         have = sorted({number for each in names for number in versions_of(repository / each)})
         raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")

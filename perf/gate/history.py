@@ -69,9 +69,11 @@ def _row(trend: Trend, batch: BatchTrend) -> JudgedRule:
             rule=rule, verdict="INCONCLUSIVE", message=batch.missing or "no figure in this record", metric=METRIC
         )
     known = sum(value is not None for value in series.values)
-    left_out = f"; {len(trend.left_out)} records left out" if trend.left_out else ""
+    count = len(trend.left_out)
+    left_out = f"; {count} {'record' if count == 1 else 'records'} left out" if count else ""
     if known < LEAST_VALUES:
-        message = f"{known} comparable releases, changes are looked for from {LEAST_VALUES} on{left_out}"
+        noun = "release" if known == 1 else "releases"
+        message = f"{known} comparable {noun}, changes are looked for from {LEAST_VALUES} on{left_out}"
         return JudgedRule(rule=rule, verdict="UNJUDGED", message=message, metric=METRIC)
     rise = standing_rise(series)
     if rise is None:
