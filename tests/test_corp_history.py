@@ -98,3 +98,11 @@ def test_help_says_how_changes_are_found() -> None:
     text = " ".join(run("gate", "--help").output.split())
     assert "Student's t" in text
     assert "less than 1 in 20" in text
+
+
+def test_the_directory_keeps_records_alone(tmp_path: Path) -> None:
+    save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
+    kept = tmp_path / "kept"
+    result = run("gate", tmp_path / "bench.json", "--history", kept, "-o", kept / "gate.json")
+    assert (result.exit_code, kept.exists()) == (2, False)
+    assert "write verdict and trend elsewhere" in " ".join(result.output.split())

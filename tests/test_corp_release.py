@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from click.testing import CliRunner, Result
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
+from corp_deploy.proof import speed
 from corp_deploy.release import own_steps, steps, target_stages
 from corp_deploy.release.incremental import StageDirs, locked
 from corp_deploy.release.names import MOMENTS
@@ -28,10 +30,12 @@ from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
 from ground.files import sha256_of_file, write_json
+from perf.record.runs import Bench
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound
 from tests import tiny
+from tests.histories import bench_of_release
 from tests.nvml import FakeNvml
 
 ROOT = Path(__file__).parents[1]
@@ -285,7 +289,17 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     assert made(result) == ["gate", "report", "manifest"]
 
 
-def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(home: Path) -> None:
+def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = speed.measure
+
+    def quiet(*where: Any, **how: Any) -> Bench:
+        """Of these models, with the rounds of a machine that does nothing else."""
+        rows = bench_of_release(0, 2.5, batches=how["batches"]).rows
+        return replace(measured(*where, **how), rows=rows)
+
+    monkeypatch.setattr(steps, "measure", quiet)
     history = home / "history"
     edit(home, "[gate]\n", '[gate]\nhistory = "history"\n')
     release(home)
@@ -297,6 +311,8 @@ def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
     assert "Latency over releases" in (home / "out/report.html").read_text()
     (history / "29990101T000000Z-0123456789ab.json").write_text("{}")
     assert made(release(home, "--json")) == []
+    edit(home, 'history = "history"', 'history = "out"')
+    assert "is where this release goes; give one apart" in " ".join(release(home, expect=2).stderr.split())
 
 
 def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:

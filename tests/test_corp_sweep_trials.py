@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from corp_deploy.cli import main
 from corp_deploy.planning import sweep as sweeping
+from corp_deploy.planning import sweep_speed
 from corp_deploy.planning.sweep_points import (
     Span,
     SpeedAtBatch,
@@ -33,10 +34,12 @@ from corp_deploy.planning.sweep_points import (
 )
 from corp_deploy.planning.sweep_scores import top_k
 from corp_deploy.planning.sweep_speed import Bench
+from corp_deploy.planning.sweep_trials import sweep_folder
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 from tests import tiny
+from tests.histories import bench_of_release
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
@@ -118,7 +121,8 @@ class Killed(BaseException):
 
 
 def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "onnxruntime", "--batch", 1, *QUICK)
+    monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
+    words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
     whole = swept(tmp_path / "whole", *words)
     reduced, timed = sweeping.Work.reduce, Bench.time
     calls: list[str] = []
@@ -188,9 +192,9 @@ def ranks_below(launcher: int) -> list[int]:
 
 
 def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None:
-    words = ("--sparsity", "0.25,0.4,0.5", "--preset", "best,none", "--parts", "mlp")
+    words = ("--sparsity", "0.25,0.4,0.5", "--preset", "none", "--parts", "mlp")
     alone = swept(tmp_path / "alone", *words)
-    timed = ("--bench", "onnxruntime", "--batch", 2, *QUICK)
+    timed = ("--bench", "torch", "--batch", 2, *QUICK)
     given_to = ["sweep", *given_words(), "--align", "mlp=8,head=8", *words, *timed, "--jobs", 2, "-o", tmp_path / "s"]
     process = Popen([sys.executable, "-m", "corp_deploy", *map(str, given_to)], stdout=DEVNULL, stderr=PIPE, text=True)
     for _ in range(600):
@@ -229,6 +233,42 @@ def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path:
         errors, rel=0.1
     )  # means of other kinds
     assert size["sentence"] in (tmp_path / "s/sweep.html").read_text()
+    swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "best")
+    assert not (tmp_path / "s/calibration-size.json").exists(), "an earlier sweep's answer"
+
+
+def test_the_narrowest_model_judges_the_numbers_of_images_wherever_it_stands(tmp_path: Path) -> None:
+    answers = []
+    for shares in ("0.25,0.5", "0.5,0.25"):
+        words = ("--sparsity", shares, "--preset", "best", "--parts", "mlp")
+        trials = swept(tmp_path / shares, *words, moments="m12.safetensors,m40.safetensors")
+        size = json.loads((tmp_path / shares / "calibration-size.json").read_text())
+        half = [trial["relative_error"] for trial in trials if trial["mlp_sparsity"] == 0.5]
+        assert [point["relative_error"] for point in size["points"]] == pytest.approx(half, rel=0.1)
+        answers.append(size["points"])
+    assert answers[0] == answers[1]
+
+
+def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_path: Path) -> None:
+    words = ("--sparsity", 0.75, "--preset", "none", "--align", "mlp=8,head=8", "--min-agreement", 1)
+    result = run("sweep", *given_words(), *words, "-o", tmp_path / "s")
+    assert result.exit_code == 2
+    assert "no trial agrees on 100.00% of the images, the best reaches" in result.stderr
+    assert "relative" in result.stdout
+    record = json.loads((tmp_path / "s/sweep.json").read_text())
+    assert (len(record["trials"]), record["smallest_that_agrees"]) == (1, None)
+
+
+def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(tmp_path: Path) -> None:
+    with sweep_folder(tmp_path / "s"):
+        result = run("sweep", *given_words(), "--sparsity", 0.5, "-o", tmp_path / "s")
+        assert result.exit_code == 2
+        assert "another sweep (process" in result.stderr
+    assert not (tmp_path / "s").exists()
+    save(tiny.checkpoint(seed=5, depth=1), tmp_path / "other")
+    words = ["--model", tmp_path / "other", *given_words()[2:]]
+    assert run("sweep", *words, "--sparsity", 0.5, "-o", tmp_path / "s").exit_code == 2
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(

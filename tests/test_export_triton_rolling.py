@@ -255,7 +255,7 @@ def packaged(tmp_path: Path) -> Path:
 
 
 def feigned(repository: Path, **more: Any) -> Feigned:
-    serving = {"vit_onnx": (1,), "vit_cpu": (1,)}
+    serving: dict[str, tuple[int, ...]] = {"vit_onnx": (1,), "vit_cpu": (1,)}
     return Feigned(address="http://127.0.0.1:9", repository=repository, serving=serving, **more)
 
 

@@ -82,6 +82,8 @@ def gate(
     beside.require()
     files = records_by_kind(records)
     bench, parity = files.get("bench"), files.get("parity")
+    if history is not None and any(path.resolve().parent == history.resolve() for path in output):
+        raise click.UsageError(f"{history} keeps the bench records of releases: write verdict and trend elsewhere")
     if init_baseline and bench is None:
         raise click.UsageError("--init-baseline needs a bench.json among the records")
     if history is not None and bench is None:

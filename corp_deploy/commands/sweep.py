@@ -1,6 +1,6 @@
 """corp-deploy sweep."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from corp_deploy.planning.sweep import Swept
     from corp_deploy.planning.sweep_points import SweepPoint
     from corp_deploy.planning.sweep_trials import SweepRequest
+    from corp_deploy.views.console import Bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +126,10 @@ def sweep_command(
     """
     from corp_deploy.planning.sweep import SweepRun, Swept
     from corp_deploy.planning.sweep import sweep as sweep_of
-    from corp_deploy.planning.sweep_points import record_of_sweep, sentence_of_sweep, smallest_that_agrees
     from corp_deploy.planning.sweep_scores import scored_inputs
     from corp_deploy.planning.sweep_speed import engine_from_choice, speed_from_choice
-    from corp_deploy.proof.report_input import SIZE_FILE
+    from corp_deploy.planning.sweep_trials import sweep_folder
     from corp_deploy.reduction.calibrate import ranks_of_this_run
-    from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_speeds, sweep_table
-    from corp_deploy.views.sweep_page import sweep_page
-    from ground.files import write_json, write_text
     from ground.gpu import require_device
 
     with usage_errors():
@@ -166,27 +163,45 @@ def sweep_command(
             keep_models=trials.keep_models,
             command=tuple(words_again()),
         )
-        with out.progress("sweeping", len(requests), unit="trials") as done:
+        alone = nullcontext() if ranks.rank else sweep_folder(output)
+        with alone, out.progress("sweeping", len(requests), unit="trials") as done:
 
             def told(phase: str, count: int) -> None:
                 done.renamed(phase, count, len(requests), "trials")
 
-            size = _size(swept, requests, trials.held_out, told)
-            points = sweep_of(
-                swept,
-                requests,
-                replace(run, done=told),
-            )
+            size = _size(swept, requests, trials.held_out, done)
+            points = sweep_of(swept, requests, replace(run, done=told))
     if ranks.rank:
         return
+    _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
+
+
+def _tell(
+    sweep: SweepChoice,
+    swept: "Swept",
+    points: "list[SweepPoint]",
+    size: "CalibrationSize | None",
+    least: float | None,
+    inputs: InputChoice,
+    output: Path,
+    out: Output,
+) -> None:
+    """Everything that was found, in files and words. Raises BadInput after that where no trial agrees so much."""
+    from corp_deploy.planning.sweep_points import record_of_sweep, require_agreeing, sentence_of_sweep
+    from corp_deploy.planning.sweep_points import smallest_that_agrees as smallest
+    from corp_deploy.proof.report_input import SIZE_FILE
+    from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_speeds, sweep_table
+    from corp_deploy.views.sweep_page import sweep_page
+    from ground.files import write_json, write_text
+
     if refused := max(point.sites_refused for point in points):
         out.warn(f"{refused} sites can't be reduced as asked and stay as they are; inspect says why")
     disturbed = [point for point in points if any(each.disturbed for each in point.speeds)]
     if disturbed:
         out.warn(f"{len(disturbed)} trials were timed while other programs had the machine; see sweep.json")
-    dense = swept.scored.of_dense(checkpoint.model)
-    answer = None if trials.min_agreement is None else smallest_that_agrees(points, trials.min_agreement)
-    record = record_of_sweep(points, answer, dense)
+    dense = swept.scored.of_dense(swept.dense.model)
+    agrees = least is not None and any((point.agreement or 0.0) >= least for point in points)
+    record = record_of_sweep(points, smallest(points, least) if least is not None and agrees else None, dense)
     write_text(output / "sweep.csv", csv_of_sweep(points))
     write_text(output / "sweep.svg", sweep_plot(points))
     write_text(output / "sweep.html", sweep_page(points, dense, title=f"Sweep: {output.resolve().name}", size=size))
@@ -195,32 +210,37 @@ def sweep_command(
         write_json(output / SIZE_FILE, size.as_json())
         record["calibration_size"] = size.as_json()
         lines.append(size.sentence)
+    else:
+        (output / SIZE_FILE).unlink(missing_ok=True)  # an earlier sweep's, which `report` would show
     write_json(output / "sweep.json", record)
-    if trials.min_agreement is not None:
-        lines += _answers(sweep, points, trials.min_agreement, inputs)
+    if least is not None and agrees:
+        lines += _answers(sweep, points, least, inputs)
     speeds = sweep_speeds(points)
     out.result(record, sweep_table(points), *([] if speeds is None else [speeds]), *lines)
+    if least is not None:
+        require_agreeing(points, least)
 
 
 def _size(
-    swept: "Swept", requests: "list[SweepRequest]", held_out: Path | None, told: Callable[[str, int], None]
+    swept: "Swept", requests: "list[SweepRequest]", held_out: Path | None, done: "Bar"
 ) -> "CalibrationSize | None":
     """How many images are enough, by the sweep's narrowest model: the one that asks most of a fit."""
     from calib.store import load
     from corp_deploy.planning.calibration_size import calibration_size
 
     uniform = [request for request in requests if request.budget is None]
-    if len(swept.moments) < 2 or not uniform:
+    count = len(swept.moments)
+    if count < 2 or not uniform:
         return None
     of_preset = [each for each in uniform if each.preset == uniform[0].preset and each.knobs == uniform[0].knobs]
     return calibration_size(
         swept.dense.model,
         [load(path) for path in swept.moments],
-        of_preset[-1].method,
+        max(of_preset, key=lambda request: request.share).method,
         held_out=None if held_out is None else load(held_out),
         scored=swept.scored,
         calibration=swept.calibration,
-        done=lambda count: told("judging numbers of images", count),
+        done=lambda judged: done.renamed("judging numbers of images", judged, count, "numbers"),
     )
 
 

@@ -202,7 +202,8 @@ def batches_of(points: Sequence[SweepPoint]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(speed.batch for point in points for speed in point.speeds))
 
 
-def _require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPoint]:
+def require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPoint]:
+    """The trials whose agreement is at least `least`. Raises BadInput when there is none."""
     known = [point for point in points if point.agreement is not None]
     if not known:
         raise BadInput(
@@ -220,14 +221,14 @@ def _require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepP
 
 def smallest_that_agrees(points: Sequence[SweepPoint], least: float) -> SweepPoint:
     """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
-    return min(_require_agreeing(points, least), key=lambda point: (point.macs, point.relative_error))
+    return min(require_agreeing(points, least), key=lambda point: (point.macs, point.relative_error))
 
 
 def fastest_that_agrees(points: Sequence[SweepPoint], least: float) -> dict[int, SweepPoint]:
     """By batch size the trial of largest measured speed-up among those that agree so much; none where none was
     measured. Raises BadInput when none agrees.
     """
-    agreeing = _require_agreeing(points, least)
+    agreeing = require_agreeing(points, least)
 
     def speedup(batch: int) -> Callable[[SweepPoint], float]:
         def value(point: SweepPoint) -> float:

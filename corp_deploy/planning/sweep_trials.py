@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from ground.errors import BadInput
 from ground.files import write_json
+from ground.locks import locked
 from ground.records import json_from_record, record_from_file
 
 from .sweep_points import EngineFigures, SpeedAtBatch, SweepPoint
@@ -40,6 +42,12 @@ class SweepRequest:
     budget: float | None = None
     knobs: Mapping[str, str] | None = None
     moments: int = 0
+
+    @property
+    def share(self) -> float:
+        """The largest share that is removed from any part."""
+        method = self.method
+        return max(method.mlp_sparsity or 0.0, method.attention_sparsity or 0.0, method.conv_sparsity or 0.0)
 
     @property
     def slug(self) -> str:
@@ -81,6 +89,21 @@ class Timing:
     size_bytes: int | None
     fused_attention: int | None
     seconds: float
+
+
+@contextmanager
+def sweep_folder(folder: Path) -> Iterator[None]:
+    """A sweep's directory for this process alone, gone where nothing was left in it. Raises BadInput where another
+    works.
+    """
+    lock = folder / ".lock"
+    with locked(folder, lock, what="sweep"):
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [lock.name]:
+                lock.unlink()
+                folder.rmdir()
 
 
 def key_of(**what: Any) -> str:

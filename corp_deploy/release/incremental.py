@@ -5,17 +5,17 @@ process that is killed at any moment leaves either a stage that stands or one th
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ground import locks
 from ground.errors import BadInput
 from ground.files import regular, sha256_of_file, sha256_of_text
 
@@ -153,27 +153,9 @@ def _status(
     return StageStatus(stage=stage.name, state="runs", why=why)
 
 
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """The directory for this process alone; the kernel releases it when the process ends, however it ends.
-
-    Raises BadInput when another process works there.
-    """
-    (root / STATE).mkdir(parents=True, exist_ok=True)
-    with (root / STATE / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise BadInput(
-                f"{root}: another release ({lock.read().strip() or 'unknown process'}) works in this directory; "
-                "wait until it ends, or give another directory"
-            ) from None
-        lock.seek(0)
-        lock.truncate()
-        lock.write(f"process {os.getpid()}\n")
-        lock.flush()
-        yield
+def locked(root: Path) -> AbstractContextManager[None]:
+    """The directory for this process alone. Raises BadInput when another process works there."""
+    return locks.locked(root, root / STATE / "lock", what="release")
 
 
 def _sync(path: Path) -> None:

@@ -71,7 +71,7 @@ def _require_model(model: ModelTable) -> None:
         refuse_beside_directory(model.directory, others)
 
 
-def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
+def require_inputs(recipe: Recipe, baseline: Baseline, root: Path) -> None:
     """Raise BadInput, naming the key, when something outside that a release needs is not there."""
     _require_model(recipe.model)
     paths = {
@@ -87,6 +87,8 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
             raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
     if recipe.gate.history is not None:
         require_directory(recipe.gate.history)
+        if recipe.gate.history.resolve() == root.resolve():
+            raise BadInput(f"gate.history: {root} is where this release goes; give one apart")
     asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
     baseline.require()
     if asking and baseline.path is None:
@@ -95,7 +97,7 @@ def require_inputs(recipe: Recipe, baseline: Baseline) -> None:
 
 def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[StageStatus]:
     """What `release` would do now; writes nothing."""
-    require_inputs(recipe, baseline)
+    require_inputs(recipe, baseline, root)
     return incremental.plan(stages_of(recipe, root, baseline), root)
 
 
@@ -114,7 +116,7 @@ def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListen
 
 def release(recipe: Recipe, root: Path, baseline: Baseline, *, starts: StageListener = _unheard) -> Released:
     """Run what is not done. Raises BadInput when another process works in the directory."""
-    require_inputs(recipe, baseline)
+    require_inputs(recipe, baseline, root)
     root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         outcome = _run_all(recipe, root, baseline, starts)
