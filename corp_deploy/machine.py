@@ -11,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from export.engine.libraries import version_numbers
+from ground.known_holes import holes_of, named
+from ground.versions import version_numbers
 
 from . import __version__
 
@@ -92,15 +93,23 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
     if not found:
         words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
         return Capability(what=name, found="", disables=disables or "everything", remedy=f"pip install {words}")
+    holes = named(holes_of(name, found))
     if version_numbers(found) >= version_numbers(floor):
-        return Capability(what=name, found=found)
+        return Capability(what=name, found=found, disables=holes)
     told = _BELOW_FLOOR.get(name)
     return Capability(
         what=name,
         found=f"{found}, older than {floor}",
-        disables="published fixes are missing" + (f"; {told}" if told else ""),
+        disables="; ".join(filter(None, (holes or "published fixes are missing", told))),
         remedy=f"pip install --upgrade '{name}>={floor}'",
     )
+
+
+def _python() -> Capability:
+    found = platform.python_version()
+    holes = holes_of("python", found)
+    remedy = f"install Python {holes[-1].closed} or newer" if holes else ""
+    return Capability(what="python", found=found, disables=named(holes), remedy=remedy)
 
 
 def _runtimes() -> Iterator[Capability]:
@@ -172,7 +181,7 @@ def findings() -> list[Capability]:
     """Everything the commands may need, found or not."""
     return [
         Capability(what="corp-deploy", found=__version__),
-        Capability(what="python", found=platform.python_version()),
+        _python(),
         *map(_package, _REQUIRED),
         *_runtimes(),
         _providers(),

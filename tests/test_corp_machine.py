@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import platform
 import re
 import tomllib
 from pathlib import Path
@@ -11,7 +12,8 @@ from click.testing import CliRunner
 
 from corp_deploy import machine
 from corp_deploy.cli import main
-from export.engine.libraries import version_numbers
+from ground import known_holes
+from ground.versions import version_numbers
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,11 +68,48 @@ def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or installed(name))
     found = findings()
     assert found["onnx"]["found"] == "1.21.0, older than 1.22"
-    assert found["onnx"]["disables"] == "published fixes are missing"
+    assert "onnx/onnx#7790" in found["onnx"]["disables"]
+    assert "CVE-2026-34445" not in found["onnx"]["disables"], "closed in 1.21"
+    assert found["pillow"]["disables"] == "published fixes are missing"
+    assert "a plan runs code (CVE-2026-24227" in found["tensorrt"]["disables"]
     assert found["onnx"]["remedy"] == "pip install --upgrade 'onnx>=1.22'"
     assert found["pillow"]["remedy"] == "pip install --upgrade 'pillow>=12.3'"
     assert found["torch"] == {"what": "torch", "found": "2.10.0+cu126", "disables": "", "remedy": ""}
     assert "for servers that have TensorRT 10" in found["tensorrt"]["disables"]
+
+
+def test_doctor_names_the_holes_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = {"torch": "2.5.1+cu124", "onnx": "1.17.0", "pillow": "12.1.9", "onnxruntime": "1.24.0", "numpy": "1.16.2"}
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or installed(name))
+    monkeypatch.setattr(platform, "python_version", lambda: "3.13.5")
+    found = findings()
+    named = {
+        "torch": ("CVE-2025-32434", "CVE-2026-24747"),
+        "onnx": ("CVE-2025-51480", "CVE-2026-34445", "CVE-2026-34446", "CVE-2026-34447", "CVE-2026-27489"),
+        "pillow": ("CVE-2026-25990", "CVE-2026-42311", "CVE-2026-40192"),
+        "onnxruntime": ("microsoft/onnxruntime#26776",),
+        "numpy": ("CVE-2019-6446",),
+        "python": ("CVE-2025-8194", "CVE-2026-82049"),
+    }
+    for package, names in named.items():
+        assert all(name in found[package]["disables"] for name in names), found[package]
+    assert "CVE-2022-25882" not in found["onnx"]["disables"]
+    assert "CVE-2025-4517" not in found["python"]["disables"]
+    assert found["python"]["remedy"] == "install Python 3.13.16 or newer"
+
+
+def test_no_floor_leaves_a_known_hole_open() -> None:
+    """TensorRT 10 is taken below its floor, and named there."""
+    for hole in known_holes.LIBRARIES:
+        if hole.package in machine.FLOORS:
+            assert not hole.is_in(machine.FLOORS[hole.package]), hole
+        assert hole.names
+        assert all(re.fullmatch(r"CVE-\d{4}-\d{4,}|[\w-]+/[\w-]+#\d+", name) for name in hole.names)
+    for holes in (known_holes.LIBRARIES, known_holes.SERVER):
+        for package in {hole.package for hole in holes}:
+            closed = [version_numbers(hole.closed) for hole in holes if hole.package == package]
+            assert closed == sorted(closed), "the last one of a package is the newest"
 
 
 def test_doctor_finds_nothing_too_old_here() -> None:

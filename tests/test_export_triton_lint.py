@@ -261,7 +261,8 @@ def test_versions_against_a_named_server(tmp_path: Path) -> None:
     write_repository(Package(name="vit", plans=(plan,), onnx=graph, cpu_onnx=graph), tmp_path / "repo")
     assert lint_repository(tmp_path / "repo") == ()
     found = lint_repository(tmp_path / "repo", server="25.01-trtllm-python-py3")
-    assert {(each.path.name, each.severity) for each in found} == {("model.plan", "warning"), ("model.onnx", "warning")}
+    files = {(each.path.name, each.severity) for each in found}
+    assert files == {("model.plan", "warning"), ("model.onnx", "warning"), ("repo", "warning")}
     told = "\n".join(map(str, found))
     assert "opset 23" in told
     assert "IR version 11" in told

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ground.errors import BadInput, Missing
+from ground.versions import version_numbers
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 # TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX
@@ -57,13 +58,3 @@ def missing_message(backend: str, what: str, command: str, install: str = "") ->
     if command:
         lines.append(f"  or run on a machine that has it: {command}")
     return "\n".join(lines)
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """'11.4.0.106' -> (11, 4, 0, 106); what follows the first part that is no number is left out."""
-    numbers: list[int] = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

@@ -8,12 +8,14 @@ from ground.errors import BadInput
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import own_limits
+from .lint_code import foreign_config, foreign_files
 from .lint_files import DEFAULT_FILES, lint_version
 from .lint_openvino import openvino_limits
 from .pbtxt import Message, ParseError, parse
 from .schema import misused_fields
-from .server_releases import ServerRelease, server_release
+from .server_releases import ServerRelease, hole_warnings, server_release
 
+MOST_BYTES = 2**20
 PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 
 
@@ -29,7 +31,9 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     models = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not models:
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
-    findings = [finding for model in models for finding in _lint_model(model, release)]
+    findings = [each for model in models for each in _lint_model(model, release)]
+    if release is not None:
+        findings += [finding(repository, WARNING, told, "take a newer release") for told in hole_warnings(release)]
     return tuple(sorted(set(findings), key=_order))
 
 
@@ -38,18 +42,21 @@ def _order(finding: LintFinding) -> tuple[str, int, int, str]:
 
 
 def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
+    yield from foreign_files(model)
     path = model / "config.pbtxt"
     if not path.is_file():
         yield finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
         return
     try:
-        config = parse(path.read_text())
+        config = parse(_text(path))
     except ParseError as error:
         yield finding(path, ERROR, error.what, "correct the text", error.line)
         return
     except UnicodeDecodeError:
         yield finding(path, ERROR, "it is not text in UTF-8", "write it again")
         return
+    for complaint in foreign_config(config):
+        yield from_complaint(path, complaint)
     for line, what in misused_fields(config):
         yield finding(path, ERROR, what, "correct or remove it", line)
     for complaint in own_limits(config):
@@ -62,6 +69,14 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
     if backend in DEFAULT_FILES:
         for version in _served_versions(model, config):
             yield from lint_version(model / str(version), config, path, backend, release)
+
+
+def _text(path: Path) -> str:
+    """Raises ParseError for more text than any config has."""
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
+    return path.read_text(encoding="utf-8")
 
 
 def _identity(model: Path, config: Message, path: Path) -> Iterator[LintFinding]:

@@ -11,7 +11,7 @@ from ground.errors import BadInput
 from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
 from .package import Package
-from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release
+from .server_releases import ServerRelease, hole_warnings, onnx_warnings, plan_warnings, server_release
 from .staging import staging_folder
 from .variants import Model, checked_record, models_of
 from .versions import config_path, install_text, install_undoably, model_names, versions_of
@@ -156,7 +156,7 @@ def _server_warnings(
 ) -> list[str]:
     if release is None:
         return []
-    warnings: list[str] = []
+    warnings = hole_warnings(release)
     for record in records:
         compatible = record.options.get("version_compatible") is True
         warnings += plan_warnings(release, record.library_version, version_compatible=compatible)

@@ -1,0 +1,84 @@
+"""Published holes of what this tool is built on and served by, each with the version that closed it.
+
+Only what has to do with files that other people made: models, arrays, pictures, archives, engines, repositories.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .versions import version_numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hole:
+    """Versions of `package` from `since` on and below `closed` have it; `names` are as published, `lets` what it lets a
+    file or a caller do.
+    """
+
+    package: str
+    closed: str
+    names: tuple[str, ...]
+    lets: str
+    since: str = "0"
+
+    def is_in(self, version: str) -> bool:
+        """Whether this version has it."""
+        return version_numbers(self.since) <= version_numbers(version) < version_numbers(self.closed)
+
+
+def _hole(package: str, closed: str, lets: str, *names: str, since: str = "0") -> Hole:
+    return Hole(package=package, closed=closed, names=names, lets=lets, since=since)
+
+
+LIBRARIES = (
+    _hole("torch", "2.6", "a .pth read with weights_only runs code", "CVE-2025-32434"),
+    _hole("torch", "2.10", "a .pth read with weights_only corrupts memory", "CVE-2026-24747"),
+    _hole("numpy", "1.16.3", "arrays of objects are unpickled", "CVE-2019-6446"),
+    _hole("onnx", "1.13", "weights outside lie anywhere", "CVE-2022-25882"),
+    _hole("onnx", "1.16", "weights outside lie anywhere", "CVE-2024-27318"),
+    _hole("onnx", "1.16.2", "an archive of a hub unpacks anywhere", "CVE-2024-5187"),
+    _hole("onnx", "1.18", "weights are written anywhere", "CVE-2025-51480"),
+    _hole(
+        "onnx", "1.21", "weights outside lie behind links, or set attributes",
+        "CVE-2026-27489", "CVE-2026-28500", "CVE-2026-34445", "CVE-2026-34446", "CVE-2026-34447", "CVE-2026-49114",
+    ),
+    _hole("onnx", "1.22", "weights outside are exchanged before they are opened", "onnx/onnx#7790", "onnx/onnx#7949"),
+    _hole("onnxruntime", "1.24.1", "weights outside lie anywhere", "microsoft/onnxruntime#26776"),
+    _hole("onnxruntime-gpu", "1.24.1", "weights outside lie anywhere", "microsoft/onnxruntime#26776"),
+    _hole("pillow", "12.2", "pictures corrupt memory", "CVE-2026-25990", "CVE-2026-40192", "CVE-2026-42311"),
+    _hole("tensorrt", "10.16.1", "a plan runs code", "CVE-2026-24188"),
+    _hole(
+        "tensorrt", "11.0", "a plan runs code",
+        "CVE-2026-24227", "CVE-2026-24238", "CVE-2026-24268", "CVE-2026-24272",
+    ),
+    _hole("python", "3.13.4", "an archive unpacks anywhere", "CVE-2025-4138", "CVE-2025-4330", "CVE-2025-4517",
+          since="3.13"),
+    _hole("python", "3.13.6", "a tar file is read without end", "CVE-2025-8194", since="3.13"),
+    _hole("python", "3.13.16", "an archive unpacks anywhere", "CVE-2026-82049", since="3.13"),
+)  # fmt: skip
+# By release of the container, 26.07 and so on.
+SERVER = (
+    _hole("tritonserver", "24.04", "its log is written anywhere", "CVE-2024-0087"),
+    _hole("tritonserver", "25.07", "the Python backend's memory is read and written", "CVE-2025-23319"),
+    _hole("tritonserver", "25.08", "a model's name runs code", "CVE-2025-23316"),
+    _hole("tritonserver", "26.02", "a config harms it", "CVE-2026-24147"),
+    _hole(
+        "tritonserver", "26.03", "it is asked without authentication",
+        "CVE-2026-24207", "CVE-2026-24208", "CVE-2026-24209", "CVE-2026-47487",
+    ),
+    _hole(
+        "tritonserver", "26.06", "paths of a repository and of an environment lead anywhere",
+        "CVE-2026-47606", "CVE-2026-47627", "CVE-2026-47630",
+    ),
+    _hole("tritonserver", "26.07", "it lacks the newest published fix", "CVE-2026-16497"),
+)  # fmt: skip
+
+
+def holes_of(package: str, version: str, holes: Sequence[Hole] = LIBRARIES) -> tuple[Hole, ...]:
+    """Those that a version of a package has, by the version that closed them."""
+    return tuple(hole for hole in holes if hole.package == package and hole.is_in(version))
+
+
+def named(holes: Sequence[Hole]) -> str:
+    """What they let happen, each with its published names."""
+    return "; ".join(f"{hole.lets} ({', '.join(hole.names)})" for hole in holes)
