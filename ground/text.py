@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 
+# What turns the order of the letters behind it about, so that a name reads as another, and what ends a line unseen.
+_TURNS = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 # What a terminal would obey in place of showing it, and what XML has no way to hold: C0 but for tabulator and new line,
 # DEL, C1, halves of surrogate pairs, the two noncharacters.
 _SHOWN = {
     code: (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
-    for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF)
+    for code in (*range(32), *range(127, 160), *_TURNS, *range(0xD800, 0xE000), 0xFFFE, 0xFFFF)
     if chr(code) not in "\t\n"
 }
+# What a spreadsheet takes for the beginning of a formula, in either width of letters.
+_FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def printable(text: str) -> str:
-    """The text with its control characters written out as \\x1b."""
+    """The text with its control characters, and those that turn its direction, written out as \\x1b."""
     return text.translate(_SHOWN)
+
+
+def csv_cell(value: object) -> object:
+    """A text as no spreadsheet computes with it, printable; what is no text as it is."""
+    if not isinstance(value, str):
+        return value
+    return f"'{printable(value)}" if value.startswith(_FORMULA) else printable(value)
 
 
 def one_line(text: str) -> str:

@@ -30,17 +30,17 @@ TAG = r"(?<!\\)(\\\\)*<[A-Za-z/!?]"
 CHOSEN = ("kind", "status", "verdict", "stop", "measure", "test")
 
 
-def planted(value: Any) -> Any:
+def planted(value: Any, word: str = HOSTILE) -> Any:
     """Every text hostile, keys among them where they are names."""
     if isinstance(value, str):
-        return HOSTILE + value
+        return word + value
     if isinstance(value, Mapping):
-        return {key: item if key in CHOSEN else planted(item) for key, item in value.items()}
-    return [planted(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: item if key in CHOSEN else planted(item, word) for key, item in value.items()}
+    return [planted(item, word) for item in value] if isinstance(value, list | tuple) else value
 
 
-def names_planted(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {HOSTILE + key: item for key, item in value.items()}
+def names_planted(value: Mapping[str, Any], word: str) -> dict[str, Any]:
+    return {word + key: item for key, item in value.items()}
 
 
 def whole_record() -> dict[str, Any]:
@@ -58,14 +58,14 @@ def whole_record() -> dict[str, Any]:
     return record(parity=parity.to_json(), coverage="8 of 12 sites", environment=environment)
 
 
-def hostile_record() -> dict[str, Any]:
+def hostile_record(word: str = HOSTILE) -> dict[str, Any]:
     """Every text of it, and every key that is a name, is hostile."""
-    hostile: dict[str, Any] = planted(whole_record())
-    hostile |= {part: names_planted(hostile[part]) for part in ("environment", "lineage")}
+    hostile: dict[str, Any] = planted(whole_record(), word)
+    hostile |= {part: names_planted(hostile[part], word) for part in ("environment", "lineage")}
     bench = hostile["bench"]
-    bench["environment"] = names_planted(bench["environment"])
+    bench["environment"] = names_planted(bench["environment"], word)
     for row in bench["rows"]:
-        row["trials"] = names_planted(row["trials"])
+        row["trials"] = names_planted(row["trials"], word)
     return hostile
 
 

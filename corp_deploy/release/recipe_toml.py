@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomli_w
 
 from corp_deploy.families import trusted_code
 
 from .recipe import Recipe
+from .rendering import toml_from
 
 HEAD = "# The resolved recipe of this release: every key with its value, defaults included."
 
@@ -35,4 +35,4 @@ def text_of_recipe(recipe: Recipe, directory: Path) -> str:
     if recipe.model.code is not None:
         function = recipe.model.model.rpartition(":")[2]
         content["model"]["model"] = f"{trusted_code.PREFIX}{relative_text(recipe.model.code, directory)}:{function}"
-    return f"{HEAD}\n\n{tomli_w.dumps(_set(content))}"
+    return f"{HEAD}\n\n{toml_from(_set(content))}"

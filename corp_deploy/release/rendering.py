@@ -1,18 +1,29 @@
 """Texts of a release that are more than values, from the templates beside this file. Imports no torch."""
 
+import re
 import shlex
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import tomli_w
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ground.text import one_line
+from ground.text import one_line, printable
+
+
+def toml_from(content: Mapping[str, Any]) -> str:
+    """TOML; characters that would not be shown as they are by their numbers."""
+    return re.sub(r"[^ -~\n]", _by_number, tomli_w.dumps(content))
+
+
+def _by_number(character: re.Match[str]) -> str:
+    return character[0] if printable(character[0]) == character[0] else f"\\u{ord(character[0]):04x}"
 
 
 def toml_text(text: str) -> str:
     """A text as TOML writes it, quoted."""
-    return tomli_w.dumps({"text": text}).removeprefix("text = ").rstrip("\n")
+    return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")
 
 
 @cache

@@ -8,6 +8,7 @@ from dataclasses import fields
 from rich.table import Table
 
 from corp_deploy.planning.sweep_points import Span, SpeedAtBatch, SweepPoint, batches_of
+from ground.text import csv_cell
 from perf.report.plots import Spot, scatter
 
 LEAST_ERROR = 1e-6
@@ -117,9 +118,10 @@ def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
     """All figures, unrounded."""
     rows = [_row(trial, batches_of(trials)) for trial in trials]
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(csv_cell, names))
+    writer.writerows(map(csv_cell, map(row.get, names)) for row in rows)
     return out.getvalue()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from export.engine.options import BatchProfile
 from ground.errors import BadInput
+from ground.text import printable
 
 from .config import Serving
 from .expected import Expected
@@ -51,3 +52,5 @@ class Package:
             raise BadInput(f"expected figures go by plan, onnx and cpu, got {', '.join(sorted(unknown))}")
         if len(set(self.labels)) < len(self.labels) or any(not text.strip() or "\n" in text for text in self.labels):
             raise BadInput(f"{self.name}: every label is one line, not empty, and stands once")
+        if odd := [text for text in self.labels if printable(text) != text]:
+            raise BadInput(f"{self.name}: the label {odd[0][:100]!r} has characters that are no letters; remove them")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ground.errors import BadInput
+from ground.text import printable
 
 Plain: TypeAlias = "str | int | float | bool | Mapping[str, Plain] | Sequence[Plain]"
 Value: TypeAlias = "str | int | float | bool | Message"
@@ -241,8 +242,14 @@ def _escaped(match: re.Match[str], line: int) -> bytes:
 
 
 def _quoted(text: str) -> str:
-    """In double quotes; what would end the text, and controls, as escapes."""
-    return '"' + "".join(_SPELT.get(character, character) for character in text) + '"'
+    """In double quotes; what would end the text, and what would not be shown as it is, as escapes."""
+    return '"' + "".join(map(_spelt, text)) + '"'
+
+
+def _spelt(character: str) -> str:
+    if character in _SPELT or printable(character) == character:
+        return _SPELT.get(character, character)
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
 def _lines(name: str, value: Plain, indent: str) -> Iterator[str]:

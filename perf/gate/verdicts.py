@@ -78,7 +78,7 @@ def _measured(rule: JudgedRule) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
 def _smaller(summary: Summary) -> Iterator[dict[str, Any]]:

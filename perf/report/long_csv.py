@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Iterator
 
+from ground.text import csv_cell
 from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
@@ -23,7 +24,7 @@ def csv_from_content(content: Content) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(HEADER)
-    writer.writerows(_rows(content))
+    writer.writerows(map(csv_cell, row) for row in _rows(content))
     return out.getvalue()
 
 

@@ -11,6 +11,8 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ground.text import printable
+
 from .content import Content
 from .figure import Figure
 from .figures import fidelity_figures, speed_figures
@@ -74,11 +76,17 @@ def html_from_sections(title: str, lead: str, sections: Sequence[Section]) -> st
     return _environment().get_template("sections.html").render(title=title, lead=lead, sections=sections)
 
 
+def shown(value: object) -> object:
+    """A text printable; what is a drawing, or no text, as it is."""
+    return printable(value) if type(value) is str else value
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
+        finalize=shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

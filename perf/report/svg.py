@@ -12,27 +12,32 @@ from importlib import resources
 
 from markupsafe import Markup
 
+from ground.text import printable
+
 from .scales import Scale, short
 
 WIDTH = 460
 
 
 def element(tag: str, *inside: str, **attributes: str | float) -> Markup:
-    """One element. What stands inside and in attributes is escaped unless it is Markup; numbers get one decimal.
+    """One element. What stands inside and in attributes is escaped and printable unless it is Markup; numbers get one
+    decimal.
 
     An underscore in an attribute's name stands for a hyphen, and one at its end for nothing (`class_`).
     """
     written = Markup("").join(
-        Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), f"{value:.1f}" if _is_number(value) else value)
+        Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), _shown(value))
         for name, value in attributes.items()
     )
     if not inside:
         return Markup("<{}{}/>").format(tag, written)
-    return Markup("<{}{}>{}</{}>").format(tag, written, Markup("").join(inside), tag)
+    return Markup("<{}{}>{}</{}>").format(tag, written, Markup("").join(map(_shown, inside)), tag)
 
 
-def _is_number(value: str | float) -> bool:
-    return not isinstance(value, str)
+def _shown(value: str | float) -> str:
+    if isinstance(value, Markup):
+        return value
+    return printable(value) if isinstance(value, str) else f"{value:.1f}"
 
 
 def group(tip: str, *marks: Markup) -> Markup:
