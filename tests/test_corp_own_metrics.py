@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
+from corp_deploy.proof import chain
 from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.metric_request import metric_from_text, metrics_from_texts
 from corp_deploy.proof.own_metrics import own_metrics
@@ -142,8 +143,8 @@ def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
         ("pass", "printed nothing, expected a number on the last line"),
         ("print('nan')", "is nan, expected a finite number"),
         ("print('inf')", "is inf, expected a finite number"),
-        ("raise SystemExit('no labels')", "exit code 1, expected 0: no labels"),
-        ("print(1); raise SystemExit(3)", "exit code 3, expected 0: it said nothing"),
+        ("raise SystemExit('no labels')", r"exit code 1, expected 0 \(the file holds logits, names\): no labels"),
+        ("print(1); raise SystemExit(3)", r"exit code 3, expected 0 \(the file holds logits, names\): it said nothing"),
     ],
 )
 def test_what_gives_no_number_is_refused(code: str, says: str) -> None:
@@ -158,8 +159,83 @@ def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> Non
     assert measured(python(look)) == 700.0
     behind = shlex.join([sys.executable, "-c", "import sys; print(len(sys.argv))", "{outputs}"]) + " && exit 3"
     assert measured(behind, below=tmp_path) == 5.0, "&& is an argument like others"
-    with pytest.raises(BadInput, match="'no-such-program' can't be run"):
+    with pytest.raises(BadInput, match="'no-such-program' can't be run: there is no such program"):
         measured("no-such-program {outputs}")
+    own = tmp_path / "own.sh"
+    own.write_text("#!/bin/sh\necho 7\n")
+    with pytest.raises(BadInput, match=r"'\./own.sh' can't be run: there is no such program"):
+        measured("./own.sh {outputs}", below=tmp_path)
+    own.chmod(0o755)
+    assert measured("./own.sh {outputs}", below=tmp_path) == 7.0
+
+
+def test_a_command_that_fails_ends_the_proof_before_any_candidate_is_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "_step", lambda *_: pytest.fail("a candidate was run"))
+    words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
+    failed = run(*words, "false {outputs}")
+    assert failed.exit_code == 2
+    told = " ".join(failed.output.split())
+    assert "metric own of dense torch fp32: exit code 1, expected 0 (the file holds logits, names)" in told
+    missing = run(*words, "module:nowhere.py:mean", "--trust-code")
+    assert (missing.exit_code, "metric own: nowhere.py can't be read" in missing.output) == (2, True)
+    assert not (home / "parity.json").exists()
+
+
+def test_a_measure_is_another_by_words_files_and_labels_and_not_by_where_they_stand(tmp_path: Path) -> None:
+    def digest(folder: str, inputs: ProofInputs, word: str = "1") -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "score.py").write_text(SCORE + folder[1:])
+        command = f'sh -c "echo {word}" {folder}/score.py {{outputs}}'
+        (row,) = own_metrics([metric_from_text(command)], {"one": LOGITS}, inputs, below=tmp_path)
+        return row.sha256
+
+    assert digest("a", INPUTS) == digest("b", INPUTS)
+    assert len({digest("a", INPUTS), digest("a#", INPUTS), digest("a", INPUTS, "2"), digest("a", _labelled())}) == 4
+
+
+def test_a_measure_is_held_against_that_of_an_older_proof(home: Path) -> None:
+    highest = "import sys, numpy; print(numpy.load(sys.argv[1])['logits'].max())"
+    score = f"--metric={python(highest)}"
+    words = ("verify", "dense", "dense", "--images", "images.npz", "--max-error", 1, "-o")
+    assert run(*words, "old.json", score).exit_code == 0
+    value = load_parity(home / "old.json").metrics[0].value
+    assert run(*words[:2], "reduced", *words[3:], "now.json", score).exit_code in (0, 1)
+    own = load_parity(home / "now.json").metrics[-1].value
+
+    def verdict(rule: str, baseline: str) -> tuple[int, list[str]]:
+        result = run("gate", "now.json", "--fail-if", rule, "--baseline-parity", baseline, "--json")
+        return result.exit_code, [row["verdict"] for row in json.loads(result.stdout)["rules"][1:]]
+
+    gap = own - value
+    above, below = (f"metric.own < baseline {gap + step:+.6f}" for step in (0.001, -0.001))
+    above, below = (text.replace("+", "+ ").replace("-", "- ") for text in (above, below))
+    assert verdict(above, "old.json") == (1, ["FAIL"])
+    assert verdict(below, "old.json")[1] == ["PASS"]
+    assert verdict("relative_error > baseline", "old.json")[1] == ["FAIL"]
+    np.savez(home / "images.npz", images=tiny.images(9, seed=4))
+    assert run(*words, "other.json", score).exit_code == 0
+    assert verdict(below, "other.json")[1] == ["NOT-COMPARABLE"]
+    assert verdict("relative_error > baseline", "other.json")[1] == ["NOT-COMPARABLE"]
+    refused = run("gate", "now.json", "--fail-if", below)
+    assert (refused.exit_code, "needs --baseline-parity FILE" in refused.output) == (2, True)
+    started = ("gate", "old.json", "--fail-if", "metric.own < baseline - 1", "--baseline-parity", "base.json")
+    assert run(*started).exit_code == 2
+    assert run(*started, "--init-baseline").exit_code == 0
+    assert (home / "base.json").read_bytes() == (home / "old.json").read_bytes()
+
+
+def test_graphs_that_are_compared_without_their_model_are_measured_too(home: Path) -> None:
+    seen = "import sys, numpy; f = numpy.load(sys.argv[1]); print(len(f['names']) + f['logits'].size)"
+    graph, asked = "reduced/model.onnx", ("--metric", f"seen={python(seen)}")
+    assert run("verify", graph, graph, "--images", "images.npz", "-o", "p.json", *asked).exit_code == 3
+    assert [row.value for row in load_parity(home / "p.json").metrics] == [9 + 9 * 7] * 2
+    assert run("verify", graph, "--images", "images.npz", "--write-golden", "golden", *asked).exit_code == 2
+    assert run("verify", graph, "--images", "images.npz", "--write-golden", "golden").exit_code == 0
+    assert run("verify", "golden", graph, "-o", "q.json", *asked).exit_code == 3
+    assert [row.value for row in load_parity(home / "q.json").metrics] == [9 + 9 * 7] * 2
+    assert run("gate", "q.json", "--fail-if", "metric.seen < dense - 1").exit_code == 0
 
 
 def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
@@ -176,6 +252,9 @@ def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
         (["a='python {outputs}"], "can't be split into words"),
         (["a=python {outputs}", "a=ruby {outputs}"], "two metrics are called 'a'"),
         (["module:score.py"], r"expected module:PATH\.py:FUNCTION"),
+        (["Hits=python {outputs}"], r"'Hits' is no name; use lower-case letters"),
+        (["=python {outputs}"], r"'' is no name"),
+        (["{outputs}"], r"\{outputs\} is data, and the first word is what is run"),
     ],
 )
 def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says: str) -> None:

@@ -2,17 +2,27 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
+from perf.parity.parity import load_parity
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+SCORE = """\
+import sys
+import numpy as np
+with np.load(sys.argv[1]) as file:
+    assert len(file["names"]) == len(file["labels"])
+    print((file["logits"].argmax(1) == file["labels"]).mean())
+"""
 RECIPE = """
 [model]
 model = "dense"
@@ -21,6 +31,7 @@ images = "calibration.npy"
 batch_size = 4
 [held_out]
 images = "held-out.npz"
+labels = "held-out.npz"
 [reduce]
 mlp = 0.3
 align_mlp = 8
@@ -29,6 +40,8 @@ precisions = ["fp32"]
 [targets.openvino]
 [parity]
 batches = [1, 3]
+metric = ["hits=PYTHON score.py {outputs}"]
+metric_files = ["score.py"]
 [bench]
 batches = [2]
 time_limit_s = 0.05
@@ -39,7 +52,7 @@ threads = 1
 [samples]
 count = 3
 [gate]
-fail_if = ["params >= dense"]
+fail_if = ["params >= dense", "metric.hits < baseline - 0.01"]
 [package]
 name = "tiny"
 """
@@ -55,10 +68,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(tiny.checkpoint(), root / "dense")
     np.save(root / "calibration.npy", tiny.images(12))
     np.savez(root / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
-    (root / "recipe.toml").write_text(RECIPE)
-    done = run("release", root / "recipe.toml", "-o", root / "out")
+    (root / "recipe.toml").write_text(RECIPE.replace("PYTHON", sys.executable))
+    (root / "score.py").write_text(SCORE)
+    done = released(root)
     assert done.exit_code == 0, done.output
     return root
+
+
+def released(root: Path) -> Result:
+    baseline = ("--baseline-parity", root / "base.json", "--init-baseline")
+    return run("release", root / "recipe.toml", "-o", root / "out", *baseline)
 
 
 def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
@@ -81,6 +100,20 @@ def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
 
 
 def test_a_second_run_does_nothing(home: Path) -> None:
-    done = run("release", home / "recipe.toml", "-o", home / "out")
+    done = released(home)
     assert done.exit_code == 0
     assert "nothing to do" in done.output
+
+
+def test_the_target_too_is_measured_on_samples_with_their_labels(home: Path) -> None:
+    out = home / "out"
+    images = torch.from_numpy(np.load(out / "samples/images.npy"))
+    with torch.no_grad():
+        right = tiny.checkpoint().model(images).argmax(1).numpy() == np.arange(3) % 7
+    rows = load_parity(out / "parity.openvino.json").metrics
+    assert [row.name for row in rows] == ["hits"] * 3
+    assert rows[0].value == right.mean()
+    assert len(load_parity(out / "parity.json").metrics) == 3, "the chain, on all held-out images"
+    assert (home / "base.json").read_bytes() == (out / "parity.openvino.json").read_bytes()
+    (row,) = [row for row in json.loads((out / "gate.json").read_text())["rules"] if row["metric"] == "hits"]
+    assert row["verdict"] == "UNJUDGED", "the first release, which became the baseline"

@@ -7,6 +7,7 @@ import click
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
+from .baseline_choice import BaselineChoice, baseline_options
 from .options import DIRECTORY, FILE, output_options
 
 RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
@@ -15,8 +16,7 @@ RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given se
 @click.command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
 @click.option("--fail-if", "rules", multiple=True, help=RULE_HELP)
-@click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means.")
-@click.option("--init-baseline", is_flag=True, help="Make this bench.json the baseline if it passes and there is none.")
+@baseline_options
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
@@ -33,8 +33,7 @@ def gate(
     ctx: click.Context,
     records: tuple[Path, ...],
     rules: tuple[str, ...],
-    baseline: Path | None,
-    init_baseline: bool,
+    baseline: BaselineChoice,
     output: tuple[Path, ...],
     history: Path | None,
     track: Path | None,
@@ -68,7 +67,7 @@ def gate(
         write_tracking,
     )
     from corp_deploy.proof.history import trend_beside, trend_of_files, write_trend
-    from corp_deploy.release.baseline import Baseline
+    from corp_deploy.release.baseline import OldRecords
     from corp_deploy.views.gate import gate_table
     from perf.gate.gate import Gate
     from perf.gate.history import history_rows
@@ -78,14 +77,17 @@ def gate(
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
-    beside = Baseline(path=baseline, init=init_baseline)
-    beside.require()
+    beside = baseline.value()
+    parsed = [rule_from_text(text) for text in rules]
+    beside.require(parsed)
     files = records_by_kind(records)
     bench, parity = files.get("bench"), files.get("parity")
     if history is not None and any(path.resolve().parent == history.resolve() for path in output):
         raise click.UsageError(f"{history} keeps the bench records of releases: write verdict and trend elsewhere")
-    if init_baseline and bench is None:
-        raise click.UsageError("--init-baseline needs a bench.json among the records")
+    if beside.init and beside.path is not None and bench is None:
+        raise click.UsageError("--init-baseline needs a bench.json among the records for --baseline")
+    if beside.init and beside.parity is not None and parity is None:
+        raise click.UsageError("--init-baseline needs a parity.json among the records for --baseline-parity")
     if history is not None and bench is None:
         raise click.UsageError("--history keeps bench records: give a bench.json among the records")
     if not rules and parity is None and history is None:
@@ -94,10 +96,12 @@ def gate(
         )
     now = evidence_of_files(bench, parity)
     rows = [] if parity is None else [parity_row(parity)]
-    parsed = [rule_from_text(text) for text in rules]
+    own = OldRecords(bench=bench, parity=parity)
+    older = beside.older(own)
+    before = evidence_of_files(older.bench, older.parity)
     trend = None if history is None or bench is None else trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
-    judged = Gate(rules=(*rows, *judged_rows(parsed, now, beside.older(bench), starting=init_baseline)))
+    judged = Gate(rules=(*rows, *judged_rows(parsed, now, before, starting=beside.init)))
     for path in output:
         write_gate(judged, path)
     if track is not None:
@@ -110,8 +114,8 @@ def gate(
             out.note(f"{history}: left out {left_out.name}: {left_out.reason}")
     if bench is not None and history is not None and add_release(history, bench):
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
-    if bench is not None and beside.start(bench, exit_code=judged.exit_code):
-        out.note(f"{baseline}: {bench} is the baseline now")
+    for path, record in beside.start(own, exit_code=judged.exit_code).items():
+        out.note(f"{path}: {record} is the baseline now")
     out.result(json.loads(gate_as_json(judged)), gate_table(judged), f"gate {judged.verdict}")
     ctx.exit(judged.exit_code)
 

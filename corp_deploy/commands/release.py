@@ -10,6 +10,7 @@ import click
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING
 
+from .baseline_choice import BaselineChoice, baseline_options
 from .options import ANY_PATH, DIRECTORY, FILE, output_options, trust_engine_option, trust_option, value_options
 
 if TYPE_CHECKING:
@@ -48,19 +49,6 @@ class RunChoice:
             raise click.UsageError("--dry-run, --plan-only and --only exclude one another")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineChoice:
-    """The older record that rules compare with; whether it is one is looked at when it is used."""
-
-    baseline: Path | None
-    init_baseline: bool
-
-    def value(self) -> "Baseline":
-        from corp_deploy.release.baseline import Baseline
-
-        return Baseline(path=self.baseline, init=self.init_baseline)
-
-
 @click.command()
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
@@ -79,12 +67,7 @@ class BaselineChoice:
     click.option("--plan-only", is_flag=True, help="Write the stages this machine can't do as a shell script."),
     click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable."),
 )
-@value_options(
-    "baseline",
-    BaselineChoice,
-    click.option("--baseline", type=FILE, default=None, help="The older bench.json that `baseline` in a rule means."),
-    click.option("--init-baseline", is_flag=True, help="Make this release's bench.json the baseline if it passes."),
-)
+@baseline_options
 @trust_option
 @trust_engine_option
 @output_options

@@ -149,7 +149,8 @@ def verify(
     from calib.store import load as load_moments
     from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
-    from corp_deploy.proof.own_metrics import require_trusted, with_metrics
+    from corp_deploy.proof.metric_request import require_runnable
+    from corp_deploy.proof.own_metrics import Meter
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.views.parity import located_lines, metric_lines, parity_table
@@ -160,7 +161,7 @@ def verify(
         ctx.exit(asked.compare(Path(model.model), candidates, inputs, limits, out))
     inputs.require()
     output = asked.record_of(candidates)
-    require_trusted(asked.metrics)
+    require_runnable(asked.metrics)
     dense = model.load(out)
     steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], runtime), dense)
     if asked.polygraphy is not None:
@@ -168,6 +169,7 @@ def verify(
     if "batch" in explicit_options():
         _refuse_other_batches(steps, asked.batch)
     proof_inputs = inputs.open(dense, pixels=any(step.takes_pixels for step in steps))
+    meter = Meter(asked.metrics, proof_inputs, time_limit_s=asked.metric_time_limit)
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(
             dense,
@@ -178,8 +180,9 @@ def verify(
             moments=None if inputs.moments is None else load_moments(inputs.moments),
             heads=heads,
             done=done,
+            answered=meter.measure,
         )
-    proof = with_metrics(proof, asked.metrics, proof_inputs, time_limit_s=asked.metric_time_limit)
+    proof = meter.beside(proof)
     save_proof(proof, output)
     again: list[str] = []
     if asked.polygraphy is not None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
+    from corp_deploy.proof.own_metrics import Meter
 
     from .proof_input_choice import ProofInputChoice
 
@@ -63,10 +64,12 @@ class VerifyRun:
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
         from corp_deploy.proof.compare_engines import Commands, require_one_environment
+        from corp_deploy.proof.metric_request import require_runnable
 
         if self.write_golden is not None:
             return self._keep(artefact_from_path(reference), self.write_golden, candidates, inputs, out)
         output = self.record_of(candidates)
+        require_runnable(self.metrics)
         steps = [artefact_from_path(path) for path in candidates]
         if reference.is_dir():
             golden = self._golden(reference, inputs)
@@ -79,7 +82,15 @@ class VerifyRun:
             require_one_environment([first, *steps], elsewhere)
             golden = _answered(first, inputs, _sizes([first, *steps], self.batch), elsewhere)
         self._require_graph(golden.source.graph_sha256, reference, steps)
-        return _compared(golden, steps, output, _sizes(steps, self.batch), limits, elsewhere, out)
+        meter = self._meter(golden)
+        return _compared(golden, steps, output, _sizes(steps, self.batch), limits, elsewhere, meter, out)
+
+    def _meter(self, golden: "Golden") -> "Meter":
+        from corp_deploy.proof.inputs import ProofInputs
+        from corp_deploy.proof.own_metrics import Meter
+
+        inputs = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
+        return Meter(self.metrics, inputs, time_limit_s=self.metric_time_limit)
 
     def _require_graph(self, digest: str, reference: Path, steps: "Sequence[Artefact]") -> None:
         from corp_deploy.proof.compare_engines import require_one_graph
@@ -104,10 +115,10 @@ class VerifyRun:
     ) -> int:
         from corp_deploy.proof.golden import write_golden
 
-        if candidates or self.output is not None or self.other_graph:
+        if candidates or self.output is not None or self.other_graph or self.metrics:
             raise click.UsageError(
-                "--write-golden keeps what REFERENCE answers and compares nothing; leave candidates, --output and "
-                "--other-graph out"
+                "--write-golden keeps what REFERENCE answers and compares nothing; leave candidates, --output, "
+                "--other-graph and --metric out"
             )
         inputs.require()
         golden = _answered(artefact, inputs, _sizes([artefact], self.batch), None)
@@ -133,18 +144,28 @@ def _compared(
     batches: tuple[int, ...],
     limits: "ParityLimits",
     elsewhere: str,
+    meter: "Meter",
     out: Output,
 ) -> int:
     from corp_deploy.proof.compare_engines import compare
     from corp_deploy.proof.record import EXIT_CODES, save_proof
-    from corp_deploy.views.parity import parity_table
+    from corp_deploy.views.parity import metric_lines, parity_table
 
     with out.progress("verifying", len(steps), unit="engines") as done:
-        proof = compare(golden, steps, batches=batches, limits=limits, elsewhere=elsewhere, done=done)
+        proof = compare(
+            golden,
+            steps,
+            batches=batches,
+            limits=limits,
+            elsewhere=elsewhere,
+            done=done,
+            answered=meter.measure,
+        )
+    proof = meter.beside(proof)
     save_proof(proof, output)
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [source.line for source in proof.parity.sources]
+    lines = [*(source.line for source in proof.parity.sources), *metric_lines(proof.parity)]
     out.result(proof.parity.to_json(), parity_table(proof.parity), *lines, proof.parity.line)
     return EXIT_CODES[proof.parity.verdict]
 
@@ -200,7 +221,8 @@ run_options = value_options(
         help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell for "
         "the dense model and each candidate, with the .npz of its outputs, names and labels in place of {outputs}; "
         "the last line that it prints is the number. Or module:PATH.py:FUNCTION (with --trust-code), given the "
-        "arrays. Only what is typed here or in a recipe is run; repeat.",
+        "arrays. Engines that are compared without their model have no labels. Only what is typed here or in a "
+        "recipe is run; repeat.",
     ),
     click.option(
         "--metric-time-limit",

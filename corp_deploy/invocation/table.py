@@ -258,8 +258,6 @@ _OF_MODELS = (
     "trust_code",
     "runtime",
     "polygraphy",
-    "metric",
-    "metric_time_limit",
 )
 # By what everything is held against.
 VERIFY_REFERENCE = Axis(

@@ -181,7 +181,7 @@ def _walk(
     rules: Sequence[LinkRules],
     heads: Heads,
     answers: Outputs,
-    done: Callable[[int], None] | None,
+    done: Callable[[Sequence[Step]], None],
 ) -> _Walked:
     """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
     steps: list[Step] = []
@@ -205,8 +205,7 @@ def _walk(
             merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves, heads=heads)
         single = single if candidate.rounds or candidate.runtime is not None else step
         steps.append(step)
-        if done is not None:
-            done(len(steps))
+        done(steps)
     return _Walked(steps=tuple(steps), findings=tuple(findings), blocks=tuple(blocks))
 
 
@@ -220,14 +219,16 @@ def prove(
     moments: Moments | None = None,
     heads: HeadRequest | None = None,
     done: Callable[[int], None] | None = None,
+    answered: Callable[[str, Outputs], None] | None = None,
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
     A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
     came from and a float32 bound; an FP16 or BF16 graph or engine against the FP32 step before it and a multiple of the
     dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check, `heads`
-    links of the maps that they make of every step's outputs. `done` is told how many candidates are finished. Raises
-    BadInput for inputs, labels, heads or limits that don't fit.
+    links of the maps that they make of every step's outputs. `done` is told how many candidates are finished,
+    `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises BadInput for
+    inputs, labels, heads or limits that don't fit.
     """
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
     if limits.min_agreement is not None:
@@ -237,11 +238,20 @@ def prove(
     candidates = of_model(candidates, dense)
     for candidate in candidates:
         candidate.require_feeds(proof_inputs.feeds)
+
+    def finished(steps: Sequence[Step]) -> None:
+        if answered is not None:
+            answered(steps[-1].candidate.label, steps[-1].answers)
+        if done is not None:
+            done(len(steps))
+
     with opened_heads(heads or HeadRequest(), ports) as own_heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(own_heads.behind(runner, max(batches)), proof_inputs.feeds, max(batches))
+        if answered is not None:
+            answered(DENSE, answers)
         rules = link_rules(dense, proof_inputs, answers, max(batches), limits, own_heads, _halves(candidates))
-        walked = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, done)
+        walked = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, finished)
         records = own_heads.records
     by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in walked.steps}
     return Proof(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput, Missing, NotComparable
-from ground.feeds import checked_feeds
+from ground.feeds import Outputs, checked_feeds
 from perf.parity import structure, tolerance
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, LinkKind, Parity, link
@@ -54,6 +54,7 @@ def golden_of(
         outputs=artefact.outputs,
         feeds=feeds,
         answers=answers,
+        names=inputs.names,
     )
 
 
@@ -88,18 +89,25 @@ def compare(
     limits: ParityLimits,
     elsewhere: str,
     done: Callable[[int], None] | None = None,
+    answered: Callable[[str, Outputs], None] | None = None,
 ) -> Proof:
-    """Every candidate against the golden answers, a link an output; raises BadInput for other inputs or outputs."""
+    """Every candidate against the golden answers, a link an output; raises BadInput for other inputs or outputs. `done`
+    and `answered` hear as they do of `prove`.
+    """
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
     wanted = tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error)
     several = len(golden.outputs) > 1
+    if answered is not None:
+        answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):
         _require_outputs(golden, each)
         feeds = checked_feeds(golden.feeds, each.inputs, where=f"inputs for {each.path}")
         with each.opened(elsewhere) as run:
             by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
+        if answered is not None:
+            answered(each.source.label, answers)
         findings += structure.outputs(each.source.label, answers, noun=golden.images.kind)
         own_name = each.candidate.name.lstrip("-")  # of a file right here
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"

@@ -51,12 +51,11 @@ def parity_row(path: Path) -> JudgedRule:
     return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
 
 
-def judged_rows(rules: Sequence[Rule], now: Evidence, older: Path | None, *, starting: bool) -> tuple[JudgedRule, ...]:
-    """Every rule beside the older record; with `starting`, those that ask for one where there is none wait for it."""
-    if not rules:
-        return ()
-    before = None if older is None else Evidence(bench=load_bench(older))
-    return judge(rules, now, before, starting=starting).rules
+def judged_rows(
+    rules: Sequence[Rule], now: Evidence, older: Evidence | None, *, starting: bool
+) -> tuple[JudgedRule, ...]:
+    """Every rule beside the older records; with `starting`, those that ask for one where there is none wait for it."""
+    return judge(rules, now, older, starting=starting).rules if rules else ()
 
 
 def gate_as_json(gate: Gate) -> str:

@@ -26,7 +26,7 @@ RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRecord:
-    """golden.json. `batch`: the size at which it answered."""
+    """golden.json. `batch`: the size at which it answered; `names` of the inputs, where they have any."""
 
     source: Source
     images: ImageSet
@@ -34,6 +34,7 @@ class GoldenRecord:
     outputs: tuple[OutputPort, ...]
     inputs_sha256: Sha256
     outputs_sha256: Sha256
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class Golden:
     outputs: tuple[OutputPort, ...]
     feeds: Feeds
     answers: Outputs
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [port.name for port in self.outputs]
@@ -74,6 +76,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
         outputs=golden.outputs,
         inputs_sha256=sha256_of_file(directory / INPUTS),
         outputs_sha256=sha256_of_file(directory / OUTPUTS),
+        names=golden.names,
     )
     write_json(directory / RECORD, {"kind": KIND, "version": VERSION, **json_from_record(record)})
 
@@ -93,6 +96,7 @@ def read_golden(directory: Path) -> Golden:
         outputs=record.outputs,
         feeds=arrays[INPUTS],
         answers=arrays[OUTPUTS],
+        names=record.names,
     )
 
 

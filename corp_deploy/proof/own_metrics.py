@@ -18,26 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from corp_deploy.families.trusted_code import Code, file_and_function, refuse_untrusted
+from corp_deploy.families.trusted_code import file_and_function
 from ground.errors import BadInput
 from ground.feeds import Outputs
-from ground.files import regular
+from ground.files import sha256_of_file
 from ground.quantity import shown
 from perf.parity.own_metric import OwnMetric
 
 from .chain import Proof
 from .inputs import ProofInputs
-from .metric_request import OUTPUTS, TIME_LIMIT_S, MetricRequest
+from .metric_request import OUTPUTS, TIME_LIMIT_S, MetricRequest, require_runnable
 
 NAMES, LABELS = "names", "labels"
 _LAST_WORDS = 300
-
-
-def require_trusted(requests: Sequence[MetricRequest]) -> None:
-    """Raise BadInput for functions where code isn't trusted; a command is trusted by being typed."""
-    for request in requests:
-        if request.is_code:
-            refuse_untrusted(file_and_function(request.command)[0].name, to="measure outputs")
 
 
 def own_metrics(
@@ -48,36 +41,49 @@ def own_metrics(
     below: Path = Path(),
     time_limit_s: float = TIME_LIMIT_S,
 ) -> tuple[OwnMetric, ...]:
-    """Every measure of every artefact's outputs, once each; `answers` by the artefact's label.
+    """Every measure of every artefact's outputs, once each, these by its label. Raises as `Meter` does."""
+    meter = Meter(requests, inputs, below=below, time_limit_s=time_limit_s)
+    for label, outputs in answers.items():
+        meter.measure(label, outputs)
+    return meter.metrics
+
+
+class Meter:
+    """Measures outputs as soon as an artefact has given them, so that a command that fails ends a proof early.
 
     A command is run in `below`, without a shell, on an .npz with the outputs by name, `names` of the inputs and, where
     given, `labels`; the last line that it prints is the number. A function is given the same arrays by name. Raises
-    BadInput for what fails, takes longer than the limit or gives no finite number.
+    BadInput for what can't be run, fails, takes longer than the limit or gives no finite number.
     """
-    require_trusted(requests)
-    rows = []
-    for request in requests:
-        digest = _digest(request, below)
-        for label, outputs in answers.items():
+
+    def __init__(
+        self,
+        requests: Sequence[MetricRequest],
+        inputs: ProofInputs,
+        *,
+        below: Path = Path(),
+        time_limit_s: float = TIME_LIMIT_S,
+    ) -> None:
+        require_runnable(requests, below=below)
+        self._requests, self._inputs, self._below, self._time_limit_s = requests, inputs, below, time_limit_s
+        self._digests = [_digest(request, inputs, below) for request in requests]
+        self._rows: list[list[OwnMetric]] = [[] for _ in requests]
+
+    def measure(self, label: str, outputs: Outputs) -> None:
+        """Of the artefact of this label."""
+        for request, digest, rows in zip(self._requests, self._digests, self._rows, strict=True):
             where = f"metric {request.name} of {label}"
-            value = _value(request, _arrays(outputs, inputs), where, below, time_limit_s)
+            value = _value(request, _arrays(outputs, self._inputs), where, self._below, self._time_limit_s)
             rows.append(OwnMetric(name=request.name, model=label, value=value, command=request.command, sha256=digest))
-    return tuple(rows)
 
+    @property
+    def metrics(self) -> tuple[OwnMetric, ...]:
+        """Each measure of all artefacts, in the order of the requests."""
+        return tuple(row for rows in self._rows for row in rows)
 
-def with_metrics(
-    proof: Proof,
-    requests: Sequence[MetricRequest],
-    inputs: ProofInputs,
-    *,
-    below: Path = Path(),
-    time_limit_s: float = TIME_LIMIT_S,
-) -> Proof:
-    """The proof with these measures of the dense model and of every candidate, as it is without any."""
-    if not requests:
-        return proof
-    measured = own_metrics(requests, proof.answers, inputs, below=below, time_limit_s=time_limit_s)
-    return replace(proof, parity=replace(proof.parity, metrics=measured))
+    def beside(self, proof: Proof) -> Proof:
+        """The proof with what was measured, as it is without requests."""
+        return replace(proof, parity=replace(proof.parity, metrics=self.metrics)) if self._requests else proof
 
 
 def _arrays(outputs: Outputs, inputs: ProofInputs) -> dict[str, NDArray[Any]]:
@@ -99,10 +105,15 @@ def files_named(request: MetricRequest, below: Path) -> list[Path]:
     return [below / word for word in request.words if OUTPUTS not in word and (below / word).is_file()]
 
 
-def _digest(request: MetricRequest, below: Path) -> str:
-    digest = hashlib.sha256(request.command.encode())
-    for path in files_named(request, below):
-        digest.update(hashlib.sha256(regular(path).read_bytes()).digest())
+def _digest(request: MetricRequest, inputs: ProofInputs, below: Path) -> str:
+    """Of the labels and of its words, a file's by what is in it: where it stands doesn't change what is measured."""
+    digest, named = hashlib.sha256(), set(files_named(request, below))
+    words = file_and_function(request.command) if request.is_code else request.words
+    for word in words:
+        said = sha256_of_file(below / word) if below / word in named else str(word)
+        digest.update(hashlib.sha256(said.encode()).digest())
+    if inputs.labels is not None:
+        digest.update(np.ascontiguousarray(inputs.labels, dtype="<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -110,29 +121,26 @@ def _value(
     request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str, below: Path, time_limit_s: float
 ) -> float:
     if request.is_code:
-        return _called(request, arrays, where)
+        return _called(request, arrays, where, below)
     with tempfile.TemporaryDirectory() as private:  # of this user alone
         path = Path(private) / "outputs.npz"
         np.savez(path, **arrays)  # type: ignore[arg-type]
         words = [word.replace(OUTPUTS, str(path)) for word in request.words]
-        return _finite(_number(_printed(words, where, below, time_limit_s), where), where)
+        printed = _printed(words, where, f"the file holds {', '.join(arrays)}", below, time_limit_s)
+        return _finite(_number(printed, where), where)
 
 
-def _called(request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str) -> float:
-    path, function = file_and_function(request.command)
-    try:
-        source = regular(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{where}: {path} can't be read ({error})") from None
-    answer = Code(file=str(path), function=function, source=source).called({"outputs": arrays})
+def _called(request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str, below: Path) -> float:
+    code = request.code(below)
+    answer = code.called({"outputs": arrays})
     try:
         value = float(answer)
     except (TypeError, ValueError):
-        raise BadInput(f"{where}: {function}() gives {shown(str(answer))}, expected one number") from None
+        raise BadInput(f"{where}: {code.function}() gives {shown(str(answer))}, expected one number") from None
     return _finite(value, where)
 
 
-def _printed(words: Sequence[str], where: str, below: Path, time_limit_s: float) -> str:
+def _printed(words: Sequence[str], where: str, given: str, below: Path, time_limit_s: float) -> str:
     """What the command prints. All that it started ends with it."""
     try:
         process = subprocess.Popen(
@@ -153,7 +161,7 @@ def _printed(words: Sequence[str], where: str, below: Path, time_limit_s: float)
         process.communicate()
     if process.returncode:
         said = err.decode(errors="replace").strip()[-_LAST_WORDS:] or "it said nothing"
-        raise BadInput(f"{where}: exit code {process.returncode}, expected 0: {said}")
+        raise BadInput(f"{where}: exit code {process.returncode}, expected 0 ({given}): {said}")
     return out.decode(errors="replace")
 
 
@@ -162,7 +170,7 @@ def _number(printed: str, where: str) -> float:
     if not lines:
         raise BadInput(f"{where}: printed nothing, expected a number on the last line")
     try:
-        return float(lines[-1])
+        return float(lines[-1].replace("_", "none"))  # which Python takes between digits
     except ValueError:
         raise BadInput(f"{where}: the last line is {shown(lines[-1])}, expected a number and nothing else") from None
 

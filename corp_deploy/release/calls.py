@@ -36,7 +36,11 @@ RANGE_SAMPLES = 128
 
 
 def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
-    return {"baseline": path_from(root, baseline.path), "init_baseline": baseline.init}
+    return {
+        "baseline": path_from(root, baseline.path),
+        "baseline_parity": path_from(root, baseline.parity),
+        "init_baseline": baseline.init,
+    }
 
 
 def whole(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:

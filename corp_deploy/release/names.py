@@ -17,6 +17,7 @@ HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
 SUMMARY = "moments.json"
 SAMPLES = "samples/images.npy"
 SAMPLES_RECORD = "samples/samples.json"
+SAMPLE_LABELS = "samples/labels.npy"
 PARITY = "parity.json"
 BENCH = "bench.json"
 GATE = "gate.json"
@@ -24,6 +25,11 @@ HISTORY = ("history.json", "history.svg")
 CARD = "MODEL_CARD.md"
 REPORTS = ("report.html", "report.md", "report.xml")
 REPOSITORY = "repository"
+
+
+def has_sample_labels(recipe: Recipe) -> bool:
+    """Whether labels go beside the samples: for measures of the user's own alone."""
+    return bool(recipe.parity.metric) and recipe.held_out.labels is not None
 
 
 def graph_name(precision: str) -> str:

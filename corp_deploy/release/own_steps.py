@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, in_runtime
@@ -22,8 +19,7 @@ from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.metric_request import metrics_from_texts
-from corp_deploy.proof.own_metrics import with_metrics
-from corp_deploy.proof.pixels import fed_to_graph
+from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -34,7 +30,6 @@ from corp_deploy.store.model_config import load_model_config
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
-from ground.feeds import only
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_named
 from perf.gate.gate import Gate, JudgedRule
@@ -44,6 +39,7 @@ from perf.gate.verdicts import save_gate
 from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
 
+from .baseline import OldRecords
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
@@ -54,10 +50,8 @@ from .names import (
     RECIPE,
     REPORTS,
     SAMPLES,
-    SAMPLES_RECORD,
     SUBJECTS,
     SUMS,
-    answers_name,
     artefact_name,
     bench_name,
     gain_name,
@@ -69,7 +63,7 @@ from .names import (
     rival_name,
 )
 from .recipe import Recipe, Target
-from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, opened_graph, replayed
+from .sample_steps import named_samples
 from .stage_effort import efforts_of
 
 
@@ -85,27 +79,6 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
         outputs=table.named_outputs,
     )
     save(dense, dirs.into / "dense")
-
-
-def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
-    """A few held-out images as the graphs take them, preprocessed or their pixels, and what every graph answers."""
-    held_out = recipe.held_out
-    dense = load_checkpoint(dirs.root / "dense")
-    source = images_for_model(dense.model, held_out.images, samples=held_out.samples, seed=held_out.seed)
-    count = min(recipe.samples.count, source.count)
-    images = next(iter(source.batches(count))).numpy()
-    images = only(fed_to_graph(dense, {"images": images}, recipe.export.input))
-    (dirs.into / SAMPLES).parent.mkdir()
-    np.save(dirs.into / SAMPLES, images)
-    graphs = {}
-    for subject in SUBJECTS:
-        for precision in recipe.export.precisions:
-            name, expected = f"{subject}/{graph_name(precision)}", answers_name(subject, precision)
-            with opened_graph(dirs.root / name) as runner:
-                np.save(dirs.into / expected, replayed(runner, images))
-            graphs[name] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
-    record = SamplesRecord(images=SAMPLES, count=count, graphs=graphs)
-    write_json(dirs.into / SAMPLES_RECORD, msgspec.to_builtins(record))
 
 
 def _limits(recipe: Recipe) -> ParityLimits:
@@ -181,6 +154,8 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     dense = load_checkpoint(dirs.root / "dense")
     profile = target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES))
+    asked = metrics_from_texts(recipe.parity.metrics(dirs.root))
+    meter = Meter(asked, named_samples(inputs, dirs.root) if asked else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     proof = prove(
         dense,
@@ -189,19 +164,20 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
         batches=fitting or [profile.tuned],
         limits=_limits(recipe),
         heads=HeadRequest(paths=recipe.parity.head, threshold=recipe.parity.map_threshold),
+        answered=meter.measure,
     )
-    asked = metrics_from_texts(recipe.parity.metrics(dirs.root))
-    proof = with_metrics(proof, asked, inputs, below=dirs.root)
+    proof = meter.beside(proof)
     save_proof(proof, dirs.into / parity_name(target))
 
 
-def write_gate(dirs: StageDirs, recipe: Recipe, older: Path | None, starting: bool) -> None:
+def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
     rows = [parity_row(dirs.root / name) for name in parities_of(recipe)]
+    before = evidence_of_files(older.bench, older.parity)
     for target in recipe.targets:
         now = evidence_of_files(dirs.root / bench_name(recipe, target), dirs.root / parity_name(target))
         if target == recipe.targets[0]:
-            rows += judged_rows(recipe.rules, now, older, starting=starting)
+            rows += judged_rows(recipe.rules, now, before, starting=starting)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)

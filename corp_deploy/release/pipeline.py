@@ -12,7 +12,7 @@ from ground.gpu import missing_gpu
 from perf.record.history import release_of_file
 
 from . import calls
-from .baseline import Baseline
+from .baseline import Baseline, OldRecords
 from .incremental import Stage
 from .names import (
     CARD,
@@ -26,6 +26,7 @@ from .names import (
     RECIPE,
     REPORTS,
     REPOSITORY,
+    SAMPLE_LABELS,
     SAMPLES,
     SAMPLES_RECORD,
     SAVED_AS_HF,
@@ -37,9 +38,11 @@ from .names import (
     bench_name,
     gains_of,
     graphs_of,
+    has_sample_labels,
     outputs_name,
     page_name,
     parities_of,
+    parity_name,
 )
 from .recipe import Recipe
 from .recipe_tables import ModelTable
@@ -143,13 +146,17 @@ def _drawn_held_out(recipe: Recipe) -> dict[str, Any]:
 
 def _samples_stage(recipe: Recipe) -> Stage:
     pairs = [(subject, precision) for subject in SUBJECTS for precision in recipe.export.precisions]
+    labels = recipe.held_out.labels if has_sample_labels(recipe) else None
+    files = (SAMPLES, SAMPLES_RECORD, *(() if labels is None else (SAMPLE_LABELS,)))
+    named = {"samples.named": True} if recipe.parity.metric else {}
     return Stage(
         name="samples",
-        outputs=(SAMPLES, SAMPLES_RECORD, *(answers_name(subject, precision) for subject, precision in pairs)),
+        outputs=(*files, *(answers_name(subject, precision) for subject, precision in pairs)),
         run=own_step("samples", recipe),
         reads=(*MODELS["dense"], *graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced")),
-        outside={"held_out.images": recipe.held_out.images},
+        outside={"held_out.images": recipe.held_out.images} | ({} if labels is None else {"held_out.labels": labels}),
         settings=_drawn_held_out(recipe)
+        | named
         | {"samples.count": recipe.samples.count, "versions": tool(*TORCH, "onnxruntime")},
         command=str(calls.only("samples", recipe)),
     )
@@ -191,8 +198,15 @@ def _benches(recipe: Recipe) -> tuple[str, ...]:
     return tuple(bench_name(recipe, target) for target in recipe.targets)
 
 
+def own_records(recipe: Recipe, root: Path) -> OldRecords:
+    """Those of the first target, by which the recipe's rules are judged."""
+    first = recipe.targets[0]
+    return OldRecords(bench=root / bench_name(recipe, first), parity=root / parity_name(first))
+
+
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
-    older = baseline.older(root / _benches(recipe)[0])
+    older = baseline.older(own_records(recipe, root))
+    outside = {"baseline": older.bench, "baseline_parity": older.parity}
     rules = {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
     rules["gate.fail_if"] = list(recipe.gate.fail_if)
     if recipe.gate.history is not None:
@@ -202,7 +216,7 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
         outputs=(GATE, *_history(recipe)),
         run=own_step("gate", recipe, older, baseline.init),
         reads=(*_benches(recipe), *gains_of(recipe), *parities_of(recipe)),
-        outside={} if older is None else {"baseline": older},
+        outside={label: path for label, path in outside.items() if path is not None},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": tool()},
         command=str(calls.gate(recipe, root, baseline)),
     )

@@ -35,6 +35,10 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         refuse_ignored("[parity]", VERIFY_HEADS, self._way, asked)
         if self.metric_files and not self.metric:
             raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
+        names = [path.name for path in self.metric_files]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadInput(f"parity.metric_files: two are called {twice!r}, by which commands name them; rename one")
         for request in metrics_from_texts(self.metric):
             if request.is_code:
                 raise BadInput(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from corp_deploy.families import torchvision_names, trusted_code
 from corp_deploy.families.timm_names import require_local_name
+from corp_deploy.proof.metric_request import metrics_from_texts, require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput, Missing
 from ground.files import write_text
@@ -16,11 +17,12 @@ from . import calls, incremental
 from .baseline import Baseline
 from .digests import files_of
 from .incremental import Outcome, Stage, StageStatus, locked
-from .names import GATE, SCRIPT, bench_name
-from .pipeline import stages_of
+from .names import GATE, SCRIPT
+from .pipeline import own_records, stages_of
 from .recipe import Recipe
 from .recipe_tables import ModelTable
 from .rendering import rendered
+from .stage_parts import heads_read
 
 StageListener = Callable[[Stage, str], None]
 """Hears each stage before it runs, and why it does."""
@@ -82,17 +84,15 @@ def require_inputs(recipe: Recipe, baseline: Baseline, root: Path) -> None:
         "package.labels": recipe.package.labels,
         "model.model": recipe.model.code if recipe.model.directory is None else recipe.model.directory / CONFIG,
     }
-    for key, path in paths.items():
+    for key, path in {**paths, **heads_read(recipe)}.items():
         if path is not None and not files_of(path):
             raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
+    require_runnable(metrics_from_texts(recipe.parity.metrics(root)), below=root)
     if recipe.gate.history is not None:
         require_directory(recipe.gate.history)
         if recipe.gate.history.resolve() == root.resolve():
             raise BadInput(f"gate.history: {root} is where this release goes; give one apart")
-    asking = [rule.text for rule in recipe.rules if rule.wants_baseline]
-    baseline.require()
-    if asking and baseline.path is None:
-        raise BadInput(f"gate.fail_if: {asking[0]!r} needs --baseline FILE, at first with --init-baseline")
+    baseline.require(recipe.rules)
 
 
 def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[StageStatus]:
@@ -123,9 +123,9 @@ def release(recipe: Recipe, root: Path, baseline: Baseline, *, starts: StageList
         if outcome.blocked:
             return Released(outcome=outcome, verdict=None, exit_code=None)
         gate = load_gate(root / GATE)
-        own = root / bench_name(recipe, recipe.targets[0])
-        if recipe.gate.history is not None:
-            add_release(recipe.gate.history, own)
+        own = own_records(recipe, root)
+        if recipe.gate.history is not None and own.bench is not None:
+            add_release(recipe.gate.history, own.bench)
         baseline.start(own, exit_code=gate.exit_code)
     return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code)
 

@@ -40,12 +40,16 @@ class GraphAnswers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=KIND):
-    """samples.json: where the images stand, how many there are, and the graphs that answered them."""
+    """samples.json: where the images stand, how many there are, and the graphs that answered them. For measures of the
+    user's own also the images' names and, where the held-out ones have labels, their file.
+    """
 
     version: Literal[1] = 1
     images: str
     count: int
     graphs: dict[str, GraphAnswers]
+    names: tuple[str, ...] = ()
+    labels: str | None = None
 
 
 def replayed(runner: Runner, images: Images) -> Answers:

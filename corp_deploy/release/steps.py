@@ -21,7 +21,7 @@ from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.metric_request import metrics_from_texts
-from corp_deploy.proof.own_metrics import with_metrics
+from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
@@ -134,6 +134,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     heads = run.options.get("head") or []
     of_maps = {name: run[name] for name in ("max_map_error", "min_iou", "min_pixels") if heads}
     inputs = inputs_from_set(source, labels)
+    meter = Meter(metrics_from_texts(run.options.get("metric") or ()), inputs, below=dirs.root)
     proof = prove(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
@@ -144,8 +145,9 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
         heads=HeadRequest(
             paths=tuple(dirs.root / path for path in heads), threshold=run.options.get("map_threshold", THRESHOLD)
         ),
+        answered=meter.measure,
     )
-    proof = with_metrics(proof, metrics_from_texts(run.options.get("metric") or ()), inputs, below=dirs.root)
+    proof = meter.beside(proof)
     save_proof(proof, dirs.into / run["output"])
     return proof.parity
 

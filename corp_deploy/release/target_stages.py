@@ -6,12 +6,15 @@ from . import calls
 from .incremental import Stage
 from .names import (
     MODELS,
+    SAMPLE_LABELS,
     SAMPLES,
+    SAMPLES_RECORD,
     SUBJECTS,
     artefact_name,
     bench_name,
     gain_name,
     graph_name,
+    has_sample_labels,
     outputs_name,
     parity_name,
     plan_name,
@@ -44,11 +47,13 @@ def _engine_stage(recipe: Recipe, target: Target) -> Stage:
 
 def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
     name = f"parity.{target.name}"
+    labels = (SAMPLE_LABELS,) if has_sample_labels(recipe) else ()
+    named = (SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
     return Stage(
         name=name,
         outputs=(parity_name(target), outputs_name(parity_name(target))),
         run=own_step("target-parity", recipe, target),
-        reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads))),
+        reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads, *named))),
         outside=heads_read(recipe),
         settings=settings_of("parity", recipe.parity, without=("head", "metric_files")) | {"versions": tool()},
         missing=lambda: missing_to_run(target),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from ground.errors import BadInput
+from perf.parity.own_metric import OwnMetric
 from perf.parity.parity import Link, Parity
 from perf.record.runs import Bench, SubjectRecord
 from perf.stats.quiet import samples
@@ -49,6 +50,10 @@ class Evidence:
         if subject is not None:
             raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
         return _parity(self.parity, rule, where)
+
+    def tells(self, rule: Rule) -> bool:
+        """Whether there is a record of the kind that the rule's figure stands in."""
+        return (self.bench if rule.is_of_bench else self.parity) is not None
 
     def _bench(self, rule: Rule, where: str) -> Bench:
         if self.bench is None:
@@ -162,7 +167,13 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
 
 
 def _own(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
-    """Of a link's candidate, else of what ships; of the dense model where that is the subject."""
+    return Reading(interval=exact(own_metric(parity, rule, subject, where).value))
+
+
+def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
+    """Of a link's candidate, else of what ships; of the dense model where that is the subject. Raises BadInput where
+    there is none.
+    """
     rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
     if parity is None or not rows:
         known = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
@@ -174,10 +185,10 @@ def _own(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> 
     if subject not in (None, DENSE):
         raise BadInput(f"rule {rule.text!r}: own measures are of {DENSE!r} and of candidates, not of {subject!r}")
     label = rows[0].model if subject == DENSE else _judged_link(parity.links, rule, where).candidate
-    value = next((row.value for row in rows if row.model == label), None)
-    if value is None:
+    row = next((row for row in rows if row.model == label), None)
+    if row is None:
         raise BadInput(f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of {label}")
-    return Reading(interval=exact(value))
+    return row
 
 
 def _judged_link(links: Sequence[Link], rule: Rule, where: str) -> Link:

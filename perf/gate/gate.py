@@ -6,16 +6,16 @@ that this model shows as well is the machine's and decides nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
 from perf.record.runs import differing_keys
 from perf.stats.stats import Interval
 from perf.stats.summary import finite
 
-from .evidence import Evidence, Reading, exact
+from .evidence import Evidence, Reading, exact, own_metric
 from .rule import BASELINE, TIMED, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
@@ -30,6 +30,7 @@ GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS"
 BLOCKS_IN_ROUND = 4
 PARITY = "parity"  # the metric of the row that is a proof's own verdict
 MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
+SHOWN = 16  # of a digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +78,16 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
     Raises:
         BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.
     """
-    lost = [rule.text for rule in rules if rule.wants_baseline and baseline is None]
+    older = baseline or Evidence()
+    lost = [rule for rule in rules if rule.wants_baseline and not older.tells(rule)]
     if lost and not starting:
+        now.reading(lost[0], lost[0].subject, "this record")  # what it lacks itself is told first
+        kind = "bench" if lost[0].is_of_bench else "parity"
         raise BadInput(
-            f"no baseline to compare with, but {lost[0]!r} needs one: give a baseline, or make this record it"
+            f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
+            "make this one it"
         )
-    return Gate(
-        rules=tuple(_started(rule, now) if rule.text in lost else _judged(rule, now, baseline) for rule in rules)
-    )
+    return Gate(rules=tuple(_started(rule, now) if rule in lost else _judged(rule, now, older) for rule in rules))
 
 
 def _started(rule: Rule, now: Evidence) -> JudgedRule:
@@ -99,7 +102,7 @@ def _started(rule: Rule, now: Evidence) -> JudgedRule:
     return _worded(rule, "UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
 
 
-def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
+def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
     value = now.reading(rule, rule.subject, "this record")
     bound = _bound(rule, now, baseline)
     differ = _differing(rule, now, baseline)
@@ -123,11 +126,10 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     return _worded(rule, verdict, None, value, bound)
 
 
-def _bound(rule: Rule, now: Evidence, baseline: Evidence | None) -> Reading:
+def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
     if rule.name is None:
         return Reading(interval=exact(rule.offset))
     if rule.name == BASELINE:
-        assert baseline is not None, rule
         reading = baseline.reading(rule, rule.subject, "the baseline")
     else:
         reading = now.reading(rule, rule.name, "this record")
@@ -139,15 +141,31 @@ def _bound(rule: Rule, now: Evidence, baseline: Evidence | None) -> Reading:
     )
 
 
-def _differing(rule: Rule, now: Evidence, baseline: Evidence | None) -> tuple[str, ...]:
-    """The keys that forbid comparing a timed figure with the baseline's; a size or an error needs no equal machine."""
-    if not rule.wants_baseline or rule.is_own or rule.metric not in TIMED:
+def _differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
+    """The keys that forbid comparing a figure with the baseline's: a timed one needs an equal machine, an error equal
+    inputs, a measure of the user's own an equal command too; a size needs nothing.
+    """
+    if not rule.wants_baseline:
         return ()
-    assert now.bench is not None, rule
-    assert baseline is not None, rule
-    assert baseline.bench is not None, rule
-    keys = differing_keys(baseline.bench, now.bench)
+    keys: Mapping[str, tuple[Any, Any]] = {}
+    if not rule.is_of_bench:
+        keys = _other_proof(rule, now, baseline)
+    elif rule.metric in TIMED:
+        assert now.bench is not None, rule
+        assert baseline.bench is not None, rule
+        keys = differing_keys(baseline.bench, now.bench)
     return tuple(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in keys.items())
+
+
+def _other_proof(rule: Rule, now: Evidence, baseline: Evidence) -> Mapping[str, tuple[Any, Any]]:
+    """What differs between two parity records of what the rule's figure was measured on and by."""
+    assert now.parity is not None, rule
+    assert baseline.parity is not None, rule
+    pairs = {"inputs": (baseline.parity.images.digest, now.parity.images.digest)}
+    if rule.is_own:
+        old, new = (own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
+        pairs["command"] = (old.sha256, new.sha256)
+    return {key: (one[:SHOWN], other[:SHOWN]) for key, (one, other) in pairs.items() if one != other}
 
 
 def _paired(rule: Rule, now: Evidence, mine: Interval, limit: Interval) -> Interval:
@@ -210,11 +228,11 @@ def _without(mine: Interval, moved: Interval) -> Interval:
     return Interval(value=value, low=value * (1 - below), high=value * (1 + above))
 
 
-def _machine_change(rule: Rule, now: Evidence, baseline: Evidence | None) -> Interval | None:
+def _machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
     """The reference model's figure now over then, when it is the same model and not the one the rule is about."""
     if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
         return None
-    if now.bench is None or baseline is None or baseline.bench is None:
+    if now.bench is None or baseline.bench is None:
         return None
     reference, before = now.bench.reference, baseline.bench.reference
     if reference.sha256 is None or reference.sha256 != before.sha256 or rule.subject == reference.name:

@@ -9,7 +9,7 @@
     compare = < <= > >=
     bound   = size | name | name * number | name + size | name - size
     size    = number, of a metric in bytes also with its unit: 200 MB, 1.5 GiB
-    name    = "baseline" (the same figure in the older record) | a subject (the same figure of that subject)
+    name    = "baseline" (the same figure in the older record of its kind) | a subject (the same figure of that subject)
 
 Without a subject the candidate is meant; `dense.p50@b1 > baseline * 1.03` asks about the dense model, and
 `metric.map < dense - 0.01` holds a measure of the user's own against that model's.
@@ -77,6 +77,11 @@ class Rule:
     def wants_baseline(self) -> bool:
         return self.name == BASELINE
 
+    @property
+    def is_of_bench(self) -> bool:
+        """Whether its figure stands in a bench record; else it does in a parity record."""
+        return not self.is_own and self.metric in (*TIMED, *COUNTED, *PLACED)
+
 
 def rule_from_text(text: str) -> Rule:
     """Read one rule; raises BadInput that says what a rule looks like."""
@@ -92,7 +97,7 @@ def rule_from_text(text: str) -> Rule:
     batch, link = (None, match["place"]) if measure == OWN else _place(text, match["metric"], match["place"])
     if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
         raise BadInput(f"rule {shown(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
-    scale, offset = _bound(text, bound, _unit(text, "" if measure == OWN else match["metric"], bound))
+    scale, offset = _bound(text, bound, _unit(text, measure, match["metric"], bound))
     return Rule(
         text=text.strip(),
         subject=subject,
@@ -139,12 +144,12 @@ def _number(text: str, part: str, quantity: Quantity) -> float:
         raise BadInput(f"rule {shown(text)}: {error}") from None
 
 
-def _unit(text: str, metric: str, match: re.Match[str]) -> int:
+def _unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
     """How many bytes a bound's unit is; 1 without one. Raises BadInput where none has a meaning."""
     unit = match["unit"]
     if unit is None:
         return 1
-    if metric not in IN_BYTES:
+    if measure == OWN or metric not in IN_BYTES:
         raise BadInput(f"rule {shown(text)}: {unit} goes with {', '.join(IN_BYTES)}, not with {metric}")
     if match["number"] is None and match["sign"] not in ("+", "-"):
         raise BadInput(f"rule {shown(text)}: {unit} goes with a number of its own, such as dense + 20 {unit}")

@@ -7,8 +7,8 @@ from ground.records import Sha256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric:
-    """`model` is the label of the artefact whose outputs were measured, `sha256` covers the command and the files that
-    it names.
+    """`model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that
+    it names and the labels.
     """
 
     name: str

@@ -131,5 +131,6 @@ def own_metrics(content: Content) -> Table:
         title="Measures of your own",
         columns=("Measure", "Model", "Value", "Command"),
         rows=tuple((row.name, row.model, f"{row.value:.6g}", f"{row.command}\n{row.sha256[:16]}") for row in rows),
-        note="Made by the command on each artefact's outputs; the digest covers it and the files that it names.",
+        note="Made by the command on each artefact's outputs; the digest covers it, the files that it names and "
+        "the labels.",
     )
