@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.network import stay_here
 from tests.tracing import look_up_once, trace_once
 
 torch.set_num_threads(1)
@@ -39,6 +40,14 @@ def _graphs_kept(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> No
     """One place for the processes that run tests side by side."""
     own = tmp_path_factory.getbasetemp()
     trace_once((own if worker_id == "master" else own.parent) / "graphs-kept")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_outside() -> Iterator[None]:
+    """No test reaches a network, whatever it calls; servers of its own are on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        stay_here(patch, loopback=True)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
