@@ -35,7 +35,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 
 clean:
 	rm -rf .venv $(DEMO_DIR) build *.egg-info

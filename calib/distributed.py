@@ -13,8 +13,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from ground.errors import BadInput, RankLost
+
+from .meeting import fresh
 
 T = TypeVar("T")
 
@@ -59,7 +62,7 @@ class Ranks:
             step()
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.rank} of {self.size}: another process of this calibration has ended or can't be reached "
+                f"rank {self.rank} of {self.size}: another process of this run has ended or can't be reached "
                 f"({str(error).splitlines()[0]}); nothing was written; look at its own message, then start all again"
             ) from error
 
@@ -78,10 +81,13 @@ def joined_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> It
         torch.cuda.set_device(
             int(os.environ.get("LOCAL_RANK", "0"))
         )  # each process its own GPU, as torchrun counts them
+    limit = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
-        raise RankLost(f"the processes of this calibration did not meet ({error}); start them with torchrun") from error
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        own = fresh(store, rank=rank, size=size, timeout_s=timeout_s)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise RankLost(f"the processes of this run did not meet ({error}); start them with torchrun") from error
     try:
         yield Ranks(rank=dist.get_rank(), size=dist.get_world_size())
     finally:

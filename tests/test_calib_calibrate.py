@@ -292,7 +292,7 @@ def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path:
     (alive, message), (killed, _) = exits_of(__name__, 2, path, output, "killed")
     assert killed == -signal.SIGKILL
     assert alive == 3
-    assert "rank 0 of 2: another process of this calibration has ended or can't be reached" in message
+    assert "rank 0 of 2: another process of this run has ended or can't be reached" in message
     assert not output.exists()
 
 

@@ -1,0 +1,49 @@
+"""Processes meet through a store that holds the words of dead ones, in every order of coming."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from time import sleep
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from calib.meeting import fresh
+
+
+def met(store: HashStore, size: int, order: tuple[int, ...], timeout_s: float = 20.0) -> list[PrefixStore]:
+    """The part of each of these ranks, which come one after another."""
+
+    def come(rank: int) -> PrefixStore:
+        sleep(0.03 * order.index(rank))
+        return fresh(store, rank=rank, size=size, timeout_s=timeout_s)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(come, sorted(order)))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_all_take_one_part_that_no_dead_process_wrote_to(order: tuple[int, ...]) -> None:
+    store = HashStore()
+    met(store, 3, (0, 1, 2))[0].set("address", "dead")
+    parts = met(store, 3, order)
+    assert not any(part.check(["address"]) for part in parts)
+    parts[2].set("address", "alive")
+    assert [part.get("address") for part in parts] == [b"alive"] * 3
+
+
+def test_an_answer_to_the_dead_is_no_answer() -> None:
+    store = HashStore()
+    met(store, 2, (0, 1))
+    with pytest.raises(TimeoutError, match="rank 0 did not come"):
+        fresh(store, rank=1, size=2, timeout_s=0.1)
+
+
+def test_one_that_stays_away_is_named() -> None:
+    store = HashStore()
+    met(store, 3, (0, 1, 2))  # its confirmation is of another meeting
+    with pytest.raises(TimeoutError, match=r"rank [12] did not come"):
+        fresh(store, rank=0, size=3, timeout_s=0.1)
+
+
+def test_one_alone_waits_for_nobody() -> None:
+    fresh(HashStore(), rank=0, size=1, timeout_s=0.0).set("a", "b")
