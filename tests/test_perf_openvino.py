@@ -1,6 +1,8 @@
 """Graphs in OpenVINO: the numbers of the graph, in the precision that was asked for and nothing else."""
 
-from collections.abc import Callable
+import ctypes
+import gc
+import sys
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +18,7 @@ from ground.errors import BadInput, Missing
 from perf.runners import openvino as openvino_runner
 from perf.runners.graph_borders import borders_of_onnx
 from perf.runners.onnx import OnnxRunner
-from perf.runners.openvino import OpenVinoRunner, Told
+from perf.runners.openvino import OpenVinoRunner, Told, the_core
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
@@ -68,8 +70,8 @@ def away(got: np.ndarray[Any, Any]) -> float:
     return float(np.linalg.norm(got - expected()) / np.linalg.norm(expected()))
 
 
-def computes_halves(openvino: Any) -> bool:
-    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+def computes_halves() -> bool:
+    return "BF16" in the_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 @pytest.mark.usefixtures("openvino")
@@ -95,7 +97,7 @@ def test_half_weights_are_computed_in_fp32_and_told_so(tmp_path: Path) -> None:
 
 def test_bf16_is_computed_in_bf16_where_the_cpu_has_it_and_refused_elsewhere(openvino: Any, tmp_path: Path) -> None:
     runner = OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="bf16")
-    if not computes_halves(openvino):
+    if not computes_halves():
         with pytest.raises(Missing, match="asked OpenVINO for bf16"):
             runner.__enter__()
         return
@@ -106,7 +108,7 @@ def test_bf16_is_computed_in_bf16_where_the_cpu_has_it_and_refused_elsewhere(ope
 
 def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_path: Path) -> None:
     """OpenVINO answers f32 to whoever asks for its hint and computes such layers in BF16 none the less."""
-    if not computes_halves(openvino):
+    if not computes_halves():
         pytest.skip("this CPU has no BF16")
     path = graph(tmp_path / "m.onnx", held=TensorProto.BFLOAT16)
     with OpenVinoRunner(path) as runner:
@@ -119,10 +121,35 @@ def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_pat
 
 
 def test_fp16_is_refused_by_a_cpu_that_would_compute_bf16(openvino: Any, tmp_path: Path) -> None:
-    if "FP16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if "FP16" in the_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has FP16")
     with pytest.raises(Missing, match="asked OpenVINO for fp16 and got"):
         OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="fp16").__enter__()
+
+
+def stack_of_signals() -> int:
+    """Where this thread's signals are handled, 0 where it has no stack of its own for them."""
+
+    class Stack(ctypes.Structure):
+        _fields_ = (("place", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+    stack = Stack()
+    assert ctypes.CDLL(None).sigaltstack(None, ctypes.byref(stack)) == 0
+    return stack.place or 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is told in /proc by Linux alone")
+@pytest.mark.usefixtures("openvino")
+def test_two_graphs_leave_signals_the_memory_that_they_are_handled_in(tmp_path: Path) -> None:
+    path = graph(tmp_path / "m.onnx")
+    first, second = OpenVinoRunner(path), OpenVinoRunner(path)
+    first.__enter__(), second.__enter__()
+    for each in (first, second):
+        each.__exit__(None, None, None)
+        gc.collect()
+    maps = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    place = stack_of_signals()
+    assert place == 0 or any(int(low, 16) <= place < int(high, 16) for low, high in maps)
 
 
 @pytest.mark.usefixtures("openvino")
@@ -204,7 +231,7 @@ def test_memory_that_gives_out_is_no_fault_of_the_graph(tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise RuntimeError("std::bad_alloc: out of memory")
 
-    core: Callable[[], Any] = lambda: SimpleNamespace(compile_model=full)  # noqa: E731
-    monkeypatch.setattr(openvino_runner, "require_openvino", lambda: SimpleNamespace(Core=core))
+    monkeypatch.setattr(openvino_runner, "the_core", lambda: SimpleNamespace(compile_model=full))
+    monkeypatch.setattr(openvino_runner, "require_openvino", SimpleNamespace)
     with pytest.raises(RuntimeError, match="out of memory"):
         OpenVinoRunner(graph(tmp_path / "m.onnx")).__enter__()

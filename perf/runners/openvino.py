@@ -7,6 +7,7 @@ to whoever asks for its hint while it computes the layers of a BF16 graph in BF1
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -56,9 +57,8 @@ class OpenVinoRunner:
             raise BadInput(f"threads: at least 1, got {self.threads}")
 
     def __enter__(self) -> Self:
-        openvino = require_openvino()
+        openvino, core = require_openvino(), the_core()
         self._borders = borders_of_onnx(self.path)
-        core = openvino.Core()
         self._compiled = self._refused(lambda: core.compile_model(str(self.path), "CPU", self._settings()), "load it")
         told, precision = Told.by(self._compiled), onnx_precision(self.path)
         told.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
@@ -227,3 +227,12 @@ def require_openvino() -> Any:
     except ImportError as error:
         raise Missing(f"openvino is not installed; {REMEDY}") from error
     return openvino
+
+
+@cache
+def the_core() -> Any:
+    """One for the process, which is never given back: each gives this thread a stack for its signals and, when it goes,
+    puts back the one that it found. Of two, that may be one that was freed meanwhile, and the next signal (that of a
+    data loader's process that ended) ends the process. Raises Missing where OpenVINO is not installed.
+    """
+    return require_openvino().Core()
