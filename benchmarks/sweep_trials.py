@@ -59,7 +59,7 @@ def main(output: Path) -> None:
                 "relative_error": trial["relative_error"],
                 "speedups": {speed["batch"]: speed["speedup"] for speed in trial["speeds"]},
                 "disturbed": any(speed["disturbed"] for speed in trial["speeds"]),
-                "seconds": trial["seconds"],
+                "seconds": {name: each["seconds"] for name, each in trial["effort"].items()},
             }
             for trial in swept["trials"]
         ],

@@ -7,7 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+
+from .records import Natural
+
+NAME = "effort.json"
+
+
+def is_effort(path: Path) -> bool:
+    """Whether a record of what something took stands there: NAME in a directory, X.NAME beside a file X."""
+    return path.name == NAME or path.name.endswith(f".{NAME}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +28,9 @@ class Effort:
     None where nothing tells.
     """
 
-    seconds: float
-    peak_bytes: int | None
-    device_peak_bytes: int | None
+    seconds: Annotated[float, msgspec.Meta(ge=0.0)]
+    peak_bytes: Natural | None
+    device_peak_bytes: Natural | None
 
     def as_json(self) -> dict[str, Any]:
         """The fields."""
@@ -40,18 +52,33 @@ class Gauge(Protocol):
     def peak(self) -> int: ...
 
 
+@dataclass(slots=True)
+class _Turn:
+    """One that runs: what it took so far, without the turns inside it, and when its clock was last started."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    started: float = 0.0
+
+
 class Stopwatch:
-    """Parts of a process by name, added up where they run in turns; a peak is the highest of a part's turns."""
+    """Parts of a process by name, added up where they run in turns; a peak is the highest of a part's turns.
+
+    A turn inside another one stops its clock: every second is one part's alone.
+    """
 
     def __init__(
         self, *, host: Gauge | None, device: Gauge | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self._efforts: dict[str, Effort] = {}
+        self._running: list[_Turn] = []
+        self._now = 0.0
 
     @property
     def efforts(self) -> dict[str, Effort]:
-        """By name, in the order in which they were first taken."""
+        """By name, in the order in which they first ended."""
         return dict(self._efforts)
 
     def as_json(self) -> dict[str, Any]:
@@ -65,20 +92,40 @@ class Stopwatch:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """A turn of this part; turns don't contain each other. One that fails is not counted."""
-        gauges = self._host, self._device
-        for gauge in gauges:
+        """A turn of this part. One that fails is not counted: its time is that of the turn around it."""
+        self._change()
+        own = _Turn(started=self._now)
+        self._running.append(own)
+        try:
+            yield
+            self._change()
+            self._count(name, own)
+        finally:
+            self._running.pop()
+            for outer in self._running[-1:]:
+                outer.started = self._now
+
+    def _change(self) -> None:
+        """Another turn begins or the innermost one ends: that one is given what it took since it was last started."""
+        self._now = self._clock()
+        if self._running:
+            self._take(self._running[-1])
+        for gauge in (self._host, self._device):
             if gauge is not None:
                 gauge.reset_peak()
-        start = self._clock()
-        yield
-        seconds = self._clock() - start
-        host, device = (None if gauge is None else gauge.peak() for gauge in gauges)
+
+    def _take(self, running: _Turn) -> None:
+        running.seconds += self._now - running.started
+        host, device = (None if gauge is None else gauge.peak() for gauge in (self._host, self._device))
+        running.peak_bytes = _higher(running.peak_bytes, host)
+        running.device_peak_bytes = _higher(running.device_peak_bytes, device)
+
+    def _count(self, name: str, own: _Turn) -> None:
         before = self._efforts.get(name, Effort(seconds=0.0, peak_bytes=None, device_peak_bytes=None))
         self._efforts[name] = Effort(
-            seconds=before.seconds + seconds,
-            peak_bytes=_higher(before.peak_bytes, host),
-            device_peak_bytes=_higher(before.device_peak_bytes, device),
+            seconds=before.seconds + own.seconds,
+            peak_bytes=_higher(before.peak_bytes, own.peak_bytes),
+            device_peak_bytes=_higher(before.device_peak_bytes, own.device_peak_bytes),
         )
 
 

@@ -28,6 +28,17 @@ def require_cuda() -> None:
         raise Missing(f"a GPU was asked for and there is none: {reason}; ask for the CPU, or run where the GPU is")
 
 
+def gpu_name(device: str) -> str | None:
+    """Of the GPU that torch works on, None where it works on the CPU."""
+    if device != "cuda":
+        return None
+    import torch
+
+    require_cuda()
+    name: str = torch.cuda.get_device_name()
+    return name
+
+
 def require_device(device: str) -> None:
     """Raise Missing when --device cuda is asked for and there is no GPU."""
     if device == "cuda":

@@ -1,5 +1,6 @@
 """The papers' tables of a tiny model: their layout, cells against a computation of their own, what was printed."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -83,6 +84,17 @@ def test_figures_and_audits(key: str, rows: int, monkeypatch: pytest.MonkeyPatch
     table = TABLES[key](subject())
     assert len(table.rows) == rows
     assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_table_6_is_what_the_commands_kept() -> None:
+    rows = TABLES["6"](subject()).rows
+    kept = json.loads((HOME / "runs" / "table6-best" / "effort.json").read_text())["parts"]
+    seconds = [kept[name]["seconds"] for name in ("select", "recover")]
+    calibration = json.loads((HOME / "runs" / "moments.safetensors.effort.json").read_text())["parts"]["calibrate"]
+    whole = calibration["seconds"] + sum(seconds)
+    assert rows[1][2:6] == (round(calibration["seconds"], 1), *(round(each, 2) for each in seconds), round(whole, 1))
+    peaks = (calibration["peak_bytes"], *(kept[name]["peak_bytes"] for name in ("select", "recover")))
+    assert rows[1][6:] == tuple(round(each / 1e6) for each in peaks)
 
 
 def test_what_was_printed_is_whole() -> None:

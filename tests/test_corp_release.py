@@ -138,14 +138,31 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
     card = (out / "MODEL_CARD.md").read_text()
     for words in ("blocks.0.mlp", "8 unlabelled images", "lost, held out", "held-out images", "speed-up", "## Limits"):
         assert words in card
-    took = card.partition("## What it took")[2].partition("## Limits")[0]
-    steps = [line.split(" | ") for line in took.splitlines() if line.startswith("| ")][1:]
-    assert [step[0] for step in steps] == ["| calibrate", "| reduce", "| export dense", "| export reduced", "| total"]
-    kept = [json.loads(path.read_text())["effort"] for path in (out / ".stages").glob("*.effort")]
-    assert steps[-1][1] == f"{sum(each['seconds'] for each in kept):,.1f}"
     assert not [name for name in manifest["files"] if "effort" in name]
     done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=out, capture_output=True, check=False)
     assert done.returncode == 0, done
+
+
+def took(text: str) -> list[list[str]]:
+    """The rows of a Markdown table of what it took."""
+    rows = text.partition("## What it took")[2].partition("##")[0].splitlines()
+    return [line.strip("| ").split(" | ") for line in rows if line.startswith("| ")][1:]
+
+
+def test_card_and_report_tell_what_each_step_took(first: Path, tmp_path: Path) -> None:
+    out = first / "out"
+    steps = took((out / "MODEL_CARD.md").read_text())
+    named = ["calibrate", "select", "recover", "export dense", "export reduced", "read and write", "all together"]
+    assert [step[0] for step in steps] == named
+    parts = [json.loads(path.read_text())["parts"] for path in (out / ".stages").glob("*.effort")]
+    every = [each for efforts in parts for each in efforts.values()]
+    assert float(steps[-1][1]) == pytest.approx(sum(each["seconds"] for each in every), rel=0.006)
+    assert steps[-1][2] == f"{max(each['peak_bytes'] for each in every) / 1e6:.3g} MB"
+    assert took((out / "report.md").read_text()) == steps
+    html = (out / "report.html").read_text()
+    assert all(f">{name}<" in html for name in ("What it took", *named))
+    assert run("report", out, "-o", tmp_path / "again.md").exit_code == 0
+    assert took((tmp_path / "again.md").read_text()) == steps
 
 
 def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:

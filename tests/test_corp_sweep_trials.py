@@ -76,7 +76,7 @@ def swept(output: Path, *words: object, moments: str = "m40.safetensors") -> lis
 
 
 def without_times(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = ("seconds", "speeds", "fronts", "size_bytes", "engine")
+    timed = ("effort", "speeds", "fronts", "size_bytes", "engine")
     return [{name: value for name, value in trial.items() if name not in timed} for trial in trials]
 
 
@@ -127,7 +127,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
     reduced, timed = sweeping.Work.reduce, Bench.time
     calls: list[str] = []
 
-    def counted(self: sweeping.Work, request: Any) -> Any:
+    def counted(self: sweeping.Work, request: Any, watch: Any) -> Any:
         calls.append(request.slug)
         if len(calls) == 3:
             raise Killed
@@ -163,7 +163,7 @@ def test_trials_are_taken_only_where_everything_is_the_same(tmp_path: Path, monk
     made: list[str] = []
     reduced = sweeping.Work.reduce
 
-    def counted(self: sweeping.Work, request: Any) -> Any:
+    def counted(self: sweeping.Work, request: Any, watch: Any) -> Any:
         made.append(request.slug)
         return reduced(self, request)
 

@@ -4,6 +4,8 @@ import json
 import mmap
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from corp_deploy.algebra import scores
+from corp_deploy.algebra import whole_heads as algebra_of_heads
 from corp_deploy.cli import main
+from corp_deploy.reduction import channels
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import save
 from ground.effort import Effort, Stopwatch
 from perf.runners.memory import resident_gauge
+from perf.timing.environment import cpu_name
 from tests import tiny
 
 MIB = 2**20
@@ -49,8 +58,30 @@ def test_turns_of_a_part_add_up_and_keep_the_highest_peak() -> None:
         "select": Effort(seconds=2.5, peak_bytes=30, device_peak_bytes=9),
         "recover": Effort(seconds=1.0, peak_bytes=50, device_peak_bytes=7),
     }
-    assert (host.resets, device.resets) == (3, 3)
+    assert (host.resets, device.resets) == (6, 6)
     assert list(watch.efforts) == ["select", "recover"]
+
+
+def test_a_turn_inside_another_one_is_not_counted_twice() -> None:
+    host = FakePeak(10, 50, 20, 40, 30)
+    watch = Stopwatch(host=host, clock=clock(0.0, 1.0, 5.0, 5.5, 7.5, 8.0))
+    with watch.of("whole"):
+        with watch.of("select"):
+            pass
+        with watch.of("recover"):
+            pass
+    assert watch.efforts == {
+        "select": Effort(seconds=4.0, peak_bytes=50, device_peak_bytes=None),
+        "recover": Effort(seconds=2.0, peak_bytes=40, device_peak_bytes=None),
+        "whole": Effort(seconds=1.0 + 0.5 + 0.5, peak_bytes=30, device_peak_bytes=None),
+    }
+
+
+def test_what_failed_inside_is_the_outer_turns() -> None:
+    watch = Stopwatch(host=FakePeak(1, 2, 3), clock=clock(0.0, 1.0, 6.0))
+    with watch.of("whole"), suppress(KeyError), watch.of("select"):
+        raise KeyError
+    assert watch.efforts == {"whole": Effort(seconds=6.0, peak_bytes=2, device_peak_bytes=None)}
 
 
 def test_a_turn_that_fails_is_not_counted() -> None:
@@ -95,13 +126,23 @@ def test_commands_tell_what_they_took_and_write_the_same_bytes(tmp_path: Path) -
     of_calibrate = ("calibrate", *dense, "--images", tmp_path / "images.npy", "-o", moments)
     of_reduce = ("reduce", *dense, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "-o", tmp_path / "reduced")
     of_export = ("export", "--model", tmp_path / "reduced", "-o", tmp_path / "model.onnx")
+    beside = {
+        of_calibrate: tmp_path / "m.safetensors.effort.json",
+        of_reduce: tmp_path / "reduced/effort.json",
+        of_export: tmp_path / "model.onnx.effort.json",
+    }
     contents = []
     for _ in range(2):
-        for words in (of_calibrate, of_reduce, of_export):
+        for words, path in beside.items():
             took = told(*words)["effort"]
-            assert list(took) == {"reduce": ["plan", "select", "recover"]}.get(str(words[0]), [words[0]])
+            parts = {"reduce": ["select", "recover"]}.get(str(words[0]), [words[0]])
+            assert list(took) == [*parts, "read and write"]
             assert all(each["seconds"] > 0.0 and each["device_peak_bytes"] is None for each in took.values())
-        files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
+            kept = json.loads(path.read_text())
+            assert kept["parts"] == took
+            assert kept["machine"] == cpu_name()
+            assert kept["versions"]["torch"] == version("torch")
+        files = sorted(each for each in tmp_path.rglob("*") if each.is_file() and each not in beside.values())
         contents.append({str(each): each.read_bytes() for each in files})
         shutil.rmtree(tmp_path / "reduced")
     assert contents[0] == contents[1]
@@ -112,3 +153,44 @@ def told(*words: object) -> dict[str, Any]:
     assert result.exit_code == 0, result.output + result.stderr
     record: dict[str, Any] = json.loads(result.stdout)
     return record
+
+
+@pytest.mark.parametrize(
+    ("preset", "asked"),
+    [
+        ("best", {"mlp_sparsity": 0.5, "attention_sparsity": 0.5}),
+        ("corp-v1", {"mlp_sparsity": 0.5, "attention_sparsity": 0.5}),
+        ("grail", {"mlp_sparsity": 0.5, "heads_sparsity": 0.5}),
+    ],
+)
+def test_whatever_ranks_is_selecting(
+    tmp_path: Path, preset: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that only what ranks channels, heads or dimensions moves on."""
+    ranked: list[str] = []
+
+    def counted(room: Any, name: str) -> None:
+        work = getattr(room, name)
+
+        def moved_on(*given: Any, **more: Any) -> Any:
+            ranked.append(name)
+            return work(*given, **more)
+
+        monkeypatch.setattr(room, name, moved_on)
+
+    for room, name in ((channels, "obs"), (channels, "swap"), (scores, "energy"), (scores, "wanda")):
+        counted(room, name)
+    counted(scores, "logit_energy")
+    counted(algebra_of_heads, "output_energy")
+    checkpoint = tiny.checkpoint()
+    moments = calibrate(checkpoint, tiny.opened(tmp_path / "i.npy", tiny.images(8), checkpoint.model), batch_size=8)
+    watch = Stopwatch(host=None, clock=lambda: float(len(ranked)))
+    method = method_from_preset(preset, align_hidden=8, align_head=8, **asked)
+    with watch.of("recover"):
+        timed = reduce(checkpoint.model, moments, method, watch=watch)
+    assert watch.efforts["select"].seconds == len(ranked) > 0
+    assert watch.efforts["recover"].seconds == 0.0
+    expected = {"best": {"obs", "swap"}, "corp-v1": {"energy", "logit_energy"}, "grail": {"wanda", "output_energy"}}
+    assert expected[preset] <= set(ranked)
+    plain = reduce(checkpoint.model, moments, method).model.state_dict()
+    assert all(value.equal(plain[name]) for name, value in timed.model.state_dict().items())

@@ -20,7 +20,7 @@ from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.report import tables
-from perf.report.content import Content, ModelLine
+from perf.report.content import Content, ModelLine, content_from_record
 from perf.report.numbers import count, number, percent, size
 from perf.report.render import csv, html, junit, markdown
 
@@ -363,6 +363,27 @@ def test_a_feature_map_is_told_by_its_error_alone() -> None:
 
 def rows_of_record(parity: dict[str, Any]) -> list[list[str]]:
     return list(comma_separated.reader(io.StringIO(csv(record(parity=parity)))))
+
+
+def test_what_it_took_is_added_up_where_all_is_known() -> None:
+    one = {"step": "select", "seconds": 2.5, "peak_bytes": 3_000_000, "device_peak_bytes": None, "machine": "a CPU"}
+    two = one | {"step": "build", "seconds": 1234.5, "peak_bytes": None, "device_peak_bytes": 8_000_000}
+    table = tables.tables(content_from_record({"title": "t", "effort": [one, two]}))["effort"]
+    assert table.columns == ("Step", "Seconds", "Peak memory", "Peak on the GPU")
+    assert table.rows == (
+        ("select", "2.50", "3 MB", "–"),
+        ("build", "1,234", "–", "8 MB"),
+        ("all together", "1,237", "3 MB", "8 MB"),
+    )
+    assert table.note.startswith("On a CPU. ")
+    assert "effort,build,,,seconds,1234.5,,\n" in csv({"title": "t", "effort": [one, two]})
+    elsewhere = two | {"machine": "another", "gpu": "a GPU"}
+    unknown = {"step": "recover"}
+    table = tables.tables(content_from_record({"title": "t", "effort": [one, elsewhere, unknown]}))["effort"]
+    assert [row[0] for row in table.rows] == ["select", "build", "recover"]
+    assert [row[-1] for row in table.rows] == ["a CPU", "another, a GPU", ""]
+    assert table.rows[2][1] == "not recorded"
+    assert "effort" not in tables.tables(content_from_record({"title": "t"}))
 
 
 def test_the_memory_of_engines_is_shown() -> None:

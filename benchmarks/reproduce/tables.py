@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store.effort import load_effort, path_beside
+from ground.effort import Effort
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
@@ -122,41 +124,35 @@ def table_10(subject: Subject) -> MadeTable:
 
 
 def table_6(subject: Subject) -> MadeTable:
-    """Seconds of calibration, ranking and compensation."""
-    taken = calibrated(subject)
+    """Seconds of calibration, ranking and compensation, and the most memory of each, as the commands keep them."""
+    calibrated(subject)
     swept(subject, "table2-joint", *CORP, "--sparsity", 0.5, "--parts", "joint")  # whose dense model is told below
+    size = round(dense_of(subject, "table2-joint")["parameters"] / 1e6, 3)
     rows: list[tuple[Cell, ...]] = []
     for preset in ("corp", "best"):
+        output = subject.home / f"table6-{preset}"
         model = ("--model", *subject.model, "--moments", subject.moments, "--align", subject.align)
-        asked = ("--preset", preset, "--mlp", 0.5, "--attn", 0.5, "-o", subject.home / f"table6-{preset}")
-        reduced = command("reduce", *model, *asked)
-        calibration, steps = _seconds(taken), _by_name(reduced)
-        rank: Cell = round(steps["select"], 2) if "select" in steps else "in Comp"
-        total = sum(steps.values())
-        comp = round(total - (rank if isinstance(rank, float) else 0.0), 2)
-        size = round(dense_of(subject, "table2-joint")["parameters"] / 1e6, 3)
-        rows.append(
-            (f"{subject.name}, {preset}", size, round(calibration, 1), rank, comp, round(calibration + total, 1))
-        )
+        command("reduce", *model, "--preset", preset, "--mlp", 0.5, "--attn", 0.5, "-o", output)
+        parts = [_effort(subject.moments)["calibrate"], *(_effort(output)[name] for name in ("select", "recover"))]
+        seconds = [part.seconds for part in parts]
+        peaks: list[Cell] = ["-" if part.peak_bytes is None else round(part.peak_bytes / 1e6) for part in parts]
+        taken = (round(seconds[0], 1), *(round(each, 2) for each in seconds[1:]), round(sum(seconds), 1))
+        rows.append((f"{subject.name}, {preset}", size, *taken, *peaks))
+    of_memory = ("Cal MB", "Rank MB", "Comp MB")
     return MadeTable(
         key="table6",
         title="CORP v2, Table 6",
-        columns=tuple(printed("corp-v2", "6")["columns"]),
+        columns=(*printed("corp-v2", "6")["columns"], *of_memory),
         rows=tuple(rows),
-        note="Seconds on this machine's CPU; calibration takes the per-image system too, which preset best needs not.",
+        note="Seconds on this machine's CPU, and the most that the process held meanwhile; calibration takes the "
+        "per-image system too, which preset best needs not. Reading and writing files is not counted.",
         printed=printed("corp-v2", "6"),
     )
 
 
-def _by_name(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by step of a command's own account."""
-    steps = record.get("effort") or []
-    named = steps.items() if isinstance(steps, dict) else ((each["name"], each) for each in steps)
-    return {str(name): float(each["seconds"]) for name, each in named if isinstance(each, dict)}
-
-
-def _seconds(record: Mapping[str, Any]) -> float:
-    return sum(_by_name(record).values())
+def _effort(output: Path) -> Mapping[str, Effort]:
+    """What making this took, by part."""
+    return load_effort(path_beside(output)).parts
 
 
 def table_9(subject: Subject) -> MadeTable:

@@ -16,7 +16,7 @@ from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .numbers import Number, Profile
 from .options import FILE, command_line, explicit_options, output_options, value_options
-from .stopwatch import stopwatch_on
+from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
     from export.engine.build import Engine
@@ -162,14 +162,14 @@ def build(graph: Path, output: Path, engine: EngineChoice, out: Output) -> None:
     from export.engine.build import write_engine
 
     lines: tuple[str, ...] = ()
-    watch = stopwatch_on()
-    with out.progress("building", None, unit="steps") as done, watch.of("build"):
+    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as done, watch.of("build"):
         if engine.compatibility is None:
             built = engine.build(graph, done)
             write_engine(built, output)
         else:
             built = build_priced(graph, engine.options(), output)
             lines = bench_lines(built.record, output)
+    keep_effort(watch, output, step="build")
     record = json.loads(built.record.to_json()) | {"effort": watch.as_json()}
     out.result(record, engine_table(built.record), f"{output}: written", *lines, *watch.lines)
 

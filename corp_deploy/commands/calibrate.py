@@ -25,7 +25,7 @@ from .model_choice import ModelChoice, model_options
 from .numbers import Alignment, Number, Numbers
 from .options import FILE, batch_size_option, explicit_options, output_options, value_options
 from .repeat import command_again
-from .stopwatch import stopwatch_on
+from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
     from calib.collect import Precision
@@ -269,7 +269,7 @@ def calibrate(
         hold_out=parts.hold_out,
         groups=parts.groups,
     )
-    with ranks_of_this_run(passes.device) as ranks:
+    with stopwatch_on(passes.device) as watch, ranks_of_this_run(passes.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = merging_checkpoint(model.load(out), merging)
         source = passes.source(inputs, checkpoint)
@@ -282,13 +282,14 @@ def calibrate(
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
         )
-        watch = stopwatch_on(passes.device)
+        resumed = run.goes_on
         with watch.of("calibrate"):
             summaries = write_moments(checkpoint, source, request, run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
         run.clear()
     if summaries:
+        keep_effort(watch, output, step="calibrate", device=passes.device, resumed=resumed)
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
         every = [*record.get("snapshots", []), *summaries]

@@ -16,7 +16,7 @@ from .input_choice import InputChoice, drawing_options, images_option, input_cho
 from .model_choice import ModelChoice, model_options
 from .options import FILE, Words, command_line, explicit_options, output_options, value_options
 from .quantised_choice import QuantisedGraphs, YardstickChoice, quantised_options
-from .stopwatch import stopwatch_on
+from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
     from corp_deploy.proof.engine_search import Mended
@@ -216,23 +216,24 @@ def export_command(
     from corp_deploy.families.family import sites_of
     from corp_deploy.views.graphs import graph_lines
 
-    checkpoint = model.load(out)
-    uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
-    EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], explicit_options())
     rows: list[dict[str, Any]] = []
-    quantised = None
-    if precision.quantised:
-        quantised = QuantisedGraphs(checkpoint, precision.inputs, quantisation, graphs, _yardstick(precision))
-    watch = stopwatch_on()
-    with out.progress("exporting", len(precision.precisions), unit="graphs") as done, watch.of("export"):
-        found = precision.found(checkpoint, graphs)
-        kept = {name: each.kept for name, each in found.items()}
-        for name, path in precision.paths(output, kept).items():
-            if quantised is not None and name in QUANTISED:
-                rows.append(quantised.written(name, path))
-            else:
-                rows.append(_written(checkpoint, name, path, _found_for(name, found), graphs))
-            done(len(rows))
+    with stopwatch_on() as watch:
+        checkpoint = model.load(out)
+        uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
+        EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], explicit_options())
+        quantised = None
+        if precision.quantised:
+            quantised = QuantisedGraphs(checkpoint, precision.inputs, quantisation, graphs, _yardstick(precision))
+        with out.progress("exporting", len(precision.precisions), unit="graphs") as done, watch.of("export"):
+            found = precision.found(checkpoint, graphs)
+            kept = {name: each.kept for name, each in found.items()}
+            for name, path in precision.paths(output, kept).items():
+                if quantised is not None and name in QUANTISED:
+                    rows.append(quantised.written(name, path))
+                else:
+                    rows.append(_written(checkpoint, name, path, _found_for(name, found), graphs))
+                done(len(rows))
+    keep_effort(watch, Path(rows[0]["path"]), step="export")
     if graphs.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
     for name, sites in kept.items():

@@ -20,7 +20,7 @@ from .model_choice import ModelChoice, model_options
 from .options import DIRECTORY, FILE, output_options
 from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
-from .stopwatch import stopwatch_on
+from .stopwatch import keep_effort, stopwatch_on
 
 IMAGES_HELP = (
     "Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that merge "
@@ -69,8 +69,9 @@ def reduce_command(
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
-    from corp_deploy.planning.carry_out import measured_speedup, record_of_reduction, reduce_checkpoint
+    from corp_deploy.planning.carry_out import measured_speedup, reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_paths
+    from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing
     from corp_deploy.planning.request import request_from_choice
     from corp_deploy.polish.state import state_beside
@@ -82,14 +83,14 @@ def reduce_command(
     require_device(device)
     asked = request_from_choice(reduction, seed=inputs.seed)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.closed_loop == "asymmetric" else "reducing"
-    with ranks_of_this_run(device) if asked.polish else nullcontext(ALONE) as ranks:
+    resumed = state_beside(output).exists()
+    with stopwatch_on(device) as watch, ranks_of_this_run(device) if asked.polish else nullcontext(ALONE) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         dense = on_device(model.load(out), device)
         images = None if inputs.path is None else inputs.open(dense)
         judges = None
         if reduction.within is not None and images is not None:
             judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
-        watch = stopwatch_on(device)
         with out.progress(title, None, unit="sites" if judges is None else "models") as done:
             result, plan = reduce_checkpoint(
                 dense,
@@ -107,6 +108,7 @@ def reduce_command(
             )
     if ranks.rank:
         return
+    keep_effort(watch, output, step="reduce", device=device, resumed=resumed)
     for note in result.notes:
         out.warn(note)
     if reduction.method.heads == "ragged" and reduction.method.attn:

@@ -15,16 +15,22 @@ from .options import DIRECTORY, FILE, output_options
 @click.option("--title", default=None, help="Its heading; default: the directory's name.")
 @output_options
 def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
-    """Write the report of DIRECTORY from its bench.json, parity.json and reduced model.
+    """Write the report of DIRECTORY from its bench.json, parity.json, reduced model and what lies beside its files on
+    what they took.
 
     Example: corp-deploy report release -o release/report.html
     """
     from corp_deploy.proof.report_input import record_of_directory
+    from corp_deploy.release.stage_effort import efforts_in
+    from corp_deploy.store.effort import rows_of_efforts
     from ground.files import write_text
     from perf.report.render import csv, html, junit, markdown
 
     writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
     if output.suffix not in writers:
         raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
-    write_text(output, writers[output.suffix](record_of_directory(directory, title)))
+    record = record_of_directory(directory, title)
+    if of_release := rows_of_efforts(efforts_in(directory)):
+        record |= {"effort": of_release}
+    write_text(output, writers[output.suffix](record))
     out.result({"report": str(output)}, f"{output}: written")

@@ -1,14 +1,29 @@
-"""What a command takes, told beside its result and never written into what is digested."""
+"""What a command takes, told beside its result and kept beside what it made, never written into what is digested."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corp_deploy.store.effort import Step
     from ground.effort import Stopwatch
 
 
-def stopwatch_on(device: str = "cpu") -> "Stopwatch":
-    """One that tells the peak of this process, and of torch's allocator where the work runs on a GPU."""
-    from ground.effort import Stopwatch
-    from perf.runners.memory import TorchAllocator, resident_gauge
+@contextmanager
+def stopwatch_on(device: str = "cpu") -> Iterator["Stopwatch"]:
+    """All that is done meanwhile is taken; what no part of it claims is reading and writing."""
+    from corp_deploy.store.effort import FILES
+    from perf.runners.memory import stopwatch
 
-    return Stopwatch(host=resident_gauge(), device=TorchAllocator() if device == "cuda" else None)
+    watch = stopwatch(device)
+    with watch.of(FILES):
+        yield watch
+
+
+def keep_effort(watch: "Stopwatch", output: Path, *, step: "Step", device: str = "cpu", resumed: bool = False) -> None:
+    """Write what a step took beside what it made."""
+    from corp_deploy.store.effort import effort_of, path_beside, write_effort
+    from ground.gpu import gpu_name
+
+    write_effort(path_beside(output), effort_of(step, watch, gpu=gpu_name(device), resumed=resumed))

@@ -12,6 +12,7 @@ from corp_deploy.families.site import Currency
 from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.effort import Stopwatch, turn
 
 from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, uniform_for_share
@@ -21,10 +22,18 @@ from .probe import Probe
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 
-def probe_of(dense: Checkpoint, moments: Moments, method: Method, images: InputSet, loop: Loop | None = None) -> Probe:
+def probe_of(
+    dense: Checkpoint,
+    moments: Moments,
+    method: Method,
+    images: InputSet,
+    loop: Loop | None = None,
+    watch: Stopwatch | None = None,
+) -> Probe:
     """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
     apart = set_apart(dense, moments, images)
-    known = eliminations(dense.model, moments, method)
+    with turn(watch, "select"):
+        known = eliminations(dense.model, moments, method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
     fitted = replace(apart.moments, half=None)
     return Probe(
@@ -145,9 +154,10 @@ def budget_planner(
     currency: Literal["macs", "params", "latency"],
     where: LatencyTarget | None = None,
     loop: Loop | None = None,
+    watch: Stopwatch | None = None,
 ) -> BudgetPlanner:
     """Probe the sites and price their widths: one look at the images, and for latency the measured tables."""
-    probe = probe_of(dense, moments, method, images, loop)
+    probe = probe_of(dense, moments, method, images, loop, watch)
     own = site_curves(probe)
     if currency != "latency":
         return BudgetPlanner(

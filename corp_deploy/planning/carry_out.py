@@ -2,9 +2,8 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,25 +12,22 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.proof.speed import measure
-from corp_deploy.reduction.method import NOT_HELD_OUT, Method
+from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, save
-from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.effort import Stopwatch, turn
 from ground.errors import BadInput, Missing
-from ground.files import sha256_of_file
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
 from .budget_planner import budget_planner
-from .curves import eliminations
 from .joint_planner import joint_planner
 from .judging import Judge, Judges
+from .lineage import reduced_checkpoint
 from .merging import merging_as_planned, merging_checkpoint
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
@@ -41,49 +37,6 @@ from .saving import refuse_outdated, require_sayable
 from .sparsity import with_sparsity
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
-
-
-def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
-    """The reduction and what was decided for it, as JSON values."""
-    merging = merging_record(reduction.model)
-    return reduction.as_json() | {
-        "decided": [*planned.said, *reduction.said],
-        "ways": [asdict(way) for way in planned.ways],
-        **({} if planned.within is None else {"within": dict(planned.within)}),
-        **({} if merging is None else {"merging": merging.as_json()}),
-    }
-
-
-def reduced_checkpoint(
-    dense: Checkpoint,
-    reduction: Reduction,
-    planned: WidthPlan,
-    asked: ReductionRequest,
-    moments: Path,
-    held_out: Moments | None,
-) -> Checkpoint:
-    """The reduced model with what led to it."""
-    carried = load_moments(moments).lineage
-    lineage = {
-        "dense": model_digest(dense.model),
-        "moments": sha256_of_file(moments),
-        "images": carried["images"],
-        "preset": asked.preset,
-        "reduction": record_of_reduction(reduction, planned),
-    }
-    if "source" in dense.lineage:
-        lineage["source"] = dense.lineage["source"]
-    if held_out is not None:
-        lineage["held_out_images"] = held_out.lineage["images"]
-    if reduction.polish is not None:
-        lineage["polish"] = "gradients" if reduction.polish["gradients"] else "least squares"
-    return Checkpoint(
-        model=reduction.model,
-        architecture=dense.architecture,
-        lineage=lineage,
-        unread=dense.unread,
-        sparsity={} if reduction.sparsity is None else reduction.sparsity.patterns,
-    )
 
 
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
@@ -134,10 +87,19 @@ def reduce_as_asked(
     if asked.within is not None:
         with turn(watch, "within"):
             return _within(
-                dense, moments, asked, asked.within, images=images, judges=judges, held_out=held_out, done=done
+                dense,
+                moments,
+                asked,
+                asked.within,
+                images=images,
+                judges=judges,
+                held_out=held_out,
+                done=done,
+                watch=watch,
             )
-    with torch.inference_mode(), turn(watch, "plan"):
-        planned = plan(dense, moments, asked, images)
+    looks = asked.budget is not None or asked.auto_heads
+    with torch.inference_mode(), turn(watch if looks else None, "plan"):
+        planned = plan(dense, moments, asked, images, watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     planned = _with_words(planned, dense.model, moments, asked)
@@ -154,6 +116,7 @@ def _within(
     judges: Judges | None,
     held_out: Moments | None,
     done: Callable[[int], None] | None,
+    watch: Stopwatch | None,
 ) -> tuple[Reduction, WidthPlan]:
     """The smallest model within a limit; every budget on the way is planned from one look at the images."""
     if images is None or judges is None:
@@ -164,15 +127,16 @@ def _within(
     fitted, judging = judges.apart(images, moments)
     with torch.inference_mode():
         planner = (
-            joint_planner(dense, moments, asked, fitted, within.currency, where=within.where)
+            joint_planner(dense, moments, asked, fitted, within.currency, where=within.where, watch=watch)
             if asked.merging.is_auto
-            else budget_planner(dense, moments, asked.method, fitted, currency=within.currency, where=within.where)
+            else budget_planner(
+                dense, moments, asked.method, fitted, currency=within.currency, where=within.where, watch=watch
+            )
         )
 
     def reduced(planned: WidthPlan) -> Reduction:
-        return as_planned(
-            merging_as_planned(dense, planned.merging), moments, asked, planned, images=fitted, held_out=held_out
-        )
+        merging = merging_as_planned(dense, planned.merging)
+        return as_planned(merging, moments, asked, planned, images=fitted, held_out=held_out, watch=watch)
 
     return smallest_within(within, planner, judging, reduced, done=done)
 
@@ -188,8 +152,8 @@ def as_planned(
     done: Callable[[int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
-    """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of elimination, of
-    the repair (with rankings by scores, which cost next to nothing) and of a loop apart.
+    """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of selection, of
+    recovery and of a loop, which does both in turns, apart.
     """
     if asked.closed_loop is not None:
         assert images is not None
@@ -199,26 +163,18 @@ def as_planned(
             return reduce_by_closed_loop(
                 dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
             )
-    with turn(watch, "select"):
-        orders = planned.eliminations
-        if orders is None and watch is not None and _eliminates(planned.method):
-            orders = eliminations(dense.model, moments, planned.method)
     with turn(watch, "recover"):
         return reduce(
             dense.model,
             moments,
             planned.method,
             widths=planned.widths,
-            eliminations=orders,
+            eliminations=planned.eliminations,
             held_out=held_out,
             images=images,
             done=done,
+            watch=watch,
         )
-
-
-def _eliminates(method: Method) -> bool:
-    """Whether MLPs lose channels by backward elimination, of the model as it is calibrated."""
-    return method.mlp_selection == "obs" and bool(method.mlp_sparsity) and method.residual_sparsity is None
 
 
 def _within_still(
@@ -277,7 +233,9 @@ def reduce_checkpoint(
         with turn(watch, "polish"):
             polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
         reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
-    reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
+    if asked.sparsity.asked:
+        with turn(watch, "sparsify"):
+            reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         written = reduced_checkpoint(dense, reduction, planned, asked, moments, held_out)

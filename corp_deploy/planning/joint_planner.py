@@ -7,6 +7,7 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.effort import Stopwatch
 from ground.errors import BadInput
 
 from .apart import from_everywhere
@@ -84,6 +85,7 @@ def joint_planner(
     currency: str,
     *,
     where: LatencyTarget | None = None,
+    watch: Stopwatch | None = None,
 ) -> JointPlanner:
     """Learn what merging and narrower sites lose, and what they cost: one look at the images, and for latency a few
     dozen timings. Raises BadInput for a model that can't merge, and for budgets of parameters.
@@ -93,7 +95,7 @@ def joint_planner(
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
         raise BadInput(f"--merge-tokens auto: {why}")
-    probe = probe_of(dense, moments, asked.method, images, loop_of(asked, moments))
+    probe = probe_of(dense, moments, asked.method, images, loop_of(asked, moments), watch)
     own = site_curves(probe)
     unfitted = replace(probe, inputs=from_everywhere(dense, images))
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)

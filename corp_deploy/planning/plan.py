@@ -3,6 +3,7 @@
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.store.checkpoint import Checkpoint
+from ground.effort import Stopwatch
 from ground.errors import BadInput
 
 from .budget_planner import budget_planner, probe_of, probed
@@ -12,8 +13,16 @@ from .request import ReductionRequest, loop_of
 from .width_plan import WidthPlan
 
 
-def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: InputSet | None) -> WidthPlan:
-    """Settle geometry and widths. Raises BadInput when images are needed and missing."""
+def plan(
+    dense: Checkpoint,
+    moments: Moments,
+    asked: ReductionRequest,
+    images: InputSet | None,
+    watch: Stopwatch | None = None,
+) -> WidthPlan:
+    """Settle geometry and widths. `watch` takes the time of selecting as a part of its own. Raises BadInput when images
+    are needed and missing.
+    """
     if asked.merging.is_auto and (asked.budget is None or asked.auto_heads):
         raise BadInput(
             "--merge-tokens auto chooses for a budget what each block merges away; give --macs or --latency (without "
@@ -30,7 +39,7 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     if asked.auto_heads:
         if asked.budget is not None and asked.budget.currency != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
-        probe = probe_of(dense, moments, asked.method, images)
+        probe = probe_of(dense, moments, asked.method, images, watch=watch)
         choice = choose_heads(probe, None if asked.budget is None else asked.budget.share)
         return WidthPlan(
             method=choice.method,
@@ -42,8 +51,16 @@ def plan(dense: Checkpoint, moments: Moments, asked: ReductionRequest, images: I
     budget = asked.budget
     assert budget is not None, asked
     if asked.merging.is_auto:
-        return joint_planner(dense, moments, asked, images, budget.currency, where=budget.where).tried_at(budget.share)
+        joint = joint_planner(dense, moments, asked, images, budget.currency, where=budget.where, watch=watch)
+        return joint.tried_at(budget.share)
     planner = budget_planner(
-        dense, moments, asked.method, images, currency=budget.currency, where=budget.where, loop=loop_of(asked, moments)
+        dense,
+        moments,
+        asked.method,
+        images,
+        currency=budget.currency,
+        where=budget.where,
+        loop=loop_of(asked, moments),
+        watch=watch,
     )
     return planner.tried_at(budget.share)

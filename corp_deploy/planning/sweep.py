@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from calib.calibrate import ALONE
@@ -22,12 +21,15 @@ from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
+from ground.effort import Stopwatch, turn
 from ground.files import sha256_of_file
+from perf.runners.memory import stopwatch
 from perf.timing.environment import version
 
 from .budget_planner import BudgetPlanner, budget_planner
-from .carry_out import as_planned, reduced_checkpoint
+from .carry_out import as_planned
 from .curves import eliminations
+from .lineage import reduced_checkpoint
 from .request import Budget, ReductionRequest
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_scores import Scored, outputs
@@ -81,29 +83,33 @@ class Work:
             self.loaded = {place: load_moments(self.swept.moments[place])}  # one at a time: they are large
         return self.loaded[place]
 
-    def _eliminations(self, request: SweepRequest) -> dict[str, Order]:
+    def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Order]:
         method, at = request.method, (request.moments, request.method.ridge_rel)
         if method.mlp_selection == "obs" and at not in self.known:
-            self.known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
+            with turn(watch, "select"):
+                self.known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
         return self.known.get(at, {})
 
-    def _planned(self, request: SweepRequest) -> WidthPlan:
+    def _planned(self, request: SweepRequest, watch: Stopwatch | None) -> WidthPlan:
         method = request.method
         if request.budget is None:
-            return WidthPlan(method=method, widths=None, said=(), eliminations=self._eliminations(request))
+            return WidthPlan(method=method, widths=None, said=(), eliminations=self._eliminations(request, watch))
         key = key_of(method=asdict(method), moments=request.moments)
         if key not in self.planners:
-            moments = self.moments(request.moments)
-            self.planners[key] = budget_planner(self.swept.dense, moments, method, self.swept.source, currency="macs")
+            moments, source = self.moments(request.moments), self.swept.source
+            self.planners[key] = budget_planner(self.swept.dense, moments, method, source, currency="macs", watch=watch)
         return self.planners[key].tried_at(request.budget)
 
-    def reduce(self, request: SweepRequest) -> tuple[Reduction, Checkpoint]:
+    def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
         """As `reduce` does it when asked for the same."""
-        dense, planned = self.swept.dense, self._planned(request)
+        with turn(None if request.budget is None else watch, "plan"):
+            planned = self._planned(request, watch)
+        dense = self.swept.dense
         budget = None if request.budget is None else Budget(currency="macs", share=request.budget)
         asked = ReductionRequest(preset=request.preset, method=request.method, budget=budget, allow_partial=True)
         moments = self.moments(request.moments)
-        reduction = as_planned(dense, moments, asked, planned, images=self.swept.calibration, held_out=None)
+        images = self.swept.calibration
+        reduction = as_planned(dense, moments, asked, planned, images=images, held_out=None, watch=watch)
         path = self.swept.moments[request.moments]
         return reduction, reduced_checkpoint(dense, reduction, planned, asked, path, None)
 
@@ -112,11 +118,9 @@ def _counts(reduction: Reduction) -> dict[str, int]:
     return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused)}
 
 
-def _point(
-    swept: Swept, request: SweepRequest, reduced: Checkpoint, images: int, seconds: dict[str, float]
-) -> SweepPoint:
+def _point(swept: Swept, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
     """A reduced model, judged."""
-    started, method, scored = perf_counter(), request.method, swept.scored
+    method, scored = request.method, swept.scored
     answers = outputs(reduced.model, scored.inputs, scored.batch_size)
     scores, right, cost = scored.scores(answers), scored.accuracies(answers), macs(reduced.model)
     agreements = [score.agreement for score in scores if score.agreement is not None]
@@ -139,7 +143,6 @@ def _point(
         sites_reduced=reduced.lineage["sweep_sites"]["reduced"],
         sites_refused=reduced.lineage["sweep_sites"]["refused"],
         outputs=scores if len(scores) > 1 else (),
-        seconds={**seconds, "score": perf_counter() - started},
     )
 
 
@@ -222,18 +225,18 @@ def _reduce_all(
 
 
 def _reduce_one(work: Work, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
-    seconds: dict[str, float] = {}
+    watch = stopwatch("cpu")
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:
-        started = perf_counter()
-        reduction, made = work.reduce(request)
-        seconds["reduce"] = perf_counter() - started
+        reduction, made = work.reduce(request, watch)
         about = {"sweep_trial": folder.key, "sweep_sites": _counts(reduction)}
         reduced = replace(made, lineage={**made.lineage, **about})
         folder.write_reduced(reduced)
     if folder.scores() is None:
         images = work.moments(request.moments).images
-        folder.write_scores(_point(work.swept, request, reduced, images, seconds))
+        with watch.of("score"):
+            point = _point(work.swept, request, reduced, images)
+        folder.write_scores(replace(point, effort=watch.efforts))
     if bench.wants_engine(folder):
         bench.build(folder, reduced)
 
@@ -271,11 +274,11 @@ def _whole(folder: TrialFolder, bench: Bench, request: SweepRequest) -> SweepPoi
         return None
     engine_key, timing_key = bench.keys_of(folder)
     built, timing = folder.engine(engine_key), folder.timing(timing_key)
-    seconds = dict(point.seconds)
+    effort = dict(point.effort)
     if built is not None:
-        seconds["build"] = built.seconds
+        effort["build"] = built.effort
         point = replace(point, engine=built.figures)
     if timing is not None:
-        seconds["bench"] = timing.seconds
+        effort["bench"] = timing.effort
         point = replace(point, speeds=timing.speeds, size_bytes=timing.size_bytes)
-    return replace(point, seconds=seconds, knobs=dict(request.knobs or {}))
+    return replace(point, effort=effort, knobs=dict(request.knobs or {}))

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ground.effort import Effort
 from ground.errors import BadInput
 from ground.records import Figure, json_from_record
 from perf.stats.stats import Interval
 from perf.stats.summary import SummaryRow
 
-KIND, VERSION = "corp-deploy/sweep", 2  # version 1 had no speeds and no dense model
+KIND, VERSION = "corp-deploy/sweep", 3  # version 1 had no speeds and no dense model, version 2 seconds alone
 ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
@@ -75,7 +76,8 @@ class SweepPoint:
     became smaller; `sites_refused` were asked to and can't. Of several outputs error and agreement are those of the
     worst, and `outputs` has each. `accuracy` and `top5` are shares of the labelled inputs. `on_front`: no other trial
     has fewer MACs at less error; `fronts`: batch sizes at which none is faster and agrees more (errs less, where there
-    is no agreement; is more accurate, where there are labels). `size_bytes`: of what was timed.
+    is no agreement; is more accurate, where there are labels). `size_bytes`: of what was timed. `effort`: what each
+    step took in this trial; what trials share, such as an elimination, is the first one's.
     """
 
     preset: str
@@ -101,7 +103,7 @@ class SweepPoint:
     fronts: tuple[int, ...] = ()
     size_bytes: int | None = None
     engine: EngineFigures | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    effort: Mapping[str, Effort] = field(default_factory=dict)
 
     @property
     def by_output(self) -> str:

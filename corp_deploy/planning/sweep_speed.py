@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Literal
 
 from corp_deploy.invocation.running import RunOptions
@@ -15,8 +14,10 @@ from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
+from ground.effort import Stopwatch
 from ground.errors import BadInput
 from perf.record.runs import save_bench
+from perf.runners.memory import stopwatch
 from perf.stats.summary import summarise
 from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Plan
@@ -126,10 +127,10 @@ class Bench:
     def build(self, folder: TrialFolder, reduced: Checkpoint) -> None:
         """The engine of a trial, its figures written, its plan kept where it is to be timed."""
         assert self.engine is not None
-        started = perf_counter()
-        graph = folder.path / GRAPH_FILE
-        export_checkpoint(reduced, graph, precision=self.engine.precision)
-        built = build_engine(graph, self.engine.options())
+        graph, watch = folder.path / GRAPH_FILE, stopwatch("cpu")
+        with watch.of("build"):
+            export_checkpoint(reduced, graph, precision=self.engine.precision)
+            built = build_engine(graph, self.engine.options())
         graph.unlink()
         record = built.record
         if self.keeps:
@@ -143,21 +144,22 @@ class Bench:
             fused_attention=record.fused_attention,
         )
         key = self.keys_of(folder)[0]
-        folder.write_engine(EngineBuilt(key=key, figures=figures, seconds=perf_counter() - started))
+        folder.write_engine(EngineBuilt(key=key, figures=figures, effort=watch.efforts["build"]))
 
     def time(self, folder: TrialFolder, *, command: Sequence[str] = ()) -> None:
         """Dense against the trial's reduced model, interleaved; the raw samples stay beside it."""
         speed = self.speed
         assert speed is not None
-        started = perf_counter()
-        measured = measure(
-            self._dense(),
-            self._artefact(folder),
-            batches=speed.batches,
-            plan=speed.plan,
-            running=speed.running,
-            command=command,
-        )
+        watch = Stopwatch(host=None)  # who is timed has his own memory told
+        with watch.of("bench"):
+            measured = measure(
+                self._dense(),
+                self._artefact(folder),
+                batches=speed.batches,
+                plan=speed.plan,
+                running=speed.running,
+                command=command,
+            )
         save_bench(measured, folder.path / BENCH)
         summary = summarise(measured)
         folder.write_timing(
@@ -166,7 +168,7 @@ class Bench:
                 speeds=tuple(speed_of_row(row, summary.reference, summary.candidate) for row in summary.rows),
                 size_bytes=measured.candidate.size_bytes,
                 fused_attention=measured.candidate.fused_attention,
-                seconds=perf_counter() - started,
+                effort=watch.efforts["bench"],
             )
         )
         for name in (GRAPH_FILE, PLAN_FILE, f"{PLAN_FILE}.json"):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from ground.effort import Effort
 from ground.errors import BadInput
 from ground.files import write_json
 from ground.locks import locked
@@ -77,7 +78,7 @@ class EngineBuilt:
 
     key: str
     figures: EngineFigures
-    seconds: float
+    effort: Effort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Timing:
     speeds: tuple[SpeedAtBatch, ...]
     size_bytes: int | None
     fused_attention: int | None
-    seconds: float
+    effort: Effort
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.store.effort import efforts_below, rows_of_efforts
 from corp_deploy.store.manifest import Manifest, ManifestEntry, load_manifest
 from corp_deploy.store.model_config import CONFIG, ModelConfig, load_model_config
 from ground.errors import BadInput
@@ -148,6 +149,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
         "models": _models(bench, parity),
         "ways": json_from_record(reduction.ways),
         "merging": _merging_lines(reduction),
+        "effort": rows_of_efforts(efforts_below(directory)),
         "effects": json_from_record(effects.rows if effects else ()),
         "lineage": _lineage(manifest, reduced),
         "commands": list(dict.fromkeys(commands)),

@@ -17,7 +17,8 @@ from corp_deploy.families.widths import aligned_width, aligned_widths, is_empty
 from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums, norm_moments
 from .channel_modules import built, channel_report, emptied, layers_of
 from .channel_target import refitted
-from .channels import Halves, channels_at_site, elimination, output_energy
+from .channels import Halves, channels_at_site, elimination, kept_channels, output_energy
+from .chosen import Chosen
 from .folded_channels import See, folded_channels, judged_folds
 from .kind import ErrorCurve, LinearReduced, Reduced
 from .linear_loop import OnStreams, fitted_linear
@@ -69,6 +70,18 @@ class ChannelKind:
     def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:
         return None
 
+    def chosen(
+        self,
+        site: ChannelSite,
+        moments: ChannelMoments,
+        method: Method,
+        width: int,
+        known: Elimination | None = None,
+    ) -> Chosen | None:
+        if width == 0:
+            return None
+        return Chosen(kept_K=kept_channels(moments, layers_of(site), method, width, known))
+
     def reduced(
         self,
         site: ChannelSite,
@@ -76,7 +89,7 @@ class ChannelKind:
         method: Method,
         width: int,
         *,
-        known: Elimination | None = None,
+        known: Elimination | Chosen | None = None,
         held_out: ChannelMoments | None = None,
         halves: Halves | None = None,
     ) -> LinearReduced:

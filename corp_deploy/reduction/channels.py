@@ -17,6 +17,7 @@ from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 from corp_deploy.algebra.swap import swap
 
+from .chosen import Chosen
 from .method import Method
 
 RECOVERIES: Mapping[str, Callable[..., ChannelRecovery]] = {
@@ -61,9 +62,17 @@ def elimination(moments: ChannelMoments, layers: ChannelLayers, method: Method) 
 
 
 def kept_channels(
-    moments: ChannelMoments, layers: ChannelLayers, method: Method, width: int, known: Elimination | None = None
+    moments: ChannelMoments,
+    layers: ChannelLayers,
+    method: Method,
+    width: int,
+    known: Elimination | Chosen | None = None,
 ) -> Tensor:
-    """The channels that the chosen selection keeps at one width, ascending. `known` spares a repeated elimination."""
+    """The channels that the chosen selection keeps at one width, ascending. `known`, an elimination or the choice
+    itself, is not made again.
+    """
+    if isinstance(known, Chosen):
+        return known.kept_K
     second_F, weight_OF = moments.second_FF.diagonal(), layers.second_OF
     match method.mlp_selection:
         case "obs":
@@ -125,7 +134,7 @@ def channels_at_site(
     layers: ChannelLayers,
     method: Method,
     width: int,
-    known: Elimination | None = None,
+    known: Elimination | Chosen | None = None,
     halves: Halves | None = None,
 ) -> ChannelsAtSite:
     """Select and recover at one width. `halves` of the images choose the ridge toward the dense columns (`affine`), and

@@ -19,6 +19,7 @@ from corp_deploy.algebra.regression import Regression, refit_toward
 from ground.errors import BadInput
 
 from . import conv_channels
+from .chosen import Chosen
 from .conv_channels import Kept, Reading
 from .method import Method
 
@@ -107,18 +108,23 @@ class Among:
             ridge=own.ridge,
         )
 
-    def at(self, width: int, method: Method, halves: tuple[PatchMoments, PatchMoments] | None) -> Kept:
-        """Selected and recovered at one width, among all channels' numbers."""
+    def kept_channels(self, width: int, method: Method) -> Tensor:
+        """Selected, by their numbers among all."""
+        return self.chosen_F[conv_channels.kept_channels(self.moments, self.reading, method, width)]
+
+    def at(self, kept_K: Tensor, method: Method, halves: tuple[PatchMoments, PatchMoments] | None) -> Kept:
+        """Recovered on these channels, by their numbers among all."""
         by_half = (
             None if halves is None else (_of_chosen(halves[0], self.chosen_GR), _of_chosen(halves[1], self.chosen_GR))
         )
-        kept = conv_channels.channels_between(self.moments, self.reading, method, width, None, by_half)
+        within = Chosen(kept_K=torch.searchsorted(self.chosen_F, kept_K))
+        kept = conv_channels.channels_between(self.moments, self.reading, method, len(kept_K), within, by_half)
         recovery = replace(
             kept.recovery,
             residual=kept.recovery.residual + self.lost,
             residual_uncompensated=kept.recovery.residual_uncompensated + self.lost,
         )
-        return replace(kept, kept_K=self.chosen_F[kept.kept_K], recovery=recovery)
+        return replace(kept, kept_K=kept_K, recovery=recovery)
 
 
 def elimination(moments: PatchMoments, reading: Reading, method: Method) -> Elimination:
@@ -128,19 +134,8 @@ def elimination(moments: PatchMoments, reading: Reading, method: Method) -> Elim
     return Among.of(moments, reading, method.ridge_rel).order(method, reading.channels)
 
 
-def channels_between(
-    moments: PatchMoments,
-    reading: Reading,
-    method: Method,
-    width: int,
-    known: Elimination | None = None,
-    halves: tuple[PatchMoments, PatchMoments] | None = None,
-) -> Kept:
-    """See conv_channels. Raises BadInput for more channels than have patches, and for a method that isn't least squares
-    over patches.
-    """
-    if moments.channels_GR is None:
-        return conv_channels.channels_between(moments, reading, method, width, known, halves)
+def _refuse_unsummed(moments: PatchMoments, reading: Reading, method: Method, width: int) -> None:
+    assert moments.channels_GR is not None, "there are patches of all channels"
     chosen, every = moments.channels_GR.numel(), reading.channels
     if method.conv_recovery != "im2col" or chosen < width < every:
         raise BadInput(
@@ -148,12 +143,44 @@ def channels_between(
             f"best can keep {chosen} at most, or all; got {width} by recovery {method.conv_recovery}; calibrate "
             "with more memory, or remove more there"
         )
-    if width == every:
-        return _whole(reading, moments)
-    return Among.of(moments, reading, method.ridge_rel).at(width, method, halves)
 
 
-def _whole(reading: Reading, moments: PatchMoments) -> Kept:
+def kept_channels(
+    moments: PatchMoments, reading: Reading, method: Method, width: int, known: Elimination | None = None
+) -> Tensor:
+    """See conv_channels. Raises BadInput for more channels than have patches, and for a method that isn't least squares
+    over patches.
+    """
+    if moments.channels_GR is None:
+        return conv_channels.kept_channels(moments, reading, method, width, known)
+    _refuse_unsummed(moments, reading, method, width)
+    if width == reading.channels:
+        return torch.arange(width, device=reading.bias_O.device)
+    if known is not None and method.conv_selection == "obs":
+        return known.kept(width)
+    return Among.of(moments, reading, method.ridge_rel).kept_channels(width, method)
+
+
+def channels_between(
+    moments: PatchMoments,
+    reading: Reading,
+    method: Method,
+    width: int,
+    known: Elimination | Chosen | None = None,
+    halves: tuple[PatchMoments, PatchMoments] | None = None,
+) -> Kept:
+    """See conv_channels. Raises BadInput as kept_channels does."""
+    if moments.channels_GR is None:
+        return conv_channels.channels_between(moments, reading, method, width, known, halves)
+    _refuse_unsummed(moments, reading, method, width)
+    if width == reading.channels:
+        return _whole(reading)
+    among = Among.of(moments, reading, method.ridge_rel)
+    kept_K = known.kept_K if isinstance(known, Chosen) else among.kept_channels(width, method)
+    return among.at(kept_K, method, halves)
+
+
+def _whole(reading: Reading) -> Kept:
     """The dense convolution."""
     recovery = conv_channels.unchanged(reading)
     every_F = torch.arange(reading.channels, device=reading.bias_O.device)

@@ -19,6 +19,7 @@ from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 
+from .chosen import Chosen
 from .method import Method
 
 
@@ -123,11 +124,13 @@ def _scores(moments: PatchMoments, reading: Reading, method: Method) -> Tensor:
 
 
 def kept_channels(
-    moments: PatchMoments, reading: Reading, method: Method, width: int, known: Elimination | None = None
+    moments: PatchMoments, reading: Reading, method: Method, width: int, known: Elimination | Chosen | None = None
 ) -> Tensor:
-    """Those that the chosen selection keeps, ascending, as many of each group, whole units. `known` spares an
-    elimination.
+    """Those that the chosen selection keeps, ascending, as many of each group, whole units. `known`, an elimination or
+    the choice itself, is not made again.
     """
+    if isinstance(known, Chosen):
+        return known.kept_K
     assert width % (reading.groups * reading.unit) == 0, (width, reading.groups, reading.unit)
     if width == reading.channels:
         return torch.arange(width, device=reading.bias_O.device)
@@ -231,7 +234,7 @@ def channels_between(
     reading: Reading,
     method: Method,
     width: int,
-    known: Elimination | None = None,
+    known: Elimination | Chosen | None = None,
     halves: tuple[PatchMoments, PatchMoments] | None = None,
 ) -> Kept:
     """Select and recover at one width. `halves` of the images choose the ridge toward the dense columns (`im2col`), and

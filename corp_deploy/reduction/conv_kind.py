@@ -12,7 +12,8 @@ from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import ConvWidths
 
-from .chosen_patches import channels_between, elimination, error_of, output_energy
+from .chosen import Chosen
+from .chosen_patches import channels_between, elimination, error_of, kept_channels, output_energy
 from .conv_loop import fitted_row, rebuilt_row
 from .conv_modules import Row, conv_report, random_like, reading_of
 from .kind import ErrorCurve, Reduced
@@ -68,6 +69,15 @@ class ConvKind:
     def note(self, site: ConvSite, method: Method, width: ConvWidths | None) -> str | None:
         return None
 
+    def chosen(
+        self, site: ConvSite, moments: RowMoments, method: Method, width: ConvWidths, known: Orders | None = None
+    ) -> tuple[Chosen, ...]:
+        choices = list[Chosen]()
+        for place, channels in enumerate(width.channels):
+            own, order = moments.patches[site.between[place].reader], None if known is None else known[place]
+            choices.append(Chosen(kept_K=kept_channels(own, reading_of(site, place), method, channels, order)))
+        return tuple(choices)
+
     def reduced(
         self,
         site: ConvSite,
@@ -75,7 +85,7 @@ class ConvKind:
         method: Method,
         width: ConvWidths,
         *,
-        known: Orders | None = None,
+        known: Orders | tuple[Chosen, ...] | None = None,
         held_out: RowMoments | None = None,
         halves: tuple[RowMoments, RowMoments] | None = None,
     ) -> Reduced:

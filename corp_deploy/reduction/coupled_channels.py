@@ -22,6 +22,7 @@ from corp_deploy.families.coupled_site import CoupledSite, Reader
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device, fill_, replaced
 from corp_deploy.families.squeeze import SqueezeExcite
+from ground.effort import Stopwatch, turn
 from ground.errors import BadInput
 
 from .conv_channels import Reading, output_energy, recovered
@@ -190,10 +191,18 @@ def _report(
     )
 
 
-def reduced_stream(site: CoupledSite, moments: Moments, method: Method, width: int, where: torch.device) -> Reduced:
+def reduced_stream(
+    site: CoupledSite,
+    moments: Moments,
+    method: Method,
+    width: int,
+    where: torch.device,
+    watch: Stopwatch | None = None,
+) -> Reduced:
     """New modules by path, at one width, repaired by the dense model's moments."""
     reads = {path: _read(reader, _statistics(path, moments, where)) for path, reader in site.readers.items()}
-    kept_K = kept_together(site, list(reads.values()), method, width)
+    with turn(watch, "select"):
+        kept_K = kept_together(site, list(reads.values()), method, width)
     modules, recoveries, reports = site.at_width(width), dict[str, ChannelRecovery](), list[SiteReport]()
     for path, read in reads.items():
         recoveries[path], energy = _recovered(read, method, kept_K)
@@ -209,7 +218,7 @@ def reduced_stream(site: CoupledSite, moments: Moments, method: Method, width: i
 
 
 def with_fewer_coupled(
-    model: nn.Module, moments: Moments, method: Method
+    model: nn.Module, moments: Moments, method: Method, watch: Stopwatch | None = None
 ) -> tuple[nn.Module, list[SiteReport], dict[str, Tensor]]:
     """A copy of the model whose streams have the method's share of their channels, a report a reader, and by path which
     outputs stay. One stream after the other: a convolution between two of them has both its sides changed.
@@ -220,7 +229,7 @@ def with_fewer_coupled(
         width = site.kept(method.residual_kept, method.align_conv)
         if width == site.width:
             continue
-        new = reduced_stream(site, moments, method, width, device(model))
+        new = reduced_stream(site, moments, method, width, device(model), watch)
         model = replaced(model, new.modules).eval().requires_grad_(False)
         reports += new.reports
         kept |= new.kept

@@ -18,6 +18,7 @@ from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import device
 from corp_deploy.families.widths import HeadWidths, Width, Widths
+from ground.effort import Stopwatch, turn
 from ground.errors import BadInput
 
 from .channel_modules import channel_report, layers_of
@@ -159,6 +160,22 @@ def _of_heads(
     )
 
 
+def _clustered(
+    model: nn.Module, widths: Widths, moments: Moments, method: Method, held_out: Moments | None
+) -> tuple[dict[str, _Merged], set[str]]:
+    """The merged layers by site, and which of these are attentions."""
+    sites, merged, attentions = sites_of(model), dict[str, _Merged](), set[str]()
+    for site in sites.channels if method.merges else ():
+        if site.name in widths:
+            merged[site.name] = _of_channels(model, site, widths[site.name], moments, held_out, method)
+    for head_site in sites.heads if method.folds_heads else ():
+        width = widths.get(head_site.name)
+        if isinstance(width, HeadWidths) and width.heads is not None:
+            merged[head_site.name] = _of_heads(model, head_site, width.heads, moments, held_out, method)
+            attentions.add(head_site.name)
+    return merged, attentions
+
+
 def merged_sites(
     model: nn.Module,
     widths: Widths,
@@ -166,6 +183,7 @@ def merged_sites(
     method: Method,
     images: InputSet | None,
     held_out: Moments | None,
+    watch: Stopwatch | None = None,
 ) -> tuple[dict[str, LinearReduced], tuple[str, ...]]:
     """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
     if not method.merges and not method.folds_heads:
@@ -175,17 +193,9 @@ def merged_sites(
             "merged channels and heads are fitted to and judged by what they give on the calibration images; give "
             "them: --images"
         )
-    sites, shown = sites_of(model), ShownInputs.of(images, moments, held_out)
-    merged: dict[str, _Merged] = {}
-    for site in sites.channels if method.merges else ():
-        if site.name in widths:
-            merged[site.name] = _of_channels(model, site, widths[site.name], moments, held_out, method)
-    attentions = set[str]()
-    for head_site in sites.heads if method.folds_heads else ():
-        width = widths.get(head_site.name)
-        if isinstance(width, HeadWidths) and width.heads is not None:
-            merged[head_site.name] = _of_heads(model, head_site, width.heads, moments, held_out, method)
-            attentions.add(head_site.name)
+    shown = ShownInputs.of(images, moments, held_out)
+    with turn(watch, "select"):
+        merged, attentions = _clustered(model, widths, moments, method, held_out)
     folded = {name: each.folded for name, each in merged.items()}
     judged = judged_folds(folded, method, _Showing(model, shown, attentions))
     reduced = {name: merged[name].reduced(each) for name, each in judged.items()}

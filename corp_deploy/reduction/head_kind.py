@@ -27,18 +27,20 @@ from corp_deploy.families.widths import (
 from ground.errors import BadInput
 
 from .branch_sums import dense_advanced, head_moments, head_moments_in_halves, inputs_sums
+from .chosen import HeadsChosen
 from .folded_channels import See, judged_folds
 from .folded_heads import PADDED, folded_heads
 from .head_modules import emptied_heads, reduced_heads
 from .heads import Halves, output_energy
 from .kind import ErrorCurve, LinearReduced, Reduced
 from .linear_loop import OnStreams, fitted_linear
+from .logits import qk_scores
 from .loop import Loop
 from .method import Method
 from .report import SiteReport
 from .statistics import statistics_at
 from .streams import Streams
-from .whole_heads import fewer_heads, heads_report
+from .whole_heads import fewer_heads, heads_report, kept_heads
 
 
 class HeadKind:
@@ -101,6 +103,17 @@ class HeadKind:
             about_values = f"{width.v} of {site.v} value dimensions a head stay"
         return f"{site.name} keeps Q/K: {site.reason}; {about_values}"
 
+    def chosen(
+        self, site: HeadSite, moments: HeadMoments, method: Method, width: HeadWidths, known: None = None
+    ) -> HeadsChosen | None:
+        if width == EMPTY_HEADS:
+            return None
+        rows_XI = site.first.weight.detach().double()
+        return HeadsChosen(
+            kept_M=_kept_heads(site, moments, method, width),
+            scores_HD=None if site.keeps_qk else qk_scores(moments, method, rows_XI),
+        )
+
     def reduced(
         self,
         site: HeadSite,
@@ -108,19 +121,29 @@ class HeadKind:
         method: Method,
         width: HeadWidths,
         *,
-        known: Elimination | None = None,
+        known: HeadsChosen | None = None,
         held_out: HeadMoments | None = None,
         halves: Halves | None = None,
     ) -> LinearReduced:
         if width == EMPTY_HEADS:
             return emptied_heads(site, moments, method, held_out)
+        scores_HD = None if known is None else known.scores_HD
         if width.heads is None:
-            return reduced_heads(site, moments, method, width, held_out, halves)
-        fewer = fewer_heads(site, moments, method, width.heads, held_out, halves)
+            return reduced_heads(site, moments, method, width, held_out, halves, scores_HD=scores_HD)
+        kept_M = _kept_heads(site, moments, method, width) if known is None else known.kept_M
+        fewer = fewer_heads(site, moments, method, kept_M, held_out, halves)
         if (width.qk, width.v) == (site.qk, site.v):
             return LinearReduced(modules={site.name: fewer.site.module}, last=fewer.site.last, reports=[fewer.report])
         narrower = HeadWidths(qk=width.qk, v=width.v)
-        new = reduced_heads(fewer.site, fewer.moments, method, narrower, fewer.held_out, fewer.halves)
+        new = reduced_heads(
+            fewer.site,
+            fewer.moments,
+            method,
+            narrower,
+            fewer.held_out,
+            fewer.halves,
+            scores_HD=None if scores_HD is None else scores_HD[kept_M],
+        )
         return replace(new, reports=[fewer.report, *new.reports])
 
     def completed(
@@ -192,6 +215,14 @@ class HeadKind:
 def _whole(site: HeadSite, method: Method) -> str:
     """Why all heads stay, or nothing."""
     return site.keeps_heads_apart if method.folds_heads else site.keeps_heads
+
+
+def _kept_heads(site: HeadSite, moments: HeadMoments, method: Method, width: HeadWidths) -> Tensor:
+    """The heads that stay."""
+    weight_OC = site.last.weight.detach().double()
+    if width.heads is None:
+        return torch.arange(site.heads, device=weight_OC.device)
+    return kept_heads(weight_OC, moments, method, width.heads)
 
 
 def _folded(branch: Branch, site: HeadSite, streams: Streams, method: Method, count: int) -> LinearReduced:

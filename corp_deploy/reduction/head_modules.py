@@ -107,8 +107,12 @@ def reduced_heads(
     widths: HeadWidths,
     held_out: HeadMoments | None = None,
     halves: Halves | None = None,
+    *,
+    scores_HD: Tensor | None = None,
 ) -> LinearReduced:
-    """The new attention module, and a report for Q/K, unless they must stay, and for values that change."""
+    """The new attention module, and a report for Q/K, unless they must stay, and for values that change. `scores_HD`
+    rank dimensions of queries and keys, where they are known.
+    """
     assert widths.qk == site.qk or not site.keeps_qk, (site.name, widths)
     assert widths.v == site.v or not site.keeps_v, (site.name, widths)
     if site.keeps_v and method.geometry == "square":
@@ -118,7 +122,9 @@ def reduced_heads(
         recovery = kept_qk(moments)
     else:
         weight_XI = site.first.weight.detach().double()
-        at_site = qk_at_site(site.name, moments, method, weight_XI, widths.qk, halves, in_planes=site.in_planes)
+        at_site = qk_at_site(
+            site.name, moments, method, weight_XI, widths.qk, halves, in_planes=site.in_planes, scores_HD=scores_HD
+        )
         recovery = at_site.recovery
         reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(site)

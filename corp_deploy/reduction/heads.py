@@ -46,13 +46,14 @@ def qk_at_site(
     halves: Halves | None = None,
     *,
     in_planes: bool = False,
+    scores_HD: Tensor | None = None,
 ) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. `halves` of the images choose the ridge that pulls CORP's maps
-    (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes. Raises BadInput when the moments
-    lack what the recovery needs.
+    (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes; `scores_HD`, where known,
+    rank them. Raises BadInput when the moments lack what the recovery needs.
     """
     recover = recovered_planes if in_planes else _recovered_qk
-    scores_HD, ridge = qk_scores(moments, method, rows_XI), None
+    scores_HD, ridge = qk_scores(moments, method, rows_XI) if scores_HD is None else scores_HD, None
     if halves is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
         ridge = _qk_ridge(recover, site, halves, method, scores_HD, width)
         method = replace(method, ridge_rel=ridge.strength_whole)

@@ -12,6 +12,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import Width
 
+from .chosen import Chosen, HeadsChosen
 from .loop import Loop
 from .method import Method
 from .report import SiteReport
@@ -57,6 +58,8 @@ class ErrorCurve:
 
 Order = Elimination | tuple[Elimination, ...]
 """Of removal: of a site's channels, or at each place of a row of convolutions."""
+Choice = Chosen | tuple[Chosen, ...] | HeadsChosen
+"""What stays: of a site's channels, at each place of a row of convolutions, or of an attention."""
 
 
 class Kind(Protocol):
@@ -97,6 +100,12 @@ class Kind(Protocol):
         """What stays as it is although something was asked of it."""
         ...
 
+    def chosen(self, site: Any, moments: Any, method: Method, width: Any, known: Any = None) -> Choice | None:
+        """What stays of the site at one width, for `reduced` to take as `known`; None of a site of which a constant is
+        left. `known` spares `obs` its elimination.
+        """
+        ...
+
     def reduced(
         self,
         site: Any,
@@ -108,8 +117,9 @@ class Kind(Protocol):
         held_out: Any = None,
         halves: Any = None,
     ) -> Reduced:
-        """The site at one width, repaired by its moments. `known` spares `obs` its elimination; `held_out`, moments of
-        other inputs, judges it again; `halves`, the moments of either half of the images, choose how strong ridges are.
+        """The site at one width, repaired by its moments. `known`, an order of removal or what was chosen, spares work;
+        `held_out`, moments of other inputs, judges it again; `halves`, the moments of either half of the images, choose
+        how strong ridges are.
         """
         ...
 

@@ -3,7 +3,7 @@
 Selections and recoveries say what to do; here it is done, once, on new modules. The model given is never edited.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,12 +16,13 @@ from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.site import Site
 from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Width, Widths
+from ground.effort import Stopwatch, turn
 
 from . import pool
 from .coupled_channels import with_fewer_coupled
 from .coverage import Coverage, coverage
 from .folded import merged_sites
-from .kind import Order, Reduced
+from .kind import Choice, Order, Reduced
 from .kinds import kind_of
 from .method import Method
 from .moments import halves_at, require_apart, require_same_model, site_moments
@@ -86,16 +87,34 @@ def reduced_site(
     method: Method,
     width: Width,
     *,
-    known: Order | None = None,
+    known: Order | Choice | None = None,
     held_out: Moments | None = None,
 ) -> Reduced:
-    """One site at one width. `known` spares `obs` its elimination."""
+    """One site at one width. `known`, its elimination or what was chosen of it, is not made again."""
     where = device(model)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
     halves = halves_at(site, moments, own, where)
     new = kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
     return kind_of(site).completed(site, new, moments, method, where)
+
+
+def _chosen(
+    model: nn.Module,
+    sites: Sequence[Site],
+    moments: Moments,
+    method: Method,
+    widths: Widths,
+    eliminations: Mapping[str, Order],
+) -> dict[str, Choice | None]:
+    """What stays of each of these sites."""
+    where = device(model)
+
+    def at_site(site: Site) -> Choice | None:
+        own, known = site_moments(site, moments, where), eliminations.get(site.name)
+        return kind_of(site).chosen(site, own, method, widths[site.name], known)
+
+    return dict(zip((site.name for site in sites), pool.each(at_site, sites, where), strict=True))
 
 
 def reduce(
@@ -108,6 +127,7 @@ def reduce(
     held_out: Moments | None = None,
     images: InputSet | None = None,
     done: Callable[[int], None] | None = None,
+    watch: Stopwatch | None = None,
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
 
@@ -115,7 +135,8 @@ def reduce(
     not named stays dense. `eliminations` by site spares the `obs` selection its work at a second width. `held_out`,
     moments of other images, judges every site again. `images` are looked at where channels are merged, the calibration
     images and those held out, told apart by their content, and where convolutions are rescaled, all of them. `done` is
-    told how many sites are finished. All runs where the model is.
+    told how many sites are finished. `watch` takes the time of selecting as a part of its own. All runs where the model
+    is.
     Raises BadInput for moments of another model or without what the method needs, and for held-out images that are
     calibration images too.
     """
@@ -125,20 +146,23 @@ def reduce(
         require_apart(moments, held_out)
     dense, shown = model, require_rescalable(model, images) if method.rescales else None
     dense_streams = sites_of(model).coupled
-    model, of_streams, kept = with_fewer_coupled(model, moments, method)
+    model, of_streams, kept = with_fewer_coupled(model, moments, method, watch)
     asked = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
-    merged, few = merged_sites(model, asked, moments, method, images, held_out)
+    merged, few = merged_sites(model, asked, moments, method, images, held_out, watch)
+    affected = [site for site in sites.every if site.name in asked]
+    with turn(watch, "select"):
+        apart = [site for site in affected if site.name not in merged]
+        chosen = _chosen(model, apart, moments, method, asked, eliminations or {})
 
     def at_site(site: Site) -> Reduced:
         if site.name in merged:
             return merged[site.name]
-        known = None if eliminations is None else eliminations.get(site.name)
-        return reduced_site(model, site, moments, method, asked[site.name], known=known, held_out=held_out)
+        known, width = chosen[site.name], asked[site.name]
+        return reduced_site(model, site, moments, method, width, known=known, held_out=held_out)
 
-    affected = [site for site in sites.every if site.name in asked]
     for finished, new in enumerate(pool.each(at_site, affected, device(model)), start=1):
         modules |= new.modules
         reports += new.reports

@@ -97,6 +97,11 @@ class CalibrationRun:
         name = f"{self.unfinished.stem}{part}.partial.safetensors"
         return ResumeFile(path=self.unfinished.with_name(name), every=self.save_every)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether an interrupted run left a state."""
+        return any(state is not None and state.of_rank(self.ranks).path.exists() for state in map(self.state, STATES))
+
     def clear(self) -> None:
         """Remove the states, once what was made from them is safe."""
         for state in map(self.state, STATES):

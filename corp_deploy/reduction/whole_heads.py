@@ -121,16 +121,15 @@ def fewer_heads(
     site: HeadSite,
     moments: HeadMoments,
     method: Method,
-    count: int,
+    kept_M: Tensor,
     held_out: HeadMoments | None = None,
     halves: Halves | None = None,
 ) -> FewerHeads:
-    """The site with `count` of its heads. `halves` of the images choose how strongly the projection is held to the
-    columns that stay (GRAIL's: to nothing).
+    """The site with these of its heads, see `kept_heads`. `halves` of the images choose how strongly the projection is
+    held to the columns that stay (GRAIL's: to nothing).
     """
     weight_OC = site.last.weight.detach().double()
     bias_O = None if site.last.bias is None else site.last.bias.detach().double()
-    kept_M = kept_heads(weight_OC, moments, method, count)
     projection = _Projection(weight_OC=weight_OC, bias_O=bias_O, map_MH=whole_heads.selection(kept_M, site.heads))
     ridge = None if halves is None or method.heads_recovery == "none" else projection.ridge(halves, method)
     recovery = projection.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
@@ -139,7 +138,7 @@ def fewer_heads(
     if held_out is not None:
         elsewhere = HeldOut(energy=output_energy(held_out, weight_OC), error=projection.error(recovery, held_out))
     energy = output_energy(moments, weight_OC)
-    report = replace(heads_report(site, method, count, recovery, energy, elsewhere), ridge_fit=ridge_fit(ridge))
+    report = replace(heads_report(site, method, len(kept_M), recovery, energy, elsewhere), ridge_fit=ridge_fit(ridge))
     return FewerHeads(
         site=site.of_heads(kept_M, (recovery.weight_OK, recovery.bias_O if needs_bias else None)),
         moments=moments_of_heads(moments, kept_M),

@@ -1,6 +1,6 @@
 """MODEL_CARD.md of a release: what was removed, on which images, agreement, speed, limits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import msgspec
 from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.proof.reduction_record import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.store.effort import Efforts, rows_of_efforts
 from corp_deploy.store.manifest import input_of_graphs
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.records import record_from_file
@@ -17,12 +18,13 @@ from perf.gate.verdicts import load_gate
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
+from perf.report.effort import EffortLine, effort_table
+from perf.report.markdown import markdown_from_table
 from perf.stats.summary import summarise
 
 from .names import GATE, PARITY, SUMMARY, bench_name, gain_name
 from .recipe import Recipe
 from .recipe_reduce import ReduceTable
-from .stage_effort import StageEffort, effort_lines
 
 
 def _count(number: int | None) -> str:
@@ -192,7 +194,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
         yield f"* Limits of the heads' maps: error at most {limits.max_map_error}, {least}."
 
 
-def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Mapping[str, StageEffort | None]) -> str:
+def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) -> str:
     """The card's text, from the records of a release, the commands that made it and what its stages took."""
     config = load_model_config(root / "reduced")
     parity = load_parity(root / PARITY)
@@ -213,7 +215,7 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Mapping[s
         if target.rest is not None:
             against = f"{target.precision} against {target.rest}, both reduced:"
             lines += [against, "", *_speed(root / gain_name(target)), ""]
-    lines += ["## What it took", "", *effort_lines(efforts), ""]
+    lines += [*markdown_from_table(effort_table([EffortLine(**row) for row in rows_of_efforts(efforts)])), ""]
     lines += ["## Limits", "", *_limits(recipe, parity), ""]
     lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]
     return "\n".join(lines)

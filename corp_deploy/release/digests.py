@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from ground.effort import is_effort
 from ground.errors import BadInput
 from ground.files import sha256_of_file, sha256_of_text, write_json
 from ground.records import record_from_file
@@ -23,13 +24,13 @@ class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that a path stands for, in a fixed order: itself, all below a folder, or numbered shards such as
-    x-{00..07}.tar; none when there are none.
+    """The files that a path stands for, in a fixed order: itself, all below a folder but what says how long they took,
+    or numbered shards such as x-{00..07}.tar; none when there are none.
     """
     if path.is_file():
         return [path]
     if path.is_dir():
-        return sorted(each for each in path.rglob("*") if each.is_file())
+        return sorted(each for each in path.rglob("*") if each.is_file() and not is_effort(each))
     if "{" in path.name and path.parent.is_dir():
         return sorted(path.parent.glob(re.sub(r"\{[^}]*\}", "*", path.name)))
     return []

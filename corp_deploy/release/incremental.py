@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ground import locks
+from ground.effort import Stopwatch
 from ground.errors import BadInput
 from ground.files import regular, sha256_of_file, sha256_of_text
 
@@ -30,12 +31,14 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDirs:
     """Where a stage works: the directory of results, an empty one to write into, and a name whose stem begins those of
-    all that it leaves unfinished on purpose (kept for the next attempt with the same inputs).
+    all that it leaves unfinished on purpose (kept for the next attempt with the same inputs). `watch`: who takes the
+    time of its parts.
     """
 
     root: Path
     into: Path
     unfinished: Path
+    watch: Stopwatch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,14 @@ from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.store.effort import rows_of_efforts
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, input_of_graphs
 from corp_deploy.store.model_config import load_model_config
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
+from ground.effort import turn
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_named
 from perf.gate.gate import Gate, JudgedRule
@@ -113,7 +115,9 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
         )
         path = dirs.into / name
         path.parent.mkdir(exist_ok=True)
-        write_engine(build_engine(dirs.root / subject / graph_name(precision), options), path)
+        with turn(dirs.watch, "build"):
+            built = build_engine(dirs.root / subject / graph_name(precision), options)
+        write_engine(built, path)
 
 
 IN_OPENVINO: dict[str, Runtime] = {"fp32": "openvino", "fp16": "openvino-fp16", "bf16": "openvino-bf16"}
@@ -214,7 +218,8 @@ def _record(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[st
 
 def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
-    record = _record(dirs, recipe, commands)
+    efforts = efforts_of(dirs.root, stages)
+    record = _record(dirs, recipe, commands) | {"effort": rows_of_efforts(efforts)}
     for name, writer in zip(REPORTS, (html, markdown, junit), strict=True):
         write_text(dirs.into / name, writer(record))
     for target in recipe.targets[1:]:
@@ -224,7 +229,7 @@ def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stage
             "parity": json_of_file(dirs.root / parity_name(target), "parity"),
         }
         write_text(dirs.into / page_name(target), html(own))
-    write_text(dirs.into / CARD, card(dirs.root, recipe, commands, efforts_of(dirs.root, stages)))
+    write_text(dirs.into / CARD, card(dirs.root, recipe, commands, efforts))
 
 
 def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:

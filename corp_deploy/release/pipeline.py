@@ -1,12 +1,10 @@
 """The stages of a recipe, in an order in which each finds what it reads. Imports no torch."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corp_deploy.machine import versions
-from ground.effort import Stopwatch
 from ground.files import write_text
 from ground.gpu import missing_gpu
 from perf.record.history import release_of_file
@@ -266,13 +264,6 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
     )
 
 
-def _watch(device: str) -> Stopwatch:
-    # Torch's allocator is asked only where a stage runs.
-    from perf.runners.memory import TorchAllocator, resident_gauge
-
-    return Stopwatch(host=resident_gauge(), device=TorchAllocator() if device == "cuda" else None)
-
-
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     """Every stage of the recipe."""
     stages = [
@@ -289,7 +280,9 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     stages.append(_gate_stage(recipe, root, baseline))
     if recipe.package.name is not None:
         stages.append(_package_stage(recipe, root))
-    stages = [timed(stage, partial(_watch, recipe.calibration.device)) for stage in stages]
+    # Torch works on the GPU in one stage alone; a builder's own memory there is not torch's to tell.
+    devices = {"moments": recipe.calibration.device}
+    stages = [timed(stage, devices.get(stage.name, "cpu")) for stage in stages]
     stages.append(_report_stage(recipe, root, tuple(stages), baseline))
     stages.append(_manifest_stage(recipe, root, tuple(stages), baseline))
     return stages

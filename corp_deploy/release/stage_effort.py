@@ -4,86 +4,58 @@ A stage that is not run again keeps the record of the run that made its files, w
 torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-import msgspec
-
-from ground.effort import Effort, Stopwatch
-from ground.files import write_json
-from ground.records import record_from_file
-from ground.text import markdown_line
-from perf.timing.environment import cpu_name
+from corp_deploy.store.effort import FILES, Efforts, Step, effort_of, load_effort, write_effort
+from ground.effort import Stopwatch
+from ground.gpu import gpu_name
+from perf.runners.memory import stopwatch
 
 from .incremental import STATE, Stage, StageDirs
 
-SUFFIX = ".effort"
-TIMED = ("moments", "reduce", "export", "engine")
-NAMES = {"moments": "calibrate", "engine": "build"}
-
-
-class StageEffort(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/effort"):
-    """What one stage took when it was last run; `machine` is the processor's name."""
-
-    version: Literal[1] = 1
-    stage: str
-    machine: str
-    effort: Effort
+SUFFIX = ".effort"  # stamps are all that ends in .json there
+STEPS: dict[str, Step] = {"moments": "calibrate", "reduce": "reduce", "export": "export", "engine": "build"}
 
 
 def _path(root: Path, stage: str) -> Path:
     return root / STATE / f"{stage}{SUFFIX}"
 
 
-def timed(stage: Stage, watch_of: Callable[[], Stopwatch], *, machine: Callable[[], str] = cpu_name) -> Stage:
-    """The stage with what it takes written down when it ends well; one that fails keeps the older record."""
+def _step(stage: str) -> tuple[Step, str] | None:
+    """The step that a stage is, and what it is about; None of one that is not timed."""
+    first, _, about = stage.partition(".")
+    return (STEPS[first], about) if first in STEPS else None
+
+
+def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = stopwatch) -> Stage:
+    """The stage, of which torch works on this device, with what it takes written down when it ends well; one that fails
+    keeps the older record.
+    """
+    known = _step(stage.name)
+    if known is None:
+        return stage
 
     def run(dirs: StageDirs) -> None:
-        watch = watch_of()
-        with watch.of(stage.name):
-            stage.run(dirs)
-        record = StageEffort(stage=stage.name, machine=machine(), effort=watch.efforts[stage.name])
-        write_json(_path(dirs.root, stage.name), msgspec.to_builtins(record))
+        watch, resumed = watch_of(device), any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
+        with watch.of(FILES):
+            stage.run(replace(dirs, watch=watch))
+        record = effort_of(known[0], watch, gpu=gpu_name(device), resumed=resumed)
+        write_effort(_path(dirs.root, stage.name), record)
 
-    return replace(stage, run=run) if stage.name.partition(".")[0] in TIMED else stage
+    return replace(stage, run=run)
 
 
-def efforts_of(root: Path, stages: Sequence[str]) -> dict[str, StageEffort | None]:
-    """By stage, of those that are timed; None where nothing was written down. Raises BadInput for a damaged record."""
-    names = [name for name in stages if name.partition(".")[0] in TIMED]
+def efforts_of(root: Path, stages: Sequence[str]) -> Efforts:
+    """Of those stages that are timed, in their order. Raises BadInput for a damaged record."""
+    steps = {name: step for name in stages if (step := _step(name)) is not None}
     return {
-        name: record_from_file(_path(root, name), StageEffort) if _path(root, name).is_file() else None
-        for name in names
+        step: load_effort(_path(root, name)) if _path(root, name).is_file() else None for name, step in steps.items()
     }
 
 
-def _shown(stage: str) -> str:
-    first, dot, rest = stage.partition(".")
-    return f"{NAMES.get(first, first)}{f' {rest}' if dot else ''}"
-
-
-def _mib(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**20:,.0f}"
-
-
-def effort_lines(efforts: Mapping[str, StageEffort | None]) -> Iterator[str]:
-    """A Markdown table: seconds and peaks by step, the total where every step is known."""
-    yield "| step | seconds | peak memory (MiB) | peak on the GPU (MiB) | machine |"
-    yield "|---|---|---|---|---|"
-    for stage, known in efforts.items():
-        if known is None:
-            yield f"| {_shown(stage)} | not recorded | - | - | - |"
-            continue
-        each = known.effort
-        peaks = f"{_mib(each.peak_bytes)} | {_mib(each.device_peak_bytes)}"
-        yield f"| {_shown(stage)} | {each.seconds:,.1f} | {peaks} | {markdown_line(known.machine)} |"
-    every = [known for known in efforts.values() if known is not None]
-    if every and len(every) == len(efforts):
-        host = max((each.effort.peak_bytes for each in every if each.effort.peak_bytes is not None), default=None)
-        device = [each.effort.device_peak_bytes for each in every if each.effort.device_peak_bytes is not None]
-        total = f"{sum(each.effort.seconds for each in every):,.1f}"
-        yield f"| total | {total} | {_mib(host)} | {_mib(max(device, default=None))} | |"
-    yield ""
-    yield "Each step as it took when its files were made: one that was not run again keeps the older figures."
+def efforts_in(root: Path) -> Efforts:
+    """Of all stages that have a record in a release, in the order of steps; none where there is no release."""
+    names = sorted(path.name.removesuffix(SUFFIX) for path in (root / STATE).glob(f"*{SUFFIX}"))
+    return efforts_of(root, [name for first in STEPS for name in names if name.partition(".")[0] == first])

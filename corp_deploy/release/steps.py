@@ -37,6 +37,7 @@ from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.triton.config import Serving
 from export.triton.repository import write_repository
+from ground.effort import turn
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
 from ground.precision import MIXED, QUANTISED
@@ -82,7 +83,8 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
         unfinished=dirs.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe
     )
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
-    fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
+    with turn(dirs.watch, "calibrate"):
+        fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
     if run["summary"] is not None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
@@ -104,6 +106,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
         judges=Judges() if judged else None,
         held_out=None if run["held_out"] is None else load_moments(dirs.root / run["held_out"]),
         polishing=Polishing(state=dirs.unfinished),
+        watch=dirs.watch,
     )
 
 
@@ -115,14 +118,18 @@ def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     if set(paths) & set(QUANTISED):
         chosen = Quantisation(**run.some("rest", "scales", "balance"), keep_rest=tuple(run["keep_rest"]))
         feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds
-        made_of = quantiser_of(checkpoint, fed_to_graph(checkpoint, feeds, taken), chosen, graph_input=taken)
+        with turn(dirs.watch, "export"):
+            made_of = quantiser_of(checkpoint, fed_to_graph(checkpoint, feeds, taken), chosen, graph_input=taken)
     breaks = tuple(run.options.get("break_fusion", ()))
     for precision, path in paths.items():
         keep = run["keep_fp32"] if precision in MIXED else ()
-        if precision in QUANTISED:
-            export_quantised(made_of, path, precision=precision, chosen=chosen, breaks=breaks)
-        else:
-            export_checkpoint(checkpoint, path, precision=precision, keep_fp32=keep, breaks=breaks, graph_input=taken)
+        with turn(dirs.watch, "export"):
+            if precision in QUANTISED:
+                export_quantised(made_of, path, precision=precision, chosen=chosen, breaks=breaks)
+            else:
+                export_checkpoint(
+                    checkpoint, path, precision=precision, keep_fp32=keep, breaks=breaks, graph_input=taken
+                )
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from corp_deploy.machine import versions
+from ground.effort import is_effort
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_file
 
@@ -57,13 +58,15 @@ def input_of_graphs(directory: Path) -> dict[str, Any]:
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
-    """Digest, size and making command of every file below the directory, the manifest itself aside, how its dense
-    model takes its images, what of that its graphs do, in one word by what the reduced one was polished, if it was,
-    which tokens it merges, and its outputs by name, if any.
+    """Digest, size and making command of every file below the directory, aside from the manifest itself and what says
+    how long something took; how its dense model takes its images, what of that its graphs do, in one word by what the
+    reduced one was polished, if it was, which tokens it merges, and its outputs by name, if any.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != NAME)
+    files = sorted(
+        path for path in directory.rglob("*") if path.is_file() and path.name != NAME and not is_effort(path)
+    )
     entries = {
         path.relative_to(directory).as_posix(): {
             "sha256": sha256_of_file(path),

@@ -12,7 +12,7 @@ from ground.text import csv_cell
 from perf.report.plots import Spot, scatter
 
 LEAST_ERROR = 1e-6
-NESTED = ("outputs", "speeds", "engine", "knobs", "seconds", "fronts")
+NESTED = ("outputs", "speeds", "engine", "knobs", "effort", "fronts")
 
 
 def _share(value: float | None) -> str:
@@ -111,7 +111,9 @@ def _row(trial: SweepPoint, batches: Sequence[int]) -> dict[str, object]:
         row[f"on_front@b{batch}"] = batch in trial.fronts
     if trial.engine is not None:
         row |= {"plan_bytes": trial.engine.plan_bytes, "fused_attention": trial.engine.fused_attention}
-    return row | {f"seconds_{name}": value for name, value in trial.seconds.items()}
+    for name, effort in trial.effort.items():
+        row |= {f"seconds_{name}": effort.seconds, f"peak_bytes_{name}": effort.peak_bytes}
+    return row
 
 
 def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:

@@ -14,6 +14,7 @@ from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
 from perf.stats.trend import Trend
 
+from .effort import EffortLine
 from .images_plot import AtImages
 
 Part = TypeVar("Part")
@@ -126,6 +127,7 @@ class Content:
     merging: MergingLines | None = None
     history: Trend | None = None
     calibration_size: ImagesLines | None = None
+    effort: tuple[EffortLine, ...] = ()
     environment: Mapping[str, str]
     lineage: Mapping[str, str]
     commands: tuple[str, ...] = ()
@@ -133,9 +135,9 @@ class Content:
 
 def content_from_record(record: Mapping[str, Any]) -> Content:
     """`record` has the keys title, bench, parity, gate, history (records as read from JSON, or None), sites, models,
-    effects, ways, merging (tokens by block, or None), calibration_size (its sentence and points, or None), environment,
-    lineage (flat mappings), coverage (how many sites were changed, in words) and commands (lines); every key but title
-    may be missing.
+    effects, ways, merging (tokens by block, or None), calibration_size (its sentence and points, or None), effort (what
+    each step took), environment, lineage (flat mappings), coverage (how many sites were changed, in words) and commands
+    (lines); every key but title may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
@@ -170,6 +172,7 @@ def _content(record: Mapping[str, Any]) -> Content:
         merging=record.get("merging") and _typed(record, "merging", MergingLines, {}),
         history=_of_kind(record, "history", Trend),
         calibration_size=record.get("calibration_size") and _typed(record, "calibration_size", ImagesLines, {}),
+        effort=_typed(record, "effort", tuple[EffortLine, ...], ()),
         environment=_flat(_typed(record, "environment", dict[str, Any], bench.environment if bench else {})),
         lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
         commands=_typed(record, "commands", tuple[str, ...], ()),

@@ -13,6 +13,7 @@ from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
 from .content import Content
+from .effort import MEASURES
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
 SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")
@@ -49,6 +50,9 @@ def _rows(content: Content) -> Iterator[CsvRow]:
     for block, entering, away, behind in content.merging.blocks if content.merging else ():
         for name, tokens in (("tokens_entering", entering), ("tokens_away", away), ("tokens_behind", behind)):
             yield _row("merging", f"block {block}", name, tokens)
+    for line in content.effort:
+        for name in MEASURES:
+            yield _row("effort", line.step, name, getattr(line, name))
     for batch in content.history.batches if content.history else ():
         for series in batch.series:
             for release, value in zip(content.history.releases if content.history else (), series.values, strict=True):

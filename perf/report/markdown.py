@@ -17,12 +17,17 @@ def markdown_from_content(content: Content) -> str:
     lines += [*(f"**{markdown_line(stated.words)}** {markdown_line(stated.why)}  " for stated in verdicts(content)), ""]
     lines += [markdown_line(lead(content)), ""] if lead(content) else []
     for table in tables(content).values():
-        lines += [f"## {markdown_line(table.title)}", "", *_rows(table), ""]
-        lines += [markdown_line(table.note), ""] if table.note else []
+        lines += [*markdown_from_table(table), ""]
     if content.commands:
         fence = _fence("\n".join(content.commands))
         lines += ["## Commands", "", fence, *content.commands, fence, ""]
     return "\n".join(lines)
+
+
+def markdown_from_table(table: Table) -> list[str]:
+    """Lines, from its heading to its note."""
+    lines = [f"## {markdown_line(table.title)}", "", *_rows(table)]
+    return [*lines, "", markdown_line(table.note)] if table.note else lines
 
 
 def _rows(table: Table) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from perf.stats.summary import Side, SummaryRow
 
 from .content import Content, ModelLine, SiteLine
+from .effort import effort_table
 from .history import history_table
 from .images_plot import images_table
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
@@ -35,6 +36,7 @@ def tables(content: Content) -> dict[str, Table]:
         ways(content),
         merging(content),
         sites(content),
+        effort_table(content.effort),
         pairs("environment", "Environment", content.environment),
         pairs("lineage", "Lineage", content.lineage),
     ]

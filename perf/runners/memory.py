@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ground.effort import Stopwatch
 from ground.gpu import require_cuda
 
 T = TypeVar("T")
@@ -106,6 +107,11 @@ class Ledger:
         peak = self.held_bytes + max(self.gauge.peak() - before, 0)
         self.held_bytes += max(self.gauge.now() - before, 0)
         return result, peak
+
+
+def stopwatch(device: str) -> Stopwatch:
+    """One that tells the peak of this process, and of torch's allocator where torch works on a GPU."""
+    return Stopwatch(host=resident_gauge(), device=TorchAllocator() if device == "cuda" else None)
 
 
 def resident_gauge() -> Gauge | None:

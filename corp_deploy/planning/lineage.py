@@ -1,0 +1,59 @@
+"""What led to a reduced model, as it is kept beside it."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from calib.moments import Moments
+from calib.store import load as load_moments
+from corp_deploy.families.merging_cost import merging_record
+from corp_deploy.reduction.model import Reduction
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import model_digest
+from ground.files import sha256_of_file
+
+from .request import ReductionRequest
+from .width_plan import WidthPlan
+
+
+def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
+    """The reduction and what was decided for it, as JSON values."""
+    merging = merging_record(reduction.model)
+    return reduction.as_json() | {
+        "decided": [*planned.said, *reduction.said],
+        "ways": [asdict(way) for way in planned.ways],
+        **({} if planned.within is None else {"within": dict(planned.within)}),
+        **({} if merging is None else {"merging": merging.as_json()}),
+    }
+
+
+def reduced_checkpoint(
+    dense: Checkpoint,
+    reduction: Reduction,
+    planned: WidthPlan,
+    asked: ReductionRequest,
+    moments: Path,
+    held_out: Moments | None,
+) -> Checkpoint:
+    """The reduced model with what led to it."""
+    carried = load_moments(moments).lineage
+    lineage = {
+        "dense": model_digest(dense.model),
+        "moments": sha256_of_file(moments),
+        "images": carried["images"],
+        "preset": asked.preset,
+        "reduction": record_of_reduction(reduction, planned),
+    }
+    if "source" in dense.lineage:
+        lineage["source"] = dense.lineage["source"]
+    if held_out is not None:
+        lineage["held_out_images"] = held_out.lineage["images"]
+    if reduction.polish is not None:
+        lineage["polish"] = "gradients" if reduction.polish["gradients"] else "least squares"
+    return Checkpoint(
+        model=reduction.model,
+        architecture=dense.architecture,
+        lineage=lineage,
+        unread=dense.unread,
+        sparsity={} if reduction.sparsity is None else reduction.sparsity.patterns,
+    )

@@ -1,0 +1,120 @@
+"""What a step took, kept beside what it made: effort.json in a directory, X.effort.json beside a file X.
+
+Never digested: the same step run again takes another time and makes the same bytes. Imports no torch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from corp_deploy.machine import versions
+from ground.effort import NAME, Effort, Stopwatch, is_effort
+from ground.files import write_json
+from ground.records import record_from_file
+from perf.timing.environment import cpu_name
+
+KIND: Final = "corp-deploy/effort"
+FILES = "read and write"
+REMEDY = "delete it, it holds nothing but what a step took, or run the step again"
+STEPS = ("calibrate", "reduce", "export", "build")
+Step = Literal["calibrate", "reduce", "export", "build"]
+
+
+class EffortRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step took when it was last run, by its parts; FILES is all that none of them was busy with.
+
+    `machine` is the processor's name, `gpu` that of the one whose memory is told, None where none is. `resumed`: the
+    step went on where an interrupted run stood, whose time is not in here.
+    """
+
+    kind: Literal["corp-deploy/effort"] = KIND
+    version: Literal[1] = 1
+    step: Step
+    machine: str
+    gpu: str | None = None
+    versions: dict[str, str]
+    resumed: bool = False
+    parts: dict[str, Effort]
+
+
+Efforts = Mapping[tuple[Step, str], EffortRecord | None]
+"""By step and what it was about, None where nothing was written down."""
+
+
+def path_beside(output: Path) -> Path:
+    """Where the record of what made a file or directory stands."""
+    return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
+
+
+def effort_of(step: Step, watch: Stopwatch, *, gpu: str | None = None, resumed: bool = False) -> EffortRecord:
+    """What this process took, on this machine."""
+    return EffortRecord(
+        step=step, machine=cpu_name(), gpu=gpu, versions=versions(), resumed=resumed, parts=watch.efforts
+    )
+
+
+def write_effort(path: Path, record: EffortRecord) -> None:
+    """Write one, in place of an older one."""
+    write_json(path, msgspec.to_builtins(record))
+
+
+def load_effort(path: Path) -> EffortRecord:
+    """Read one. Raises BadInput for a damaged one."""
+    return record_from_file(path, EffortRecord, kind=KIND, remedy=REMEDY)
+
+
+def efforts_below(directory: Path) -> Efforts:
+    """Those in a directory and in the folders in it, by what was made. Raises BadInput for a damaged one."""
+    shown = (path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith("."))
+    paths = [path for folder in (directory, *shown) for path in sorted(folder.iterdir()) if is_effort(path)]
+    records = [(load_effort(path), _made(path, directory)) for path in paths]
+    return {(record.step, made): record for step in STEPS for record, made in records if record.step == step}
+
+
+def _made(path: Path, directory: Path) -> str:
+    """What a record lies beside."""
+    beside = path.parent if path.name == NAME else path.with_name(path.name.removesuffix(f".{NAME}"))
+    return beside.relative_to(directory).as_posix()
+
+
+def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
+    """A row a part, as a report takes them; what all steps read and wrote together is the last one. A step stands under
+    its own name alone, unless several were about something.
+    """
+    rows: list[dict[str, Any]] = []
+    counts = {step: sum(each == step for each, _ in efforts) for step in STEPS}
+    for (step, about), record in efforts.items():
+        of_what = f" {about}" if counts[step] > 1 or step in ("export", "build") else ""
+        rows += _unknown(step, of_what) if record is None else _known(record, of_what)
+    known = [record for record in efforts.values() if record is not None]
+    return [*rows, *_files(known)]
+
+
+def _unknown(step: Step, of_what: str) -> Iterator[dict[str, Any]]:
+    for part in ("select", "recover") if step == "reduce" else (step,):
+        yield {"step": f"{part}{of_what}"}
+
+
+def _known(record: EffortRecord, of_what: str) -> Iterator[dict[str, Any]]:
+    continued = ", continued" if record.resumed else ""
+    for part, effort in record.parts.items():
+        if part != FILES:
+            where = {"machine": record.machine, "gpu": record.gpu}
+            yield {"step": f"{part}{of_what}{continued}", **asdict(effort), **where}
+
+
+def _files(records: Iterable[EffortRecord]) -> Iterator[dict[str, Any]]:
+    """Seconds of all machines, as the steps' own."""
+    efforts = [record.parts[FILES] for record in records if FILES in record.parts]
+    if efforts:
+        peaks = [each.peak_bytes for each in efforts if each.peak_bytes is not None]
+        on_gpu = [each.device_peak_bytes for each in efforts if each.device_peak_bytes is not None]
+        yield {
+            "step": FILES,
+            "seconds": sum(each.seconds for each in efforts),
+            "peak_bytes": max(peaks, default=None),
+            "device_peak_bytes": max(on_gpu, default=None),
+        }

@@ -1,0 +1,62 @@
+"""What it took to make what a report is about, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .numbers import number, size
+from .table import Table
+
+MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffortLine:
+    """One step: what nobody wrote down is None. Bytes are the highest resident in the process, and of tensors on the
+    GPU; `machine` is the processor's name, empty where a line is of several.
+    """
+
+    step: str
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    machine: str = ""
+    gpu: str | None = None
+
+
+def effort_table(lines: Sequence[EffortLine]) -> Table:
+    """A row a step and one of all together, where every step is known; the machines in a note, or in a column where
+    there are several.
+    """
+    machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
+    several = len(machines) > 1
+    rows = [(*_cells(line), *[_machine(line)] * several) for line in lines]
+    known = [line.seconds for line in lines if line.seconds is not None]
+    if len(known) == len(lines) > 1:
+        peaks = [max((each for line in lines if (each := getattr(line, name))), default=None) for name in MEASURES[1:]]
+        rows.append(("all together", number(sum(known)), *map(size, peaks), *[""] * several))
+    return Table(
+        key="effort",
+        title="What it took",
+        columns=("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several),
+        rows=tuple(rows),
+        note=_note(machines) if rows else "",
+    )
+
+
+def _machine(line: EffortLine) -> str:
+    return f"{line.machine}, {line.gpu}" if line.gpu else line.machine
+
+
+def _cells(line: EffortLine) -> tuple[str, ...]:
+    seconds = "not recorded" if line.seconds is None else number(line.seconds)
+    return line.step, seconds, size(line.peak_bytes), size(line.device_peak_bytes)
+
+
+def _note(machines: Sequence[str]) -> str:
+    where = f"On {machines[0]}. " if len(machines) == 1 else ""
+    return (
+        f"{where}Each step as it took when its files were made: one that was not run again keeps the older figures. "
+        "Memory is all that the process held, and of the GPU's what torch did."
+    )
