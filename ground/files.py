@@ -13,6 +13,8 @@ from typing import Any
 
 from .errors import BadInput
 
+MOST_TEXT_BYTES = 2**20
+
 
 def regular(path: Path) -> Path:
     """The path itself. Raises BadInput where something else than a regular file stands there."""
@@ -61,6 +63,17 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """A whole text file. Raises BadInput for what is no regular file, too large or not UTF-8, and OSError as open."""
+    size = regular(path).stat().st_size
+    if size > most_bytes:
+        raise BadInput(f"{path}: {size} bytes, at most {most_bytes} are read of such a file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -132,7 +132,8 @@ def test_files_below_a_directory_are_regular_too(home: Path, tmp_path: Path, kin
         special(tmp_path / name, kind).rename(tmp_path / name / name)
     (tmp_path / "recipe.toml").write_text('extends = "SHA256SUMS/SHA256SUMS"\n')
     refused(run("check", tmp_path / "SHA256SUMS"), "SHA256SUMS: a pipe, socket or device")
-    refused(run("release", tmp_path / "recipe.toml", "-o", tmp_path / "r"), ": a pipe, socket or device")
+    words = ["release", tmp_path / "recipe.toml", "-o", tmp_path / "r", "--trust-paths"]
+    refused(run(*words), ": a pipe, socket or device")
     refused(run("inspect", "--model", tmp_path / "config.json"), "config.json: a pipe, socket or device")
     for name in ("bench.json", "parity.json"):
         refused(run("report", tmp_path / name, "-o", tmp_path / "r.html"))
@@ -641,7 +642,7 @@ def test_deep_toml_and_an_empty_baseline_are_refused_before_anything_is_planned(
         f'images = "{home}/images.npy"\n[reduce]\nmlp = 0.5\n'
     )
     (tmp_path / "empty.json").touch()
-    words = ["release", recipe, "-o", tmp_path / "r", "--dry-run"]
+    words = ["release", recipe, "-o", tmp_path / "r", "--dry-run", "--trust-paths"]
     refused(run(*words, "--baseline", tmp_path / "empty.json"), "empty.json: not JSON")
     refused(run(*words, "--baseline", ""), "an empty path")
 

@@ -279,7 +279,7 @@ def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     asked = f"[parity]\nmetric = ['hits={sys.executable} score.py {{outputs}}']\nmetric_files = ['score.py']\n"
     recipe = recipe.replace("[parity]\n", asked).replace('fail_if = ["params', 'fail_if = ["metric.hits < -1", "params')
     (home / "recipe.toml").write_text(recipe)
-    result = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json")
+    result = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
     assert result.exit_code == 0, result.output
     out = home / "out"
     samples = np.load(out / "samples" / "images.npy")
@@ -298,6 +298,6 @@ def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     assert "hits: dense torch fp32" in card
     assert run("check", "out").exit_code == 0
     (home / "score.py").write_text(SCORE.replace("right.mean()", "right.sum()"))
-    again = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json")
+    again = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
     assert again.exit_code == 0, again.output
     assert load_parity(out / "parity.json").metrics[0].value in range(9), "another script, another measure"

@@ -228,7 +228,8 @@ def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Pat
     torch.save({"state_dict": state, "state_dict_ema": lightning}, tmp_path / "last.pth.tar")
     text = RECIPE.replace("ema = false", f"kwargs = {{ {', '.join(f'{k} = {v}' for k, v in KEYS.items())} }}")
     (tmp_path / "r.toml").write_text(text.replace('"photos"', f'"{home / "photos"}"'))
-    words = ("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--only", "recipe", "--only", "dense")
+    words = ("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--only", "recipe", "--only", "dense",
+             "--trust-paths")  # fmt: skip
     first = run(*words)
     assert first.exit_code == 0, first.output
     assert "took state_dict_ema, the moving average" in " ".join(first.stderr.split())

@@ -76,7 +76,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def released(root: Path) -> Result:
-    baseline = ("--baseline-parity", root / "base.json", "--init-baseline")
+    baseline = ("--baseline-parity", root / "base.json", "--init-baseline", "--trust-code")
     return run("release", root / "recipe.toml", "-o", root / "out", *baseline)
 
 

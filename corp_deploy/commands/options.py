@@ -116,7 +116,7 @@ trust_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust,
-    help="Run the code of a model that has some: of module:PATH.py:FUNCTION and of what was reduced of it.",
+    help="Run the code of a model that has some, of module:PATH.py:FUNCTION and what was made of it, and of measures.",
 )
 
 

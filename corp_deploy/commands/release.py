@@ -70,6 +70,9 @@ class RunChoice:
 @baseline_options
 @trust_option
 @trust_engine_option
+@click.option(
+    "--trust-paths", is_flag=True, help="Follow paths of RECIPE that lead out of its directory, and write to them."
+)
 @output_options
 @click.pass_context
 def release(
@@ -79,11 +82,13 @@ def release(
     new: StarterChoice,
     run: RunChoice,
     baseline: BaselineChoice,
+    trust_paths: bool,
     out: Output,
 ) -> None:
     """Make a whole release from RECIPE: reduce, export, prove, measure, judge, report. Finished stages are kept.
 
-    A recipe may name a user's code as its model (module:PATH.py:FUNCTION); it is run where --trust-code says so here.
+    A recipe may name a user's code as its model (module:PATH.py:FUNCTION) and commands that measure outputs; they are
+    run where --trust-code says so here. Its paths stay below its own directory unless --trust-paths says otherwise.
 
     Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
     with another target.
@@ -97,7 +102,7 @@ def release(
         return
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
-    loaded, older = load_recipe(recipe), baseline.value()
+    loaded, older = load_recipe(recipe, trust_paths=trust_paths), baseline.value()
     if run.dry_run:
         _dry_run(loaded, output, older, out)
     elif run.plan_only:
@@ -115,7 +120,10 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
     write_text(recipe, starter(model, recipe, images=new.images, held_out=new.held_out, labels=new.labels))
-    out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR")
+    given = (new.images, new.held_out, new.labels, Path(model) if Path(model).is_dir() else None)
+    outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in given)
+    trust = " --trust-paths, as it names files beyond its directory" * outside
+    out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
 
 
 def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from corp_deploy.families.trusted_code import Code, file_and_function, is_code, refuse_untrusted
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import text_from_file
 from ground.quantity import shown
 
 OUTPUTS = "{outputs}"
@@ -46,8 +46,8 @@ class MetricRequest:
         """The function's file. Raises BadInput where it can't be read."""
         path, function = file_and_function(self.command)
         try:
-            source = regular(below / path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            source = text_from_file(below / path)
+        except OSError as error:
             raise BadInput(f"metric {self.name}: {path} can't be read ({error})") from None
         return Code(file=str(path), function=function, source=source)
 

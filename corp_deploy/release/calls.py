@@ -15,6 +15,7 @@ from .names import (
     HELD_OUT_MOMENTS,
     MOMENTS,
     PARITY,
+    PARITY_OF_TARGET,
     RECIPE,
     REPOSITORY,
     SAMPLES,
@@ -45,19 +46,20 @@ def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
 
 def whole(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """The release itself, in its own directory."""
-    options = {"output": ".", **_beside(baseline, root), **recipe.model.trust}
+    options = {"output": ".", **_beside(baseline, root), **recipe.trust(measures=True)}
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 
 def only(stage: str, recipe: Recipe) -> Invocation:
     """One stage, for what no other command makes."""
-    options = {"output": ".", "only": [stage], **recipe.model.trust}
+    measures = stage.startswith(PARITY_OF_TARGET)
+    options = {"output": ".", "only": [stage], **recipe.trust(measures=measures)}
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 
 def only_beside(stage: str, recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """One stage that judges by the baseline, or tells of it."""
-    options = {"output": ".", "only": [stage], **_beside(baseline, root), **recipe.model.trust}
+    options = {"output": ".", "only": [stage], **_beside(baseline, root), **recipe.trust(measures=False)}
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 

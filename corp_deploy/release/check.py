@@ -6,10 +6,12 @@ from pathlib import Path
 
 from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
-from ground.files import regular, sha256_of_file
+from ground.files import below, leaves, sha256_of_file, text_from_file
 
 from .names import MANIFEST, SUMS
 from .samples import replay
+
+MOST_SUMS_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,23 +25,34 @@ class Checked:
 
 def _sums(path: Path) -> dict[str, str]:
     try:
-        lines = regular(path).read_text(encoding="utf-8").splitlines()
+        lines = text_from_file(path, most_bytes=MOST_SUMS_BYTES).splitlines()
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
     if not sums or len(sums) != len(lines):
         raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
-    outside = [name for name in sums if Path(name).is_absolute() or ".." in Path(name).parts]
+    outside = [name for name in sums if leaves(name)]
     if outside:
         raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
     return sums
+
+
+def _goes_through_a_link(folder: Path, name: str) -> bool:
+    """Whether a file of a release is read where it doesn't lie."""
+    try:
+        below(folder, name, where=SUMS)
+    except BadInput:
+        return True
+    return False
 
 
 def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
     """What differs, by name."""
     changed = {}
     for name, digest in known.items():
-        if not (folder / name).is_file():
+        if _goes_through_a_link(folder, name):
+            changed[name] = f"{name}: a link, expected the file itself"
+        elif not (folder / name).is_file():
             changed[name] = f"{name}: missing"
         elif (now := sha256_of_file(folder / name)) != digest:
             changed[name] = f"{name}: sha256 {now[:16]}..., {SUMS} says {digest[:16]}..."

@@ -19,6 +19,8 @@ SAMPLES = "samples/images.npy"
 SAMPLES_RECORD = "samples/samples.json"
 SAMPLE_LABELS = "samples/labels.npy"
 PARITY = "parity.json"
+PARITY_OF_TARGET = "parity."
+"""Begins the names of stages that measure a target's outputs."""
 BENCH = "bench.json"
 GATE = "gate.json"
 HISTORY = ("history.json", "history.svg")

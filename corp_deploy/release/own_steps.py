@@ -18,7 +18,6 @@ from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.metric_request import metrics_from_texts
 from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
@@ -65,6 +64,7 @@ from .names import (
     rival_name,
 )
 from .recipe import Recipe, Target
+from .recipe_parity import trusted_metrics
 from .sample_steps import named_samples
 from .stage_effort import efforts_of
 
@@ -158,7 +158,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     dense = load_checkpoint(dirs.root / "dense")
     profile = target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES))
-    asked = metrics_from_texts(recipe.parity.metrics(dirs.root))
+    asked = trusted_metrics(recipe.parity.metrics(dirs.root))
     meter = Meter(asked, named_samples(inputs, dirs.root) if asked else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     proof = prove(

@@ -4,7 +4,7 @@ See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -133,6 +133,13 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         return self.release.name
+
+    def trust(self, *, measures: bool) -> dict[str, Any]:
+        """What a release of this recipe is told: its inputs lie elsewhere, and it may run code of its user's;
+        `measures`: whether commands of the recipe are run.
+        """
+        runs = self.model.code is not None or (measures and bool(self.parity.metric))
+        return {"trust_paths": True} | ({"trust_code": True} if runs else {})
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -105,7 +105,7 @@ def typed_value(name: str, field: msgspec.structs.FieldInfo, value: object, fold
     """A key's value by its type, paths made absolute. Raises BadInput, naming the key, for another."""
 
     def location(_: type, text: Any) -> Path:
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise ValueError("no path")
         return (folder / text).resolve()
 
@@ -147,18 +147,43 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
     return tables
 
 
-def _with_bases(path: Path, seen: tuple[Path, ...]) -> Tables:
+def _places(tables: Tables) -> Iterator[tuple[str, Path]]:
+    """Every path that the tables name, by its key."""
+    for name, table in tables.items():
+        for word, value in table.items():
+            if (name, word) == ("model", "model"):
+                path = file_and_function(value)[0] if is_code(value) else Path(value.removeprefix(PREFIX))
+                yield from [(f"{name}.{word}", path)] if path.is_absolute() else []
+            else:
+                places = value if isinstance(value, tuple) else (value,)
+                yield from ((f"{name}.{word}", each) for each in places if isinstance(each, Path))
+
+
+def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> None:
+    """Raise BadInput for a place that is not below `bound`, links followed; None: it may be anywhere."""
+    if bound is not None and not place.is_relative_to(bound):
+        raise BadInput(
+            f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe of "
+            "somebody else's could so read, ship or write what is yours; look at it, and give --trust-paths if it may"
+        )
+
+
+def _with_bases(path: Path, seen: tuple[Path, ...], bound: Path | None) -> Tables:
     """The file's tables over those of the recipe it extends: tables are merged key by key, lists are replaced."""
     if path in seen:
         raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*seen, path))}")
     raw = _read(path)
     own = _tables(path, raw)
+    for name, place in _places(own):
+        _refuse_outside(path, name, place, bound)
     if "extends" not in raw:
         return own
     base = raw["extends"]
-    if not isinstance(base, str) or not base.strip():
-        raise BadInput(f"{path}: extends is {base!r}, expected the path of another recipe")
-    merged = _with_bases((path.parent / base).resolve(), (*seen, path))
+    if not isinstance(base, str) or not base.strip() or "\0" in base:
+        raise BadInput(f"{path}: extends is {base!r:.200}, expected the path of another recipe")
+    place = (path.parent / base).resolve()
+    _refuse_outside(path, "extends", place, bound)
+    merged = _with_bases(place, (*seen, path), bound)
     return merged | {name: merged.get(name, {}) | table for name, table in own.items()}
 
 
@@ -172,13 +197,14 @@ def _built(path: Path, name: str, table: Mapping[str, Any], kind: type[Table]) -
         raise BadInput(f"{path}: {error}") from None
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Read a recipe and what it extends. Raises BadInput, naming file and key, for anything that will not do.
+def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:
+    """Read a recipe and what it extends; `trust_paths`: its paths may lead out of its directory. Raises BadInput,
+    naming file and key, for anything that will not do.
 
     Whether the model and images exist is not asked here: see run.require_inputs.
     """
     path = path.resolve()
-    tables = _with_bases(path, ())
+    tables = _with_bases(path, (), None if trust_paths else path.parent)
     tables["release"] = {"name": path.stem} | tables.get("release", {})
     sections: dict[str, Any] = {name: _built(path, name, tables.get(name, {}), kind) for name, kind in SECTIONS.items()}
     targets = [name for name in tables if name not in SECTIONS]

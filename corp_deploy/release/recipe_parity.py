@@ -1,14 +1,16 @@
 """The table [parity] of a recipe as a type. Imports no torch."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.call import path_from
 from corp_deploy.invocation.table import VERIFY_HEADS
 from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_from_texts
 from ground.errors import BadInput
+from ground.quantity import shown
 from perf.parity.maps import THRESHOLD
 
 from . import recipe_values
@@ -64,6 +66,14 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def of_maps(self) -> dict[str, Any]:
         """What is asked of heads' maps, as `verify` takes it; nothing without heads."""
         return VERIFY_HEADS.honoured(self._way, {"map_threshold": self.map_threshold} | self._of_maps)
+
+
+def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
+    """The measures of a recipe, whose commands nobody typed. Raises BadInput where code isn't trusted."""
+    requests = metrics_from_texts(texts)
+    for request in requests:
+        refuse_untrusted(f"parity.metric: {shown(request.command)}", to="measure outputs")
+    return tuple(requests)
 
 
 def _located(request: MetricRequest, paths: Mapping[str, str | None]) -> str:

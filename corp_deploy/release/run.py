@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corp_deploy.families import torchvision_names, trusted_code
 from corp_deploy.families.timm_names import require_local_name
-from corp_deploy.proof.metric_request import metrics_from_texts, require_runnable
+from corp_deploy.proof.metric_request import require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput, Missing
 from ground.files import write_text
@@ -20,6 +20,7 @@ from .incremental import Outcome, Stage, StageStatus, locked
 from .names import GATE, SCRIPT
 from .pipeline import own_records, stages_of
 from .recipe import Recipe
+from .recipe_parity import trusted_metrics
 from .recipe_tables import ModelTable
 from .rendering import rendered
 from .stage_parts import heads_read
@@ -87,7 +88,7 @@ def require_inputs(recipe: Recipe, baseline: Baseline, root: Path) -> None:
     for key, path in {**paths, **heads_read(recipe)}.items():
         if path is not None and not files_of(path):
             raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
-    require_runnable(metrics_from_texts(recipe.parity.metrics(root)), below=root)
+    require_runnable(trusted_metrics(recipe.parity.metrics(root)), below=root)
     if recipe.gate.history is not None:
         require_directory(recipe.gate.history)
         if recipe.gate.history.resolve() == root.resolve():

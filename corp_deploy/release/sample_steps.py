@@ -10,6 +10,7 @@ from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
+from ground.arrays import array_from_npy
 from ground.feeds import only
 from ground.files import write_json
 from ground.records import record_from_file
@@ -17,7 +18,7 @@ from ground.records import record_from_file
 from .incremental import StageDirs
 from .names import SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
 from .recipe import Recipe
-from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, opened_graph, replayed
+from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
@@ -55,5 +56,5 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
     """The samples with the names and the labels of the images that they were made of, as far as they are told."""
     record = record_from_file(root / SAMPLES_RECORD, SamplesRecord)
-    labels = None if record.labels is None else np.load(root / record.labels, allow_pickle=False)
+    labels = None if record.labels is None else array_from_npy(of_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)

@@ -77,7 +77,7 @@ def opened_graph(path: Path) -> Iterator[Runner]:
             yield runner
 
 
-def _of_release(folder: Path, name: str) -> Path:
+def of_release(folder: Path, name: str) -> Path:
     """A file that the record names. Raises BadInput for one outside of the release."""
     return below(folder, name, where=str(folder / SAMPLES_RECORD))
 
@@ -101,9 +101,9 @@ def replay(folder: Path) -> list[str]:
     """
     record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND)
     try:
-        images = array_from_npy(_of_release(folder, record.images))
+        images = array_from_npy(of_release(folder, record.images))
         differences = [
-            _difference(_of_release(folder, name), name, _of_release(folder, answers.expected), images, answers)
+            _difference(of_release(folder, name), name, of_release(folder, answers.expected), images, answers)
             for name, answers in record.graphs.items()
         ]
     except OSError as error:

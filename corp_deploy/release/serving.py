@@ -9,7 +9,7 @@ from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.package import Package
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import text_from_file
 from perf.parity.logits import LogitMeasures
 from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
@@ -72,12 +72,16 @@ def _agreement(directory: Path) -> Agreement | None:
     )
 
 
+MOST_LABELS_BYTES = 2**26
+
+
 def _labels(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        return tuple(line.strip() for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
+        text = text_from_file(path, most_bytes=MOST_LABELS_BYTES)
+        return tuple(line.strip() for line in text.splitlines() if line.strip())
+    except OSError as error:
         raise BadInput(f"{path}: can't be read as a list of labels, one a line ({error})") from None
 
 

@@ -20,7 +20,6 @@ from corp_deploy.proof.chain import prove
 from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.metric_request import metrics_from_texts
 from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
@@ -48,6 +47,7 @@ from perf.report.render import html
 from perf.timing.laps import Plan
 
 from .incremental import StageDirs
+from .recipe_parity import trusted_metrics
 from .serving import AS_MEASURED, package_of_directory
 
 DRAWN = ("samples", "seed")
@@ -141,7 +141,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     heads = run.options.get("head") or []
     of_maps = {name: run[name] for name in ("max_map_error", "min_iou", "min_pixels") if heads}
     inputs = inputs_from_set(source, labels)
-    meter = Meter(metrics_from_texts(run.options.get("metric") or ()), inputs, below=dirs.root)
+    meter = Meter(trusted_metrics(run.options.get("metric") or ()), inputs, below=dirs.root)
     proof = prove(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],

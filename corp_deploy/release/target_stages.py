@@ -6,6 +6,7 @@ from . import calls
 from .incremental import Stage
 from .names import (
     MODELS,
+    PARITY_OF_TARGET,
     SAMPLE_LABELS,
     SAMPLES,
     SAMPLES_RECORD,
@@ -46,7 +47,7 @@ def _engine_stage(recipe: Recipe, target: Target) -> Stage:
 
 
 def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
-    name = f"parity.{target.name}"
+    name = f"{PARITY_OF_TARGET}{target.name}"
     labels = (SAMPLE_LABELS,) if has_sample_labels(recipe) else ()
     named = (SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
     return Stage(

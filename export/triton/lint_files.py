@@ -15,6 +15,7 @@ from .pbtxt import Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
 
+MOST_LABELS_BYTES = 2**26
 DEFAULT_FILES = {
     "tensorrt": "model.plan",
     "onnxruntime": "model.onnx",
@@ -126,6 +127,9 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
             continue
         if not file.is_file():
             yield finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
+            continue
+        if file.stat().st_size > MOST_LABELS_BYTES:
+            yield finding(file, ERROR, f"it is larger than {MOST_LABELS_BYTES} bytes", "write one line per class")
             continue
         labels = [text for text in file.read_text(errors="replace").splitlines() if text.strip()]
         classes = next((field.value for field in reversed(output.all("dims"))), None)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import text_from_file
 
 from .server import DATA_TYPES, ServerError, TritonServer
 from .staging import staging_folder
@@ -111,7 +111,7 @@ def _roll_model(folder: Path, version: int, server: TritonServer, samples: Sampl
     config, pinned = folder / "config.pbtxt", _pinned(folder, version)
     with _staged(folder, version, server) as staged:
         errors = {} if samples is None else {model: _checked(server, staged, version, samples)}
-    former = regular(config).read_text()
+    former = text_from_file(config)
     try:
         if before != (version,):
             _load(server, model, config, _with_versions(pinned, sorted({*before, version})), version)
@@ -145,6 +145,13 @@ def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
         time.sleep(POLL_S)
 
 
+def _refuse_links(folder: Path) -> None:
+    """Raise BadInput for what would be copied from elsewhere, or without end."""
+    odd = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not (path.is_file() or path.is_dir())]
+    if odd:
+        raise BadInput(f"{odd[0]}: a link, pipe or device, expected files alone; package the version again")
+
+
 @contextmanager
 def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     """The version alone, loaded under another name; gone from server and disk afterwards."""
@@ -152,6 +159,7 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     target = folder.parent / name
     with staging_folder(folder.parent) as scratch:
         copy = scratch / name
+        _refuse_links(folder / str(version))
         shutil.copytree(folder / str(version), copy / str(version))
         text = re.sub(r'(?m)^name: "[^"]*"', f'name: "{name}"', _pinned(folder, version), count=1)
         install_text(text, copy / "config.pbtxt")
@@ -188,7 +196,7 @@ def _checked(server: TritonServer, model: str, version: int, samples: Samples) -
 
 
 def _pinned(folder: Path, version: int) -> str:
-    return regular(config_path(folder, version)).read_text()
+    return text_from_file(config_path(folder, version))
 
 
 def _with_versions(text: str, versions: list[int]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ground.errors import BadInput
-from ground.files import regular, replacing
+from ground.files import replacing, text_from_file
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -50,7 +50,7 @@ def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     able, unchanged = able_models(repository, name, version)
     with ExitStack() as undo:
         for each in able:
-            text = regular(config_path(repository / each, version)).read_text()
+            text = text_from_file(config_path(repository / each, version))
             install_undoably(text, repository / each / "config.pbtxt", undo)
         undo.pop_all()
     return ServedVersion(version=version, models=able, unchanged=unchanged)
@@ -78,7 +78,7 @@ def install_text(text: str, path: Path) -> None:
 
 def install_undoably(text: str, path: Path, undo: ExitStack) -> None:
     """`install_text`, and what takes it back put on `undo`."""
-    before = regular(path).read_text() if path.exists() else None
+    before = text_from_file(path) if path.exists() else None
     if before is None:
         undo.callback(path.unlink, missing_ok=True)
     else:

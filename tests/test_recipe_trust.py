@@ -1,0 +1,143 @@
+"""A recipe's paths stay below its own directory, and its commands are run, where the user says so alone."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from corp_deploy.cli import main
+from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.release import calls
+from corp_deploy.release.baseline import Baseline
+from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.recipe_parity import trusted_metrics
+from ground.errors import BadInput
+
+TABLES = {
+    "model": {"model": '"dense"'},
+    "calibration": {"images": '"train"'},
+    "held_out": {"images": '"val"'},
+    "reduce": {"mlp": "0.5"},
+}
+
+
+def written(folder: Path, *added: tuple[str, str, str], name: str = "recipe.toml", head: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {table: dict(keys) for table, keys in TABLES.items()} if not head else {}
+    for table, key, value in added:
+        tables.setdefault(table, {})[key] = value
+    lines = [f"[{table}]\n" + "".join(f"{key} = {value}\n" for key, value in tables[table].items()) for table in tables]
+    (folder / name).write_text(head + "".join(lines))
+    return folder / name
+
+
+OUTSIDE = [
+    ("model", "model", '"../dense/model"'),
+    ("model", "model", '"/etc/model"'),
+    ("model", "model", '"hf:../dense"'),
+    ("model", "model", '"module:../net.py:net"'),
+    ("model", "weights", '"../secret.pth"'),
+    ("calibration", "images", '"../photos"'),
+    ("calibration", "images", '"inside/../../photos"'),
+    ("calibration", "group_labels", '"/root/labels.npy"'),
+    ("held_out", "images", '"/home/somebody/photos"'),
+    ("held_out", "labels", '"../labels.npy"'),
+    ("parity", "head", '["below", "../head.onnx"]'),
+    ("gate", "history", '"../../history"'),
+    ("package", "labels", '"/etc/passwd"'),
+]
+
+
+@pytest.mark.parametrize("outside", OUTSIDE, ids=lambda entry: f"{entry[0]}.{entry[1]}-{entry[2]}")
+def test_every_path_that_leads_out_is_refused_by_its_key(tmp_path: Path, outside: tuple[str, str, str]) -> None:
+    table, key, value = outside
+    recipe = written(tmp_path / "own", outside)
+    with pytest.raises(BadInput, match=rf"{table}\.{key} leads out of .*/own, .* give --trust-paths if it may"):
+        load_recipe(recipe)
+    known = load_recipe(recipe, trust_paths=True)
+    assert known == load_recipe(recipe, trust_paths=True)
+    inside = value.replace("../", "").replace('"/', '"')
+    assert load_recipe(written(tmp_path / "own", (table, key, inside)))
+
+
+def test_files_of_measures_are_paths_too(tmp_path: Path) -> None:
+    metric = ("parity", "metric", "[\"map=python score.py {outputs}\"]")  # fmt: skip
+    with pytest.raises(BadInput, match=r"parity\.metric_files leads out"):
+        load_recipe(written(tmp_path / "own", metric, ("parity", "metric_files", '["../score.py"]')))
+    assert load_recipe(written(tmp_path / "own", metric, ("parity", "metric_files", '["score.py"]')))
+
+
+def test_a_link_leads_where_it_points(tmp_path: Path) -> None:
+    recipe = written(tmp_path / "own")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "own" / "train").symlink_to(tmp_path / "photos")
+    with pytest.raises(BadInput, match=r"calibration\.images leads out of .*/own, .* to .*/photos"):
+        load_recipe(recipe)
+    assert load_recipe(recipe, trust_paths=True).calibration.images == tmp_path.resolve() / "photos"
+
+
+def test_what_is_extended_is_bound_by_the_directory_of_what_was_typed(tmp_path: Path) -> None:
+    written(tmp_path / "own" / "bases", ("calibration", "images", '"../train"'), name="base.toml")
+    recipe = written(tmp_path / "own", ("reduce", "mlp", "0.25"), head='extends = "bases/base.toml"\n')
+    assert load_recipe(recipe).calibration.images == tmp_path.resolve() / "own" / "train"
+    with pytest.raises(BadInput, match=r"base\.toml: calibration\.images leads out of .*/bases"):
+        load_recipe(tmp_path / "own" / "bases" / "base.toml")
+    written(tmp_path / "own" / "bases", ("calibration", "images", '"../../train"'), name="base.toml")
+    with pytest.raises(BadInput, match=r"base\.toml: calibration\.images leads out of .*/own, "):
+        load_recipe(recipe)
+    away = written(tmp_path / "own", ("reduce", "mlp", "0.25"), head='extends = "../other.toml"\n')
+    with pytest.raises(BadInput, match="extends leads out"):
+        load_recipe(away)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def test_nothing_is_written_until_paths_are_trusted(tmp_path: Path) -> None:
+    recipe = written(tmp_path / "own", ("calibration", "images", '"../photos"'))
+    for way in ([], ["--dry-run"], ["--plan-only"], ["--only", "recipe"]):
+        done = run("release", recipe, "-o", tmp_path / "out", *way)
+        assert done.exit_code == 2, done.output
+        assert "give --trust-paths" in " ".join(done.stderr.split())
+        trusted = run("release", recipe, "-o", tmp_path / "out", "--trust-paths", "--dry-run")
+        assert "leads out" not in trusted.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_starter_says_when_it_names_files_beyond(tmp_path: Path) -> None:
+    words = ("--init", "vit_tiny_patch16_224")
+    (tmp_path / "own").mkdir()
+    near = run("release", tmp_path / "own" / "a.toml", *words, "--images", tmp_path / "own" / "photos")
+    far = run("release", tmp_path / "own" / "b.toml", *words, "--images", tmp_path / "photos")
+    assert (near.exit_code, far.exit_code) == (0, 0), near.output + far.output
+    assert "--trust-paths" not in near.output
+    assert "--trust-paths" in far.output
+    assert run("release", tmp_path / "own" / "b.toml", "-o", tmp_path / "out", "--dry-run").exit_code == 2
+
+
+def test_commands_of_a_recipe_are_run_where_code_is_trusted_alone(tmp_path: Path) -> None:
+    text = "hits=python score.py {outputs}"
+    with pytest.raises(BadInput, match=r"parity\.metric: .*score\.py.* give --trust-code if you trust it"):
+        trusted_metrics([text])
+    with trusting_code(True):
+        (request,) = trusted_metrics([text])
+    assert request.words == ["python", "score.py", "{outputs}"]
+    assert trusted_metrics([]) == ()
+
+
+def test_printed_commands_carry_what_they_need(tmp_path: Path) -> None:
+    """A release's own recipe names its inputs from the directory of the release, which they lie beyond."""
+    plain = load_recipe(written(tmp_path))
+    measured = load_recipe(written(tmp_path, ("parity", "metric", '["map=python score.py {outputs}"]')))
+    coded = load_recipe(written(tmp_path, ("model", "model", '"module:net.py:net"')))
+    for recipe, stage, trusts in (
+        (plain, "bench", ["--trust-paths"]),
+        (measured, "bench", ["--trust-paths"]),
+        (measured, "parity.onnxruntime-cpu", ["--trust-paths", "--trust-code"]),
+        (coded, "bench", ["--trust-paths", "--trust-code"]),
+    ):
+        words = calls.only(stage, recipe).words
+        assert [word for word in words if word.startswith("--trust")] == trusts
+    assert "--trust-code" in calls.whole(measured, Baseline(), tmp_path).words
+    assert "--trust-code" not in calls.whole(plain, Baseline(), tmp_path).words
