@@ -310,6 +310,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "bench.block_ms": (2.0, {}),
     "bench.min_rounds": (8, {}),
     "bench.threads": (2, {}),
+    "bench.audit": (True, {}),
     "gate.fail_if": (["params > dense"], {}),
     "package.name": ("other", {}),
 }

@@ -89,10 +89,16 @@ run_options = value_options(
 )
 
 
-def _plan(time_limit: float, half_width: float, block_ms: float, min_rounds: int) -> "Plan":
-    from perf.timing.laps import Plan
+def _plan(time_limit: float, half_width: float, block_ms: float, min_rounds: int, audit: bool) -> "Plan":
+    from perf.timing.laps import AUDIT_ROUNDS, Plan
 
-    return Plan(time_limit_s=time_limit, half_width_rel=half_width, block_ms=block_ms, min_rounds=min_rounds)
+    return Plan(
+        time_limit_s=time_limit,
+        half_width_rel=half_width,
+        block_ms=block_ms,
+        min_rounds=min_rounds,
+        audit_rounds=AUDIT_ROUNDS * audit,
+    )
 
 
 plan_options = value_options(
@@ -117,6 +123,12 @@ plan_options = value_options(
     ),
     click.option(
         "--min-rounds", type=Number(ROUNDS), default=16, show_default=True, help="Rounds at least, of 4 blocks."
+    ),
+    click.option(
+        "--audit",
+        is_flag=True,
+        help="Time each on one batch again and again against varied ones, too: what answers out of a cache is told, "
+        "and no gate decides by it.",
     ),
 )
 
@@ -187,7 +199,7 @@ def bench(
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import measure
-    from corp_deploy.views.speed import best_batch, speed_record, speed_table
+    from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
     from ground.files import replacing
     from perf.record.runs import save_bench
 
@@ -208,4 +220,4 @@ def bench(
         save_bench(measured, temporary)
     for warning in measured.warnings:
         out.warn(warning)
-    out.result(speed_record(measured), speed_table(measured), *best_batch(measured))
+    out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))

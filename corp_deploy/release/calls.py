@@ -241,6 +241,7 @@ def _bench(
             "half_width": table.half_width,
             "block_ms": table.block_ms,
             "min_rounds": table.min_rounds,
+            **({"audit": True} if table.audit else {}),
             "output": output,
         },
     )

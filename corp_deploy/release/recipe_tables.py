@@ -115,6 +115,7 @@ class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_ms: recipe_values.Milliseconds = 25.0
     min_rounds: recipe_values.Rounds = 16
     threads: recipe_values.Threads | None = None
+    audit: recipe_values.Flag = False
 
 
 class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

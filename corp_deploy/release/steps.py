@@ -44,7 +44,7 @@ from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html
-from perf.timing.laps import Plan
+from perf.timing.laps import AUDIT_ROUNDS, Plan
 
 from .incremental import StageDirs
 from .recipe_parity import trusted_metrics
@@ -167,6 +167,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
         half_width_rel=run["half_width"],
         block_ms=run["block_ms"],
         min_rounds=run["min_rounds"],
+        audit_rounds=AUDIT_ROUNDS * run.options.get("audit", False),
     )
     measured = measure(
         dense,

@@ -19,6 +19,8 @@ from perf.timing.laps import Bound, Clock, Plan, WarmUp, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch, unwatched
 
+from .varied import repeat_blocks
+
 Progress = Callable[[float, str], None]
 AGAIN = " again"
 
@@ -191,6 +193,10 @@ def _row(
     elif alive:
         blocks = measure_rounds(alive, plan.min_rounds, calls=calls, clock=clock, watch=watch)
         stop = "one subject only"
+    audited = (reference, candidate) if plan.audit_rounds else ()
+    repeats = {
+        name: _repeats(stations[name], feeds, batch, plan, calls, clock, watch) for name in audited if name in bounds
+    }
     return Row(
         batch=batch,
         trials={name: ready[name].trial for name in (reference, candidate)},
@@ -199,7 +205,20 @@ def _row(
         stop=stop,
         blocks=blocks,
         noise_blocks=noise,
+        repeat_blocks=repeats,
     )
+
+
+def _repeats(
+    station: Station, feeds: Feeds, batch: int, plan: Plan, calls: int, clock: Clock, watch: Watch
+) -> tuple[Block, ...]:
+    """None where there is no memory for so many batches at once: what was measured before stays."""
+    try:
+        return repeat_blocks(station.bind, feeds, batch, plan, calls=calls, clock=clock, watch=watch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from perf.parity.own_metric import OwnMetric
 from perf.parity.parity import Link, Parity
 from perf.record.runs import Bench, SubjectRecord
 from perf.stats.quiet import samples
+from perf.stats.repeats import remembered
 from perf.stats.stats import Interval, needed_samples, percentile_interval
 from perf.stats.summary import Summary, SummaryRow, summarise
 
@@ -105,12 +106,16 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
         what = "ran out of memory" if side.status == "oom" else "failed"
         return Reading(interval=None, broken=f"{subject} {what} at batch {row.batch}: {side.message}")
     reading = _timed_interval(bench, rule, row, subject)
-    doubt = (
-        "other programs had the CPU during almost all calls; measure again when the machine is quiet"
-        if row.disturbed
-        else None
-    )
-    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or doubt)
+    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or _doubt(bench, row))
+
+
+def _doubt(bench: Bench, row: SummaryRow) -> str | None:
+    """Why nothing that was timed at this batch decides anything, None where it may."""
+    if row.disturbed:
+        return "other programs had the CPU during almost all calls; measure again when the machine is quiet"
+    measured = bench.row(row.batch)
+    assert measured is not None, row
+    return next((f"{name} is {why}" for name, why in remembered(measured)), None)
 
 
 def summarise_batch(bench: Bench, rule: Rule) -> Summary:

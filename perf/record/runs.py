@@ -19,6 +19,7 @@ file is one JSON object:
                       call, what its threads waited for a CPU that others had; null where unknown), dropped (null or
                       the reason), gpu (null or its state)
         noise_blocks  the same, of the reference against a second instance of itself
+        repeat_blocks by subject, the same: one batch again and again against varied ones; empty where not asked for
     warnings     sentences
 
 Version history: 1 is the first.
@@ -26,7 +27,7 @@ Version history: 1 is the first.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -111,6 +112,7 @@ class Row:
     stop: str
     blocks: tuple[Block, ...]
     noise_blocks: tuple[Block, ...]
+    repeat_blocks: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -7,6 +7,7 @@ import numpy as np
 from perf.record.runs import Block, Row
 
 from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
+from .repeats import remembered
 from .stats import coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
@@ -36,6 +37,8 @@ def _row_warnings(row: Row) -> Iterator[str]:
         elif not trial.warm_up_flat:
             yield f"{name}: the warm-up reached its time limit before the times were flat"
         yield from (f"{name}: {text}" for text in _block_warnings(row.blocks, name))
+    yield from (f"{name}: {text}" for name, text in remembered(row))
+    yield from (f"{name}: no memory to try it on varied batches" for name, own in row.repeat_blocks.items() if not own)
     yield from _left_out(row.blocks)
     yield from _gpu_warnings(row.blocks)
 

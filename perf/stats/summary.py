@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from perf.record.runs import Bench, BenchTrial, Block, Row
 
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
+from .repeats import gain_on_repeats
 from .stats import (
     Floats,
     Interval,
@@ -50,7 +51,8 @@ class SummaryRow:
     """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate.
 
     `rounds` are the units compared, see perf.stats.quiet.quiet_spans. `disturbed` means that other programs had the
-    CPU in almost all calls: the numbers then tell little.
+    CPU in almost all calls: the numbers then tell little. `repeats`: how many times as quick a subject is on one batch
+    again and again as on varied ones, where that was asked.
     `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 
@@ -64,6 +66,7 @@ class SummaryRow:
     dropped_rounds: int
     disturbed: bool
     stop: str
+    repeats: Mapping[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +163,7 @@ def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
         dropped_rounds=len(rounds) - len(whole),
         disturbed=disturbed,
         stop=row.stop,
+        repeats={name: gain for name in row.repeat_blocks if (gain := gain_on_repeats(row, name)) is not None},
     )
 
 

@@ -1,0 +1,162 @@
+"""One batch again and again against varied ones: what remembers its input is found out; runners are doubles."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, batch_size
+from ground.ports import LOGITS, OutputPort, Port, image_port
+from perf.bench.bench import Subject, bench
+from perf.bench.varied import BATCHES, varied_batches
+from perf.gate.evidence import Evidence
+from perf.gate.gate import judge
+from perf.gate.rule import rule_from_text
+from perf.record.runs import Bench, Flat, load_bench, save_bench
+from perf.report.render import csv, markdown
+from perf.runners.memory import Gauge
+from perf.stats.summary import summarise
+from perf.timing.laps import Bound, Clock, Laps, Plan
+
+PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=0, audit_rounds=6)
+IMAGES = np.random.default_rng(0).standard_normal((4, 3, 2, 8)).astype(np.float32)
+
+
+@dataclass
+class Machine:
+    """A clock, and the input that the model saw last."""
+
+    now_ns: int = 0
+    seen: dict[str, bytes] = field(default_factory=dict)
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@dataclass
+class Model:
+    """Takes 2 ms a call, `again_ms` on the input that it saw in the call before."""
+
+    name: str
+    machine: Machine
+    again_ms: float
+    binds: int = 10**9
+    inputs: tuple[Port, ...] = (image_port((3, 2, 8)),)
+    outputs: tuple[OutputPort, ...] = (LOGITS,)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        return {"logits": np.zeros((batch_size(feeds), 10), np.float32)}
+
+    def bind(self, feeds: Feeds) -> Bound:
+        self.binds -= 1
+        if self.binds < 0:
+            raise MemoryError("out of memory")
+        return Held(self, feeds["images"].tobytes())
+
+    def gauge(self) -> Gauge | None:
+        return None
+
+    def describe(self) -> Flat:
+        return {"backend": "fake", "device": "cpu"}
+
+
+@dataclass
+class Held:
+    model: Model
+    images: bytes
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        times = [self._call_ms() for _ in range(calls)]
+        self.model.machine.now_ns += round(sum(times) * 1e6)
+        return Laps(calls=calls, wall_ms=sum(times), compute_ms=tuple(times))
+
+    def _call_ms(self) -> float:
+        seen, name = self.model.machine.seen, self.model.name
+        again, seen[name] = seen.get(name) == self.images, self.images
+        return self.model.again_ms if again else 2.0
+
+
+def measured(*, again_ms: Mapping[str, float], plan: Plan = PLAN, binds: int = 10**9, batch: int = 2) -> Bench:
+    machine = Machine()
+
+    def opened(name: str) -> Callable[[], Any]:
+        return lambda: Model(name, machine, again_ms[name], binds=binds)
+
+    subjects = (Subject(name="dense", open=opened("dense")), Subject(name="reduced", open=opened("reduced")))
+    return bench(subjects, {"images": IMAGES}, (batch,), plan, described={"system": "Linux"}, clock=machine)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_batches_differ_and_hold_the_same_numbers(rows: int) -> None:
+    own = varied_batches({"images": IMAGES[:rows]}, 2)
+    assert len({each["images"].tobytes() for each in own} | {IMAGES[:rows].tobytes()}) == BATCHES + 1
+    for each in own:
+        assert each["images"].shape == (2, 3, 2, 8)
+        assert set(each["images"].ravel().tolist()) <= set(IMAGES.ravel().tolist())
+
+
+def test_inputs_of_one_batch_move_together() -> None:
+    tokens = np.arange(12).reshape(3, 4)
+    for each in varied_batches({"ids": tokens, "mask": 100 + tokens}, 3):
+        assert np.array_equal(each["mask"], each["ids"] + 100)
+
+
+def test_what_computes_takes_as_long_on_either(tmp_path: Path) -> None:
+    record = measured(again_ms={"dense": 2.0, "reduced": 2.0})
+    save_bench(record, tmp_path / "bench.json")
+    assert load_bench(tmp_path / "bench.json") == record
+    row = summarise(record).rows[0]
+    assert {name: gain.value for name, gain in row.repeats.items()} == {"dense": 1.0, "reduced": 1.0}
+    assert not any("cache" in warning for warning in record.warnings)
+    assert judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record)).verdict == "PASS"
+    assert "at most 1.00" in markdown({"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}})
+
+
+def test_what_remembers_its_input_wins_nothing() -> None:
+    record = measured(again_ms={"dense": 2.0, "reduced": 0.5})
+    gains = summarise(record).rows[0].repeats
+    # On one batch it always knows its input, on varied ones never: 2.0 / 0.5.
+    assert gains["reduced"].value == pytest.approx(4.0)
+    assert gains["dense"].value == pytest.approx(1.0)
+    (told,) = [warning for warning in record.warnings if "cache" in warning]
+    assert told.startswith("batch 2, reduced: 4.00 times as quick on one batch again and again")
+    gate = judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record))
+    assert (gate.verdict, "reduced is 4.00 times as quick" in gate.rules[0].message) == ("INCONCLUSIVE", True)
+    assert "latency,reduced,2,compute,gain_on_repeats,4" in csv(
+        {"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}}
+    )
+
+
+def test_a_few_percent_of_warm_caches_pass() -> None:
+    record = measured(again_ms={"dense": 1.9, "reduced": 1.9})
+    assert not any("cache" in warning for warning in record.warnings)
+
+
+def test_it_costs_nothing_where_it_is_not_asked() -> None:
+    record = measured(again_ms={"dense": 2.0, "reduced": 0.5}, plan=replace(PLAN, audit_rounds=0))
+    assert record.rows[0].repeat_blocks == {}
+    assert summarise(record).rows[0].repeats == {}
+
+
+def test_without_memory_for_it_the_measurement_stays() -> None:
+    record = measured(again_ms={"dense": 2.0, "reduced": 2.0}, binds=1)
+    assert record.rows[0].blocks
+    assert record.rows[0].repeat_blocks == {"dense": (), "reduced": ()}
+    assert [warning for warning in record.warnings if "no memory to try it on varied" in warning]
+
+
+def test_too_few_rounds_for_an_interval_are_refused() -> None:
+    with pytest.raises(BadInput, match="the audit needs 6 rounds or 0 for none, got 3"):
+        Plan(audit_rounds=3)
