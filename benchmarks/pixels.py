@@ -1,11 +1,12 @@
-"""What graphs that take pixels give beside those that take normalised images, on photographs and real weights.
+"""What graphs that take pixels give beside those that take normalised images.
 
     make real
     python -m benchmarks.pixels --output benchmarks/results/pixels.json
 
 Crops of photographs that nothing was fitted to, as pixels and normalised, through the FP32, FP16 and BF16 graphs of
-DINOv2-S, each computed as it is typed and held against the model in float32. Beside what `export --input uint8` writes
-(folded in FP32, normalised ahead in sixteen bits) stands what folding would cost in sixteen bits: `folded`.
+DINOv2-S, each computed as it is typed and held against the model in float32; then the digits' ViT on digits, and a
+ConvNeXt as timm initialises it on random pixels, whose patches are 4 pixels wide. Beside what `export --input uint8`
+writes (folded in FP32, normalised ahead in sixteen bits) stands what folding would cost in sixteen bits: `folded`.
 """
 
 import importlib.metadata
@@ -22,10 +23,12 @@ from safetensors.torch import load_file
 
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
+from corp_deploy.demo.digits.images import load
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, image_spec, input_ports, output_ports
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.pixels import takes_pixels
 from export.graph.to_onnx import onnx_from_model
@@ -35,6 +38,7 @@ from perf.parity.measures import measures
 from perf.timing.environment import cpu_name
 
 KIND = "benchmarks/pixels"
+EXAMPLE = Path(__file__).parents[1] / "examples/digits/model"
 PRECISIONS = ("fp32", "fp16", "bf16")
 BATCH = 8
 
@@ -79,26 +83,46 @@ def _row(
     return {"precision": precision, "input": way, "relative_error": error}
 
 
+def _digits(count: int) -> tuple[Checkpoint, NDArray[np.uint8]]:
+    """The committed example with held-out digits as pixels."""
+    checkpoint = load_checkpoint(EXAMPLE)
+    return checkpoint, image_spec(checkpoint.model).normalisation.pixels(load("held-out").images[:count])
+
+
+def _convnext(count: int) -> tuple[Checkpoint, NDArray[np.uint8]]:
+    torch.manual_seed(0)
+    architecture = Architecture(name="convnext_atto", kwargs={})
+    model = dense_from_architecture(architecture)
+    shape = (count, *image_spec(model).shape)
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    return Checkpoint(model=model, architecture=architecture, lineage={}), pixels
+
+
+def _rows(name: str, checkpoint: Checkpoint, pixels: NDArray[np.uint8]) -> list[dict[str, Any]]:
+    normalised = torch.from_numpy(image_spec(checkpoint.model).normalisation.images(pixels))
+    with torch.inference_mode():
+        exact = torch.cat([checkpoint.model(part) for part in normalised.split(BATCH)]).numpy()
+    return [
+        {"model": name, **_row(checkpoint, pixels, exact, precision, way)}
+        for precision in PRECISIONS
+        for way in ("float32", "uint8", *(("folded",) if precision != "fp32" else ()))
+    ]
+
+
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 @click.option("--images", type=int, default=16)
 def main(output: Path, images: int) -> None:
     """Write the record."""
-    checkpoint = _checkpoint()
-    pixels = _crops(checkpoint, images)
-    normalised = torch.from_numpy(image_spec(checkpoint.model).normalisation.images(pixels))
-    with torch.inference_mode():
-        exact = torch.cat([checkpoint.model(part) for part in normalised.split(BATCH)]).numpy()
-    rows = [
-        _row(checkpoint, pixels, exact, precision, way)
-        for precision in PRECISIONS
-        for way in ("float32", "uint8", *(("folded",) if precision != "fp32" else ()))
-    ]
+    real = _checkpoint()
+    rows = _rows("DINOv2-S, photographs", real, _crops(real, images))
+    rows += _rows("digits ViT, digits", *_digits(images))
+    rows += _rows("ConvNeXt-atto, random", *_convnext(images))
     versions = {name: importlib.metadata.version(name) for name in ("torch", "onnx", "onnxruntime")}
-    setting = {"model": "DINOv2-S, real weights", "images": images, "cpu": cpu_name(), **versions}
+    setting = {"images": images, "cpu": cpu_name(), **versions}
     write_json(output, {"kind": KIND, "version": 1, "setting": setting, "rows": rows})
     for row in rows:
-        click.echo(f"{row['precision']} {row['input']}: {row['relative_error']:.2e}")
+        click.echo(f"{row['model']}, {row['precision']} {row['input']}: {row['relative_error']:.2e}")
 
 
 if __name__ == "__main__":

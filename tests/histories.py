@@ -19,9 +19,11 @@ def bench_of_release(
     environment: Flat | None = None,
     batches: Sequence[int] = (1,),
     lost: float = 0.0,
+    spread: float = 0.01,
+    seed: int | None = None,
 ) -> Bench:
     """Sixteen rounds ABBA of five calls, which vary by 1 %; `machine` slows both subjects, `lost` is waited in each."""
-    rng = np.random.default_rng(day)
+    rng = np.random.default_rng(day if seed is None else seed)
     trial = BenchTrial(status="ok", warm_up_flat=True)
     rows = tuple(
         Row(
@@ -30,7 +32,7 @@ def bench_of_release(
             calls_per_block=5,
             settle_calls=1,
             stop="narrow",
-            blocks=tuple(_blocks(rng, machine * batch, {"dense": dense_ms, "reduced": reduced_ms}, lost)),
+            blocks=tuple(_blocks(rng, machine * batch, {"dense": dense_ms, "reduced": reduced_ms}, lost, spread)),
             noise_blocks=(),
         )
         for batch in batches
@@ -50,11 +52,13 @@ def bench_of_release(
     )
 
 
-def _blocks(rng: np.random.Generator, scale: float, base_ms: dict[str, float], lost: float) -> list[Block]:
+def _blocks(
+    rng: np.random.Generator, scale: float, base_ms: dict[str, float], lost: float, spread: float
+) -> list[Block]:
     blocks = []
     for index in range(16):
         for name in ("dense", "reduced", "reduced", "dense"):
-            times = tuple(float(ms) for ms in scale * base_ms[name] * (1 + 0.01 * rng.standard_normal(5)))
+            times = tuple(float(ms) for ms in scale * base_ms[name] * (1 + spread * rng.standard_normal(5)))
             waited = tuple(lost * ms for ms in times)
             blocks.append(
                 Block(

@@ -110,12 +110,20 @@ def test_the_first_convolution_is_folded_by_the_formula() -> None:
     np.testing.assert_allclose(new["bias"].numpy(), expected_bias, rtol=1e-5, atol=1e-6)
 
 
+class Standardised(nn.Conv2d):
+    """One that changes its weights as it runs."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.conv2d(images, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias, 4)
+
+
 class Stem(nn.Module):
     """A first convolution under what a model might do with its images."""
 
     def __init__(self, way: str, **convolution: Any) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 5, 4, stride=4, **convolution)
+        made = Standardised if way == "standardised" else nn.Conv2d
+        self.first = made(3, 6, 4, stride=4, **convolution)
         self.way = way
 
     def forward(self, images: Tensor) -> Tensor:
@@ -124,6 +132,8 @@ class Stem(nn.Module):
             return first.mean((2, 3)) + images.mean((1, 2, 3))[:, None]
         if self.way == "runs twice":
             first = first + self.first(torch.relu(images))
+        if self.way == "runs on something else too":
+            first = first + self.first(self.first.weight.new_ones(1, 3, 4, 4)).mean((2, 3), keepdim=True)
         if self.way == "in place":
             images.sub_(1.0)
         mean: Tensor = first.mean((2, 3))
@@ -141,6 +151,9 @@ class Stem(nn.Module):
         ("plain", {"padding": 2, "padding_mode": "reflect"}, False),
         ("reads twice", {}, False),
         ("runs twice", {}, False),
+        ("runs on something else too", {}, False),
+        ("standardised", {}, False),
+        ("plain", {"groups": 3}, False),
         ("in place", {}, False),
     ],
 )

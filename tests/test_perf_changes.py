@@ -66,6 +66,42 @@ def test_after_a_change_the_spread_is_pooled_over_all_levels() -> None:
     assert last.ratio.low == pytest.approx(math.exp(step - 1.96 * error), rel=1e-9)
 
 
+def by_hand(values: np.ndarray, critical: float, noise: float) -> list[tuple[int, int, float, float]]:
+    """First, found, ratio and score of every change, each look and split computed anew."""
+    logs, start, closed = np.log(values), 0, list[np.ndarray]()
+    points: list[tuple[int, int, float, float]] = []
+    for count in range(LEAST_VALUES, len(logs) + 1):
+        skipped = max(start, count - LOOKS)
+        window, best = logs[skipped:count], (0, 0.0, 0.0)
+        for at in range(1, len(window)):
+            groups = [*closed, window[:at], window[at:]]
+            freedom = sum(len(group) - 1 for group in groups)
+            within = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
+            error = math.sqrt(max(within / freedom, noise**2) * (1 / at + 1 / (len(window) - at))) if freedom else 0
+            step = float(window[at:].mean() - window[:at].mean())
+            if error and abs(step / error) > abs(best[1]):
+                best = at, step / error, math.exp(step)
+        freedom = sum(len(group) - 1 for group in closed) + len(window) - 2
+        if best[0] and abs(normal_from_t(best[1], freedom)) >= critical:
+            first = skipped + best[0]
+            points.append((first, count - 1, best[2], normal_from_t(best[1], freedom)))
+            closed.append(logs[start:first])
+            start = first
+    return points
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_change_of_a_long_series_is_the_one_by_hand(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    levels = np.cumsum(rng.choice([0.0, -0.012, 0.012], size=4))
+    values = np.exp(0.006 * rng.standard_normal(72) + np.repeat(levels, [36, 12, 14, 10]))
+    points = change_points(values, 3.0, noise=0.004)
+    expected = by_hand(values, 3.0, 0.004)
+    assert [(point.first, point.found) for point in points] == [(first, found) for first, found, *_ in expected]
+    assert [point.ratio.value for point in points] == pytest.approx([ratio for *_, ratio, _ in expected], rel=1e-9)
+    assert [point.score for point in points] == pytest.approx([score for *_, score in expected], rel=1e-9)
+
+
 @pytest.mark.parametrize("freedom", [3, 8, 28])
 @pytest.mark.parametrize("t", [1.0, 3.0, 6.0, -4.0])
 def test_a_score_is_the_normal_deviate_as_rare_as_the_t(t: float, freedom: int) -> None:

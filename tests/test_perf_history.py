@@ -1,6 +1,7 @@
 """A directory of bench records as a trend: what is kept, what is compared, what fails."""
 
 import json
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from perf.gate.history import change_in_words, history_rows, load_trend, save_tr
 from perf.record.history import History, Release, add_release, load_history, release_of_file
 from perf.record.runs import Bench, save_bench
 from perf.report.history import history_table, trend_drawing
-from perf.stats.trend import Trend, trend_of
+from perf.stats.changes import ALPHA, ChangePoint, critical_score
+from perf.stats.stats import Interval
+from perf.stats.trend import Series, Trend, trend_of
 from tests.histories import bench_of_release
 
 
@@ -143,6 +146,65 @@ def test_a_rise_fails_while_it_stands_and_not_when_mended() -> None:
     old = history_rows(steps(*[2.5] * 7, *[2.575] * 6))
     assert [row.verdict for row in old] == ["PASS"]
     assert "rose" in old[0].message
+
+
+def exactly(*levels: float) -> tuple[Interval, ...]:
+    return tuple(Interval(value=level, low=level, high=level) for level in levels)
+
+
+def test_a_rise_stands_while_the_newest_is_nearer_to_it_than_to_the_level_just_before() -> None:
+    def stands(newest: float) -> bool:
+        rises = ((6, 1.04), (10, 1.02))
+        changes = tuple(ChangePoint(first=at, found=at, ratio=exactly(ratio)[0], score=9.0) for at, ratio in rises)
+        values = exactly(*[1.0] * 6, *[1.04] * 4, 1.06, newest)
+        return standing_rise(Series(name="p50", unit="ms", values=values, judged=True, changes=changes)) is not None
+
+    assert stands(1.055)
+    assert not stands(1.047)
+    assert not stands(1.04)
+
+
+def test_more_batch_sizes_ask_more_of_a_change_so_that_the_bound_is_on_all_of_them() -> None:
+    def critical(*batches: int) -> float:
+        found = trend(*(bench_of_release(day, 2.5, batches=batches) for day in range(2)))
+        return float(found.test.split("a score from ")[1].split()[0])
+
+    one, three = critical(1), critical(1, 2, 4)
+    assert one == pytest.approx(critical_score(ALPHA), abs=0.005)
+    assert three == pytest.approx(critical_score(ALPHA / 3), abs=0.005)
+    assert three > one
+
+
+def test_figures_that_are_not_known_well_are_not_told_apart() -> None:
+    def alike(spread: float) -> Trend:
+        levels = [2.5] * 8 + [2.54] * 3
+        benches = (bench_of_release(day, level, spread=spread, seed=1) for day, level in enumerate(levels))
+        return trend(*benches)
+
+    assert alike(0.005).batches[0].judged.changes
+    assert not alike(0.1).batches[0].judged.changes, "the same rounds again, and each could be anywhere in 2 %"
+
+
+def test_where_calls_overlap_only_the_ratio_is_told() -> None:
+    def overlapping(bench: Bench) -> Bench:
+        rows = (
+            replace(row, blocks=tuple(replace(block, compute_ms=(), lost_ms=None) for block in row.blocks))
+            for row in bench.rows
+        )
+        return replace(bench, rows=tuple(rows))
+
+    (batch,) = trend(*(overlapping(bench_of_release(day, 2.5)) for day in range(5))).batches
+    dense, reduced, ratio = batch.series
+    assert (dense.values, reduced.values) == ((None,) * 5, (None,) * 5)
+    assert ratio.values[0] is not None
+    assert ratio.values[0].value == pytest.approx(2.0, rel=0.01)
+
+
+def test_releases_stand_in_order_of_time_whatever_their_files_are_called(tmp_path: Path) -> None:
+    for day, name in ((2, "a.json"), (0, "b.json"), (1, "c.json")):
+        save_bench(bench_of_release(day, 2.5), tmp_path / name)
+    history = load_history(tmp_path)
+    assert [release.bench.created[:10] for release in history.releases] == ["2026-03-01", "2026-03-02", "2026-03-03"]
 
 
 def test_a_fall_a_small_rise_and_no_change_pass() -> None:

@@ -49,7 +49,7 @@ def takes_pixels(
 
     `folded`: the first convolution reads pixels as they are, by W/(255 std) and b - sum(W mean/std), unless something
     else reads the images than one plain convolution that does not pad. That is for float32: sixteen bits round those
-    weights against the sum of all pixels, which errs up to three times as much as normalising ahead, in float32.
+    weights against the sum of all pixels, which errs more than normalising ahead, in float32.
     """
     own = copy.deepcopy(model).cpu().eval()
     path = first_convolution(own, shape) if folded else ""
