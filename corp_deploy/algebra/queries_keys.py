@@ -20,6 +20,7 @@ from .quadratic import solve_ridge
 from .scores import kept_from_scores
 
 Objective = Literal["per-image", "aggregated"]
+MOST_APART = 1e8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +198,9 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     S_q^1/2 S_k^1/2 = U S V': q_map = (S_q^-1/2 U_r S_r^1/2)', k_map = (S_k^-1/2 V_r S_r^1/2)'. Give k's second
     moment centred per image: softmax ignores what is constant along a query's row. Eigenvalues are raised to
     floor_rel * their mean, so that directions that calibration never showed stay represented and full width gives back
-    every logit. A head that would lose more than by dropping its dimensions of least energy (possible only under that
-    floor) drops those instead; that dropping is the uncompensated case.
+    every logit. A head that would lose no less by dropping its dimensions of least energy (one whose logits are the
+    same for all keys; else possible only under that floor) drops those instead; that dropping is the uncompensated
+    case.
     """
     q_root_HDD, q_inverse_HDD, q_condition_H = _roots(q_second_HDD, floor_rel)
     k_root_HDD, k_inverse_HDD, k_condition_H = _roots(k_second_HDD, floor_rel)
@@ -206,12 +208,13 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     root_HR1 = s_HD[:, :width].sqrt().unsqueeze(-1)
     q_map_HRD = root_HR1 * (u_HDD[:, :, :width].mT @ q_inverse_HDD)
     k_map_HRD = root_HR1 * (vt_HDD[:, :width] @ k_inverse_HDD)
+    q_map_HRD, k_map_HRD = _of_like_size(q_map_HRD, k_map_HRD)
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map_HRD, k_map_HRD)
 
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
     plain_HRD = _selection(kept_from_scores(energy_HD, width), energy_HD.shape[1])
     plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain_HRD, plain_HRD)
-    worse_H11 = (residual_H > plain_H)[:, None, None]
+    worse_H11 = (residual_H >= plain_H)[:, None, None]
     residual_H = torch.minimum(residual_H, plain_H)
     return QkRecovery(
         q_map_HRD=torch.where(worse_H11, plain_HRD, q_map_HRD),
@@ -223,6 +226,16 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
         condition=float(torch.maximum(q_condition_H, k_condition_H).max()),
         ridge=floor_rel * float(q_second_HDD.diagonal(dim1=1, dim2=2).mean(1).max()),
     )
+
+
+def _of_like_size(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:
+    """The same logits by maps of which none is more than MOST_APART times the other: keys that hardly vary would get
+    one that no float32 holds.
+    """
+    apart_H = k_map_HRD.norm(dim=(1, 2)) / q_map_HRD.norm(dim=(1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
+    factor_H = (apart_H / apart_H.clamp(1.0 / MOST_APART, MOST_APART)).sqrt()
+    factor_H11 = torch.where(apart_H > 0.0, factor_H, 1.0)[:, None, None]
+    return q_map_HRD * factor_H11, k_map_HRD / factor_H11
 
 
 def lowrank_spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor) -> Tensor:
