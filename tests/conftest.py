@@ -75,6 +75,16 @@ def pytest_collection_finish() -> None:
 
     Graphs are traced by allocating millions of objects that go by themselves; collections are for circles alone.
     """
+    _keep()
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept() -> None:
+    """What earlier files left are caches: every measurement collects first, and would walk through them each time."""
+    _keep()
+
+
+def _keep() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)

@@ -63,6 +63,10 @@ def _rate(spent: float) -> float:
     return LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * min(spent, 1.0)))
 
 
+def _spent(begun_s: float, plan: Course) -> float:
+    return (time.monotonic() - begun_s) / plan.limit_s
+
+
 def trained(setting: Setting) -> Checkpoint:
     """The model on the CPU, with how it was trained and how often it is right on held-out images in its lineage."""
     plan, device, size = course(setting), setting.device, setting.image_size
@@ -71,9 +75,10 @@ def trained(setting: Setting) -> Checkpoint:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.05, fused=device == "cuda")
     checks = pictures.labelled("check", plan.check_images, size=size, device=device)
     begun_s, steps, found, last = time.monotonic(), 0, 0.0, math.nan
-    while (spent := (time.monotonic() - begun_s) / plan.limit_s) < 1.0 and found < plan.target:
+    # As far as the first check in any case: without one there is neither a loss nor an accuracy to tell.
+    while steps < plan.check_every or (_spent(begun_s, plan) < 1.0 and found < plan.target):
         for group in optimizer.param_groups:
-            group["lr"] = _rate(spent)
+            group["lr"] = _rate(_spent(begun_s, plan))
         images, labels = pictures.batch("train", steps, plan.batch, size=size, device=device)
         loss = _step(model.train(), optimizer, images, labels)
         steps += 1
