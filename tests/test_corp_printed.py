@@ -235,6 +235,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "calibration.max_bad": (2, {}),
     "calibration.hold_out": (3, {}),
     "calibration.groups": ("image", {}),
+    "calibration.snapshots": ([5], {"calibration.snapshots": [4]}),
     "calibration.attention_system": ("kept", CORP),
     "held_out.samples": (7, {}),
     "held_out.seed": (8, {}),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from corp_deploy import load
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from perf.parity.parity import load_parity
@@ -29,6 +30,8 @@ model = "dense"
 [calibration]
 images = "calibration.npy"
 batch_size = 4
+hold_out = 3
+snapshots = [4, 6]
 [held_out]
 images = "held-out.npz"
 labels = "held-out.npz"
@@ -88,6 +91,20 @@ def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
     assert "openvino" in (out / "parity.openvino.json").read_text()
     assert "openvino" in (out / "report.md").read_text().lower()
     assert "openvino" in (out / "MODEL_CARD.md").read_text().lower()
+
+
+def test_the_report_tells_how_many_images_are_enough(home: Path) -> None:
+    out = home / "out"
+    size = json.loads((out / "calibration-size.json").read_text())
+    assert [point["images"] for point in size["points"]] == [4, 6, 9]
+    assert size["sentence"] in (out / "report.md").read_text()
+    with np.load(home / "held-out.npz") as file:
+        images = torch.from_numpy(file["images"])
+    dense, reduced = load(out / "dense"), load(out / "reduced")
+    with torch.no_grad():
+        right, got = dense(images).double(), reduced(images).double()
+    error = ((got - right).norm(dim=1) / right.norm(dim=1)).mean()
+    assert size["points"][-1]["relative_error"] == pytest.approx(float(error), rel=1e-3)
 
 
 def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from calib.input_set import InputSet
 from calib.moments import Moments
+from corp_deploy.families.widths import Widths
 from corp_deploy.proof.report_input import SIZE_KIND
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce
@@ -170,13 +171,16 @@ def calibration_size(
     every: Sequence[Moments],
     method: Method,
     *,
+    widths: Widths | None = None,
     held_out: Moments | None = None,
     scored: Scored | None = None,
     calibration: InputSet | None = None,
     within: float = WITHIN,
     done: Callable[[int], None] | None = None,
 ) -> CalibrationSize:
-    """The curve of error against the number of calibration images, one uniform reduction for each of the moments.
+    """The curve of error against the number of calibration images, one reduction for each of the moments.
+
+    Uniform, unless `widths` by site are given.
 
     `every`: moments of ascending numbers of images of one model. `held_out` moments, inputs with the dense answers
     (`scored`), or both judge; none of them may be calibrated on. `calibration`: as in `sweep`. `done` hears how many
@@ -187,7 +191,7 @@ def calibration_size(
         raise BadInput("calibration size: nothing judges; give held-out moments (calibrate --hold-out N) or inputs")
     losses, judged = [], list[_Judged]()
     for number, moments in enumerate(every, start=1):
-        reduction = reduce(model, moments, method, held_out=held_out, images=calibration)
+        reduction = reduce(model, moments, method, widths=widths, held_out=held_out, images=calibration)
         losses.append(loss_of_sites(reduction.sites))
         if (by_inputs := _judged(reduction.model, scored)) is not None:
             judged.append(by_inputs)

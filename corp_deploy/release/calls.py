@@ -81,6 +81,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "attention_system": recipe.reduce.method.needs_attention_system,
             "residual": bool(recipe.reduce.residual),
             "active_eps": calibration.active_eps,
+            "snapshots": calibration.snapshots,
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
             **recipe.reduce.merging_of_statistics,

@@ -15,6 +15,7 @@ SAVED_AS_HF = "reduced/hf/"
 MOMENTS = ".stages/moments.safetensors"
 HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
 SUMMARY = "moments.json"
+SIZE = "calibration-size.json"
 SAMPLES = "samples/images.npy"
 SAMPLES_RECORD = "samples/samples.json"
 SAMPLE_LABELS = "samples/labels.npy"
@@ -27,6 +28,11 @@ HISTORY = ("history.json", "history.svg")
 CARD = "MODEL_CARD.md"
 REPORTS = ("report.html", "report.md", "report.xml")
 REPOSITORY = "repository"
+
+
+def snapshots_of(recipe: Recipe) -> tuple[str, ...]:
+    """The moments of the first images, as `calibrate` calls them, ascending."""
+    return tuple(f".stages/moments.{count}.safetensors" for count in recipe.calibration.snapshots or ())
 
 
 def has_sample_labels(recipe: Recipe) -> bool:

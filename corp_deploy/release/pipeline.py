@@ -28,6 +28,7 @@ from .names import (
     SAMPLES,
     SAMPLES_RECORD,
     SAVED_AS_HF,
+    SIZE,
     SUBJECTS,
     SUMMARY,
     SUMS,
@@ -41,6 +42,7 @@ from .names import (
     page_name,
     parities_of,
     parity_name,
+    snapshots_of,
 )
 from .recipe import Recipe
 from .recipe_tables import ModelTable
@@ -89,15 +91,17 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
     drawn = settings_of(
-        "calibration", calibration, without=("images", "workers", "attention_system", "group_labels", "active_eps")
+        "calibration",
+        calibration,
+        without=("images", "workers", "attention_system", "group_labels", "active_eps", "snapshots"),
     )
     labels = calibration.group_labels
-    asked = ("attention_system", "residual", "active_eps", "attn", "align")
+    asked = ("attention_system", "residual", "active_eps", "snapshots", "attn", "align")
     system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
     merging = {f"reduce.{name}": value for name, value in recipe.reduce.merging_of_statistics.items()}
     return Stage(
         name="moments",
-        outputs=(MOMENTS, SUMMARY, *_held_out_moments(recipe)),
+        outputs=(MOMENTS, SUMMARY, *snapshots_of(recipe), *_held_out_moments(recipe)),
         run=command_step(calibrate),
         reads=MODELS["dense"],
         outside={"calibration.images": calibration.images}
@@ -121,6 +125,24 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
         settings=settings_of("reduce", recipe.reduce) | (drawn if looks else {}) | {"versions": tool(*TORCH)},
         command=str(reduce),
     )
+
+
+def _size_stage(recipe: Recipe) -> Stage:
+    """How many calibration images are enough, by the snapshots."""
+    held_out = recipe.held_out
+    return Stage(
+        name="size",
+        outputs=(SIZE,),
+        run=own_step("size", recipe),
+        reads=(*MODELS["dense"], *MODELS["reduced"], *snapshots_of(recipe), MOMENTS, *_held_out_moments(recipe)),
+        outside={"held_out.images": held_out.images, "calibration.images": recipe.calibration.images},
+        settings=settings_of("reduce", recipe.reduce) | _drawn_held_out(recipe) | {"versions": tool(*TORCH)},
+        command=str(calls.only("size", recipe)),
+    )
+
+
+def _size(recipe: Recipe) -> tuple[str, ...]:
+    return (SIZE,) if recipe.calibration.snapshots else ()
 
 
 def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
@@ -247,6 +269,7 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
             *parities_of(recipe),
             GATE,
             *_history(recipe),
+            *_size(recipe),
         ),
         settings={"commands": commands, "versions": tool()},
         command=str(calls.only_beside("report", recipe, baseline, root)),
@@ -271,6 +294,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         _dense_stage(recipe),
         _moments_stage(recipe, root),
         _reduce_stage(recipe, root),
+        *([_size_stage(recipe)] if _size(recipe) else []),
         *(_export_stage(recipe, root, subject) for subject in SUBJECTS),
         _samples_stage(recipe),
         _parity_stage(recipe, root),

@@ -83,6 +83,11 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
                 f"{NOT_HELD_OUT[self.reduce.loop]}; give one of the two"
             )
+        if self.calibration.snapshots is not None and self.reduce.loop is not None:
+            raise BadInput(
+                "calibration.snapshots tells how many images a fit to moments needs; reduce.closed_loop fits to the "
+                "images themselves; give one of the two"
+            )
         if self.calibration.groups is not None and self.calibration.group_labels is not None:
             raise BadInput("calibration.groups and calibration.group_labels both say what belongs together; give one")
         if self.package.name is not None and "fp32" not in self.export.precisions:

@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`snapshots`: after how many images moments are kept too, so that the report tells how many are enough."""
+
     images: recipe_values.Location
     samples: recipe_values.Images | None = None
     seed: recipe_values.Seed = 0
@@ -99,6 +102,18 @@ class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=T
     group_labels: recipe_values.Location | None = None
     attention_system: recipe_values.AttentionSystem | None = None
     active_eps: recipe_values.Magnitude | None = None
+    snapshots: recipe_values.Snapshots | None = None
+
+    def __post_init__(self) -> None:
+        counts = self.snapshots or ()
+        if any(one >= other for one, other in pairwise(counts)):
+            raise BadInput(f"calibration.snapshots is {[*counts]}, expected ascending numbers of images")
+        fitted = None if self.samples is None else self.samples - (self.hold_out or 0)
+        if counts and fitted is not None and counts[-1] >= fitted:
+            raise BadInput(
+                f"calibration.snapshots ends at {counts[-1]}, expected less than {fitted}, the images that are fitted "
+                "to (samples without hold_out)"
+            )
 
 
 class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -126,6 +126,9 @@ Batches: TypeAlias = Annotated[
     tuple[Batch, ...], _list_of(f"a list of different whole numbers from {BATCH.low} to {BATCH.high}", least=1)
 ]
 Images: TypeAlias = Annotated[int, _in(quantities.IMAGES, int)]
+Snapshots: TypeAlias = Annotated[
+    tuple[Images, ...], _list_of("a list of ascending numbers of images, such as [100, 500]", least=1)
+]
 BadImages: TypeAlias = Annotated[int, _in(quantities.BAD_IMAGES, int)]
 Seed: TypeAlias = Annotated[int, _in(quantities.SEED, int)]
 Workers: TypeAlias = Annotated[int, _in(quantities.WORKERS, int)]

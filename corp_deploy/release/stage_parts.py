@@ -31,11 +31,12 @@ def own_step(name: str, *words: Any) -> Callable[[StageDirs], None]:
     """What no command does, imported when it is called."""
 
     def run(dirs: StageDirs) -> None:
-        from . import own_steps, sample_steps
+        from . import own_steps, sample_steps, size_step
 
         functions: dict[str, Callable[..., object]] = {
             "dense": own_steps.write_dense,
             "samples": sample_steps.write_samples,
+            "size": size_step.write_size,
             "engine": own_steps.write_engines,
             "target-parity": own_steps.write_target_parity,
             "gate": own_steps.write_gate,

@@ -5,6 +5,7 @@ Every function reads what its invocation names below `dirs.root` and writes belo
 
 from calib.active import ACTIVE_EPS
 from calib.images import Images
+from calib.input_set import shuffled
 from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.merging import merging_from_options
@@ -37,6 +38,7 @@ from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, qua
 from export.triton.config import Serving
 from export.triton.repository import write_repository
 from ground.effort import turn
+from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
 from ground.precision import MIXED, QUANTISED
@@ -63,6 +65,14 @@ def _in_recipe(share: float) -> str:
     return f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more'
 
 
+def _require_more(fitted: int, snapshots: tuple[int, ...]) -> None:
+    if snapshots[-1] >= fitted:
+        raise BadInput(
+            f"calibration.snapshots ends at {snapshots[-1]}, expected less than {fitted}, the images that are "
+            "fitted to (without those of calibration.hold_out)"
+        )
+
+
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
@@ -79,10 +89,17 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
         restriction=restriction,
         **run.some("batch_size", "device", "seed", "hold_out", "groups"),
     )
+    snapshots = run.options.get("snapshots") or ()
     running = moments_files.CalibrationRun(
-        unfinished=dirs.unfinished, save_every=run["checkpoint_every"], fitting=_in_recipe
+        unfinished=dirs.unfinished,
+        save_every=run["checkpoint_every"],
+        snapshots=snapshots,
+        fitting=_in_recipe,
     )
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
+    if snapshots:
+        _require_more(source.count - (run["hold_out"] or 0), snapshots)
+        source = source if run["samples"] is None else shuffled(source, seed=run["seed"])
     with turn(dirs.watch, "calibrate"):
         fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
     if run["summary"] is not None:
